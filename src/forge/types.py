@@ -1,0 +1,161 @@
+"""The data that flows between components: prompts, completions, episodes and groups.
+
+Everything here is plain Python and pickles without torch. Tokens in, tokens out: `text` is for people and
+rewards, training only ever reads token ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt ready for generation. `token_ids` is what the policy sees; `str(prompt)` is its text."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    index: int = 0  # position in the data stream, unique within a run
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Sample(NamedTuple):
+    """One draw from a dataset: `prompt, target = await dataset.sample.route()`."""
+
+    prompt: Prompt
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample completions of one prompt.
+
+    `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
+    request reproducible whatever else is in the batch; None draws one.
+    """
+
+    n: int = 1
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for ok, message in (
+            (self.n >= 1, f"n must be at least 1, got {self.n}"),
+            (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
+            (self.temperature >= 0, f"temperature must be 0 (greedy) or positive, got {self.temperature}"),
+            (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
+            (self.top_k >= 0, f"top_k must be 0 (off) or positive, got {self.top_k}"),
+        ):
+            if not ok:
+                raise ValueError(message)
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sampled continuation.
+
+    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
+    temperature, top-k and top-p), and `versions[i]` the policy version that drew it. `finish` is "stop" (a stop
+    token, included in `token_ids`) or "length".
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: str
+    text: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version that contributed a token."""
+        return min(self.versions)
+
+
+@dataclass(slots=True, init=False)
+class Episode:
+    """A token sequence to learn from, with what is known about every token.
+
+    The four arrays have one length. `mask[i]` says that the policy wrote token i; context tokens have mask False,
+    logprob 0 and version -1. `reward` None means unscored: the episode is dropped and counted, never read as zero.
+    An episode built without `logprobs` says that its behaviour policy is unknown: the trainer then takes its own
+    current policy for it.
+
+    Call forms: `Episode(completion, reward)` and
+    `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)`.
+    """
+
+    tokens: list[int]
+    mask: list[bool]
+    logprobs: list[float] | None
+    versions: list[int]
+    reward: float | None
+    advantage: float | None
+    text: str
+    info: dict[str, Any]
+
+    def __init__(
+        self,
+        completion: Completion | None = None,
+        reward: float | None = None,
+        *,
+        prompt_ids: tuple[int, ...] | list[int] = (),
+        response_ids: list[int] | None = None,
+        logprobs: list[float] | None = None,
+        versions: list[int] | None = None,
+        advantage: float | None = None,
+        info: dict[str, Any] | None = None,
+    ) -> None:
+        if (completion is None) == (response_ids is None):
+            raise ValueError("an Episode is made from a completion or from prompt_ids and response_ids")
+        if completion is not None:
+            prompt_ids, response_ids = completion.prompt_ids, completion.token_ids
+            logprobs, versions = completion.logprobs, completion.versions
+        response = list(response_ids or ())
+        if not response:
+            raise ValueError("an Episode needs at least one response token")
+        for name, values in (("logprobs", logprobs), ("versions", versions)):
+            if values is not None and len(values) != len(response):
+                raise ValueError(f"{name} has {len(values)} entries for {len(response)} response tokens")
+        context = len(prompt_ids)
+        self.tokens = [*prompt_ids, *response]
+        self.mask = [False] * context + [True] * len(response)
+        self.logprobs = None if logprobs is None else [0.0] * context + list(logprobs)
+        self.versions = [-1] * context + (list(versions) if versions is not None else [-1] * len(response))
+        self.reward = reward
+        self.advantage = advantage
+        self.text = completion.text if completion is not None else ""
+        self.info = dict(info or {})
+        if completion is not None:
+            self.info.setdefault("finish", completion.finish)
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version among the tokens the policy wrote; -1 where it is not known."""
+        return min(v for v, own in zip(self.versions, self.mask, strict=True) if own)
+
+
+@dataclass(slots=True)
+class Group:
+    """The episodes of one prompt, scored together. `index` orders groups within a run."""
+
+    episodes: list[Episode]
+    index: int = 0
+    target: str = ""
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version among the group's episodes."""
+        return min(episode.version for episode in self.episodes)
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [episode.reward for episode in self.episodes]
