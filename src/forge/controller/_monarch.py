@@ -1,0 +1,41 @@
+"""Every import from Monarch, in one place, with the settings it needs before it is first imported.
+
+Monarch's defaults notice a killed process after about 9 s and a stopped one after 39 s; these bring both under 4 s
+for 1.5 % of a core.
+"""
+
+import os
+
+for _key, _value in {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "4s",
+}.items():
+    os.environ.setdefault(_key, _value)
+
+import monarch.actor as _monarch_actor  # noqa: E402
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
+from monarch.actor import (  # noqa: E402
+    Actor,
+    ActorError,
+    MeshFailure,
+    ProcMesh,
+    concurrent_endpoint,
+    this_host,
+)
+
+__all__ = [
+    "Actor",
+    "ActorError",
+    "MeshFailure",
+    "ProcMesh",
+    "SupervisionError",
+    "concurrent_endpoint",
+    "set_fault_hook",
+    "this_host",
+]
+
+
+def set_fault_hook(hook):
+    """Install `hook(failure)` for faults that no call is waiting on; returning from it means handled."""
+    _monarch_actor.unhandled_fault_hook = hook

@@ -1,0 +1,81 @@
+"""Components: plain classes whose `@endpoint` methods are callable from the controller.
+
+    class Counter(ForgeActor):
+        @endpoint
+        def add(self, n: int) -> int: ...
+
+    counter = await Counter.options(num_replicas=2).as_service(start=10)
+    await counter.add.route(1)
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeVar
+
+from .context import ActorContext
+from .options import Options
+from .runtime import runtime
+from .service import Service
+
+F = TypeVar("F")
+
+
+def endpoint(method: F) -> F:
+    """Make a method callable through a service.
+
+    `async def` endpoints interleave with one another; plain `def` endpoints run in the component's own thread, one at
+    a time, in the order of their calls.
+    """
+    method.__forge_endpoint__ = True  # type: ignore[attr-defined]
+    return method
+
+
+class Launcher:
+    """A component with its placement, ready to be started. Made by `Component.options(...)`."""
+
+    def __init__(self, cls: type[ForgeActor], options: Options) -> None:
+        self._cls = cls
+        self._options = options
+
+    async def as_service(self, *args: Any, **kwargs: Any) -> Service:
+        """Start the replicas, each built with these arguments, and return once all are ready."""
+        inspect.signature(self._cls).bind(*args, **kwargs)
+        return await runtime().start(self._cls, self._options, args, kwargs)
+
+    async def as_actor(self, *args: Any, **kwargs: Any) -> Service:
+        """Start one replica: an actor mesh of `procs` ranks."""
+        if self._options.num_replicas != 1:
+            raise ValueError(f"an actor has one replica, got num_replicas={self._options.num_replicas}: use as_service")
+        return await self.as_service(*args, **kwargs)
+
+
+class ForgeActor:
+    """Base of every component. Subclasses take their settings in `__init__`, which must be cheap and picklable in its
+    arguments; heavy work belongs in `setup`, which runs in the component's process before it serves."""
+
+    context: ActorContext = ActorContext("local")
+
+    @classmethod
+    def options(cls, **options: Any) -> Launcher:
+        """Placement, see `Options`."""
+        return Launcher(cls, Options(**options))
+
+    @classmethod
+    async def as_service(cls, *args: Any, **kwargs: Any) -> Service:
+        return await cls.options().as_service(*args, **kwargs)
+
+    @classmethod
+    async def as_actor(cls, *args: Any, **kwargs: Any) -> Service:
+        return await cls.options().as_actor(*args, **kwargs)
+
+    @classmethod
+    def endpoints(cls) -> frozenset[str]:
+        """Names of the `@endpoint` methods."""
+        return frozenset(n for n, m in inspect.getmembers(cls) if getattr(m, "__forge_endpoint__", False))
+
+    def setup(self) -> None:
+        """Prepare to serve; called once in the component's process. May be async."""
+
+    def teardown(self) -> None:
+        """Give back what `setup` took; called once at shutdown. May be async."""

@@ -1,0 +1,67 @@
+"""Starting processes: one Monarch process mesh per replica, with its environment set before anything is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+
+from ._monarch import ProcMesh, this_host
+from .errors import ForgeError
+
+
+def spawn(name: str, procs: int, *, threads: int, env: dict[str, str], gpus: list[int] | None = None) -> ProcMesh:
+    """Start `procs` processes on this host.
+
+    Args:
+        threads: compute threads of each process (OMP_NUM_THREADS).
+        env: further environment variables.
+        gpus: the devices that the processes may see, `len(gpus) // procs` for each.
+    """
+    settings = {
+        "OMP_NUM_THREADS": str(threads),
+        # Idle OpenMP workers otherwise spin on the cores that another process is computing on.
+        "GOMP_SPINCOUNT": "2000",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus or [])),
+        **env,
+    }
+    return this_host().spawn_procs({"procs": procs}, bootstrap=functools.partial(_bootstrap, settings), name=name)
+
+
+def _bootstrap(settings: dict[str, str]) -> None:
+    """Runs in each new process before its actors: environment, and no reaction of its own to Ctrl-C."""
+    os.environ.update(settings)
+    # A terminal sends Ctrl-C to every process; only the controller acts on it, so that the shutdown has one owner.
+    # Python's signal module refuses outside the main thread, and this is not the main thread.
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(signal.SIGINT, ctypes.c_void_p(1))  # SIG_IGN
+
+
+def visible_gpus() -> list[int]:
+    """Indices of the GPUs of this host that this process may use."""
+    import torch
+
+    return list(range(torch.cuda.device_count()))
+
+
+def take_gpus(free: list[int], count: int, component: str) -> list[int]:
+    """Take `count` devices from `free`, or say what is missing."""
+    if count > len(free):
+        raise ForgeError(
+            f"{component} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
+            f"or set services.{component}.with_gpus to false"
+        )
+    taken, free[:] = free[:count], free[count:]
+    return taken
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process that may already be gone."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

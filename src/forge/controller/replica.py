@@ -1,0 +1,168 @@
+"""One replica of a component: its processes, the calls in flight on them, and the watch over their health."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any
+
+import cloudpickle
+
+from . import processes
+from ._monarch import ActorError, ProcMesh, SupervisionError
+from .context import ActorContext
+from .errors import CallTimeout, ForgeError, RemoteFailure, ReplicaDied
+from .options import Options
+from .shell import Shell
+
+# Supervision reports a dead process in under a second and a stopped one in three; the ping is for what supervision
+# cannot see (a component that holds the interpreter lock). Its patience is long because imports hold the lock too.
+PING_EVERY = 1.0
+PING_PATIENCE = 10.0
+
+_spawned = itertools.count()
+
+
+class Replica:
+    """`options.procs` processes that act as one: a call goes to every rank, rank 0 speaks for all."""
+
+    def __init__(self, context: ActorContext, options: Options, mesh: ProcMesh, owns_mesh: bool) -> None:
+        self.context = context
+        self.options = options
+        self.mesh = mesh
+        self.owns_mesh = owns_mesh
+        self.in_flight = 0
+        self.served = 0
+        self.pids: list[int] = []
+        self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
+        name = f"{context.component}_{context.replica}_{next(_spawned)}"
+        self.shell = mesh.spawn(name, Shell, context)
+        self._watch: asyncio.Task | None = None
+
+    def __str__(self) -> str:
+        return f"{self.context.component}[{self.context.replica}]"
+
+    async def start(self, definition: tuple[type, tuple, dict[str, Any]]) -> None:
+        """Build the component on every rank.
+
+        Raises:
+            the exception that the component's `__init__` or `setup` raised; CallTimeout or ReplicaDied otherwise.
+        """
+        limit, loop = self.options.setup_timeout, asyncio.get_running_loop()
+        try:
+            answers = await self._all_ranks("start", "ping", timeout=limit)
+        except ReplicaDied as error:
+            raise ReplicaDied(f"{self} did not come up: {error}") from error
+        self.pids = [pid for pid, _host in answers]
+        rendezvous = None
+        if self.options.procs > 1:
+            first = self.shell.slice(procs=0)
+            rendezvous = self._unwrap(await asyncio.wait_for(first.open_rendezvous.call_one("127.0.0.1").as_asyncio(), limit))
+        payload = cloudpickle.dumps(definition)
+        starts = [
+            self.shell.slice(procs=rank).start.call_one(payload, rank, rendezvous).as_asyncio()
+            for rank in range(self.options.procs)
+        ]
+        for answer in await self._wait("setup", asyncio.gather(*starts), limit):
+            self._unwrap(answer)
+        self._watch = loop.create_task(self._watch_health())
+
+    async def call(self, method: str, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+        """Call `method` on every rank; their values in rank order.
+
+        Raises:
+            what the method raised, ReplicaDied, or CallTimeout after `options.call_timeout` seconds.
+        """
+        self.in_flight += 1
+        try:
+            answers = await self._all_ranks(method, "invoke", method, args, kwargs, timeout=self.options.call_timeout)
+        finally:
+            self.in_flight -= 1
+            self.served += 1
+        return [self._unwrap(answer) for answer in answers]
+
+    async def drain_metrics(self) -> list[Any]:
+        return await self._all_ranks("drain_metrics", "drain_metrics", timeout=self.options.call_timeout)
+
+    async def stop(self) -> None:
+        """Run `teardown`, end the processes, and kill what is left of them."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if not self.failed.done():
+            try:
+                for answer in await self._all_ranks("teardown", "close", timeout=5.0):
+                    if isinstance(answer, RemoteFailure):
+                        print(f"{self}: teardown failed: {answer.summary}")
+            except ForgeError as error:
+                print(f"{self}: {error}")
+        if self.owns_mesh:
+            await stop_mesh(self.mesh, str(self), self.pids, gentle=not self.failed.done())
+
+    async def _all_ranks(self, label: str, endpoint: str, *args: Any, timeout: float) -> list[Any]:
+        send = getattr(self.shell, endpoint)
+        if self.options.procs == 1:
+            return [await self._wait(label, send.call_one(*args).as_asyncio(), timeout)]
+        return list((await self._wait(label, send.call(*args).as_asyncio(), timeout)).values())
+
+    async def _wait(self, label: str, answer, timeout: float) -> Any:
+        """Wait for `answer`, the replica's failure, or the time limit, whichever is first."""
+        since = time.monotonic()
+        answer = asyncio.ensure_future(answer)
+        try:
+            await asyncio.wait({answer, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            if self.failed.done():
+                raise ReplicaDied(f"{self.failed.result()} (while {label} was in flight)")
+            raise CallTimeout(
+                f"{self}.{label} gave no answer to the controller within {time.monotonic() - since:.0f} s "
+                f"(limit {timeout:g} s, pids {self.pids})"
+            )
+        except SupervisionError as error:
+            raise self.fail(f"its process died: {_first_line(error)}") from error
+        except ActorError as error:
+            raise self.fail(f"its actor failed: {_first_line(error)}") from error
+        finally:
+            answer.cancel()
+
+    def fail(self, reason: str) -> ReplicaDied:
+        """Declare this replica dead: every call in flight on it ends now."""
+        if not self.failed.done():
+            pids = ", ".join(map(str, self.pids)) or "unknown"
+            self.failed.set_result(ReplicaDied(f"{self} is dead (pid {pids}): {reason}"))
+        return self.failed.result()
+
+    async def _watch_health(self) -> None:
+        while not self.failed.done():
+            await asyncio.sleep(PING_EVERY)
+            try:
+                await self._all_ranks("ping", "ping", timeout=PING_PATIENCE)
+            except CallTimeout:
+                self.fail(f"it did not answer a ping for {PING_PATIENCE:g} s")
+            except ReplicaDied:
+                return
+
+    def _unwrap(self, answer: Any) -> Any:
+        if isinstance(answer, RemoteFailure):
+            raise answer.to_exception()
+        return answer
+
+
+async def stop_mesh(mesh: ProcMesh, name: str, pids: list[int], *, gentle: bool = True) -> None:
+    """End a process mesh; SIGKILL first where a process cannot be expected to listen."""
+    if not gentle:
+        for pid in pids:
+            processes.kill(pid)
+    try:
+        await asyncio.wait_for(mesh.stop().as_asyncio(), 8.0)
+    except Exception as error:
+        # A mesh with a dead process refuses to stop; its processes are what must go.
+        if gentle:
+            print(f"{name}: could not be stopped gently ({type(error).__name__}); killing it")
+        for pid in pids:
+            processes.kill(pid)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200]

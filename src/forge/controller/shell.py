@@ -1,0 +1,99 @@
+"""The process side: one Monarch actor that hosts one component and answers calls for it.
+
+User code never runs on the event loop unless it is `async def`, so a busy component still answers `ping`:
+an `async def` endpoint interleaves with others as asyncio does; a plain `def` endpoint runs in the component's own
+thread, one at a time, in the order in which calls arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from ..observability.metrics import drain
+from ._monarch import Actor, concurrent_endpoint
+from .context import ActorContext
+from .errors import RemoteFailure
+
+
+class Shell(Actor):
+    """Hosts `cls(*args, **kwargs)`; every endpoint returns a value or a `RemoteFailure`, and never raises."""
+
+    def __init__(self, context: ActorContext) -> None:
+        self._context = context
+        self._instance: Any = None
+        self._store: Any = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
+
+    @concurrent_endpoint
+    async def ping(self) -> tuple[int, str]:
+        return os.getpid(), os.uname().nodename
+
+    @concurrent_endpoint
+    async def open_rendezvous(self, host: str) -> str | RemoteFailure:
+        """On rank 0: hold a TCPStore open for the replica's ranks and say where it listens."""
+
+        def open_store() -> str:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            return f"{host}:{self._store.port}"
+
+        return await self._guarded("open_rendezvous", lambda: self._in_thread(open_store))
+
+    @concurrent_endpoint
+    async def start(self, definition: bytes, rank: int, rendezvous: str | None) -> None | RemoteFailure:
+        """Build the component from its pickled (class, args, kwargs) and run its `setup`."""
+
+        def build() -> Any:
+            cls, args, kwargs = pickle.loads(definition)
+            instance = cls.__new__(cls)
+            instance.context = self._context
+            instance.__init__(*args, **kwargs)
+            return instance
+
+        async def start() -> None:
+            self._context = replace(self._context, rank=rank, rendezvous=rendezvous)
+            self._instance = await self._in_thread(build)
+            await self._run(self._instance.setup)
+
+        return await self._guarded("setup", start)
+
+    @concurrent_endpoint
+    async def invoke(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return await self._guarded(method, lambda: self._run(getattr(self._instance, method), *args, **kwargs))
+
+    @concurrent_endpoint
+    async def drain_metrics(self) -> Any:
+        return drain()
+
+    @concurrent_endpoint
+    async def close(self) -> None | RemoteFailure:
+        """Run the component's `teardown`; the process is stopped afterwards by its owner."""
+
+        async def close() -> None:
+            if self._instance is not None:
+                await self._run(self._instance.teardown)
+            self._thread.shutdown(wait=False)
+
+        return await self._guarded("teardown", close)
+
+    async def _run(self, function, *args, **kwargs) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        return await self._in_thread(lambda: function(*args, **kwargs))
+
+    async def _in_thread(self, function) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def _guarded(self, call: str, make) -> Any:
+        try:
+            return await make()
+        # The caller decides what an error means; raising here would end this actor, and with it every other call.
+        except BaseException as error:
+            return RemoteFailure.capture(f"{self._context}.{call} (pid {os.getpid()})", error)

@@ -1,0 +1,143 @@
+"""Metrics from any process: recorded where they arise, merged exactly by the controller once a step.
+
+`record_metric("reward", 1.0, Reduce.MEAN)` adds to this process's collector. A collector is drained into a `Snapshot`,
+snapshots of any number of processes merge without loss (a mean stays the mean of all values, not of means), and
+`Snapshot.values()` gives the numbers. Nothing is recorded twice: draining empties the collector.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+class Reduce(enum.Enum):
+    """How values of one metric combine, within a process and across processes."""
+
+    MEAN = "mean"
+    STD = "std"  # population standard deviation over all values
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+@dataclass(slots=True)
+class Moments:
+    """Sufficient statistics for every reduction: count, sum, centred sum of squares, extremes."""
+
+    count: float = 0.0
+    total: float = 0.0
+    m2: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def merge(self, other: Moments) -> None:
+        """Chan et al. (1979): exact under any split of the values."""
+        if not other.count:
+            return
+        if self.count:
+            delta = other.total / other.count - self.total / self.count
+            self.m2 += delta * delta * self.count * other.count / (self.count + other.count)
+        self.m2 += other.m2
+        self.count += other.count
+        self.total += other.total
+        self.low = min(self.low, other.low)
+        self.high = max(self.high, other.high)
+
+    def reduce(self, how: Reduce) -> float:
+        match how:
+            case Reduce.MEAN:
+                return self.total / self.count
+            case Reduce.STD:
+                return math.sqrt(max(0.0, self.m2 / self.count))
+            case Reduce.SUM:
+                return self.total
+            case Reduce.MAX:
+                return self.high
+            case Reduce.MIN:
+                return self.low
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of time: `start` in seconds since the epoch, `duration` in seconds."""
+
+    name: str
+    process: str
+    pid: int
+    start: float
+    duration: float
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What one or more processes recorded since the last drain."""
+
+    moments: dict[tuple[str, Reduce], Moments] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+    def merge(self, other: Snapshot) -> None:
+        for key, moments in other.moments.items():
+            self.moments.setdefault(key, Moments()).merge(moments)
+        self.spans.extend(other.spans)
+
+    def values(self) -> dict[str, float]:
+        """Metric name to number. A name recorded with STD reads `name/std`, MAX `name/max`, MIN `name/min`."""
+        suffix = {Reduce.STD: "/std", Reduce.MAX: "/max", Reduce.MIN: "/min"}
+        return {name + suffix.get(how, ""): m.reduce(how) for (name, how), m in self.moments.items()}
+
+
+_lock = threading.Lock()
+_current = Snapshot()
+_process = "controller"
+
+
+def name_process(name: str) -> None:
+    """How this process is called in traces."""
+    global _process
+    _process = name
+
+
+def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight: float = 1.0) -> None:
+    """Add one value to this process's collector.
+
+    Args:
+        weight: how many observations the value stands for (a mean over 100 tokens has weight 100). For SUM the value
+            is added as it is. Non-finite values are an error: a NaN that is averaged away is a bug nobody sees.
+
+    Raises:
+        ValueError: the value is not finite.
+    """
+    value = float(value)
+    if not math.isfinite(value):
+        raise ValueError(f"metric {name!r} got {value}")
+    total = value if reduce is Reduce.SUM else value * weight
+    with _lock:
+        _current.moments.setdefault((name, reduce), Moments()).merge(Moments(weight, total, 0.0, value, value))
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Time a block: adds to the metric `seconds/<name>` (summed) and to the trace."""
+    start, tick = time.time(), time.perf_counter()
+    try:
+        yield
+    finally:
+        duration = time.perf_counter() - tick
+        record_metric(f"seconds/{name}", duration, Reduce.SUM)
+        with _lock:
+            _current.spans.append(Span(name, _process, os.getpid(), start, duration))
+
+
+def drain() -> Snapshot:
+    """Take everything recorded in this process so far."""
+    global _current
+    with _lock:
+        taken, _current = _current, Snapshot()
+    return taken
