@@ -1,6 +1,6 @@
 """The data that flows between components: prompts, completions, episodes and groups.
 
-Everything here is plain Python and pickles without torch. Tokens in, tokens out: `text` is for people and
+Everything here is plain Python and numpy, and pickles without torch. Tokens in, tokens out: `text` is for people and
 rewards, training only ever reads token ids.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +161,37 @@ class Group:
     @property
     def rewards(self) -> list[float | None]:
         return [episode.reward for episode in self.episodes]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sequences back to back, with what a loss needs to know about every token. All arrays are numpy.
+
+    `tokens`, `mask`, `logprobs`, `versions`, `advantages` and `weights` are [tokens]; `lengths` is [sequences] and sums
+    to the number of tokens. Only tokens with mask True are trained on. `logprobs` is NaN where the behaviour policy is
+    unknown. `weights` holds each token's share of the loss: a batch's loss is the weighted sum of its tokens' losses,
+    so any split of a batch gives the same loss and gradient. `ref_logprobs` is filled in by a reference model.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    advantages: np.ndarray
+    weights: np.ndarray
+    ref_logprobs: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    def select(self, sequences: np.ndarray) -> Batch:
+        """The batch of these sequences only (indices into `lengths`), in this order."""
+        starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
+        arrays = {
+            name: None if (values := getattr(self, name)) is None else values[index]
+            for name in ("tokens", "mask", "logprobs", "versions", "advantages", "weights", "ref_logprobs")
+        }
+        return Batch(lengths=self.lengths[sequences], **arrays)

@@ -120,9 +120,9 @@ class Replica:
                 f"(limit {timeout:g} s, pids {self.pids})"
             )
         except SupervisionError as error:
-            raise self.fail(f"its process died: {_first_line(error)}") from error
+            raise self.fail(f"its process ended or stopped answering (seen while {label} was in flight)") from error
         except ActorError as error:
-            raise self.fail(f"its actor failed: {_first_line(error)}") from error
+            raise self.fail(f"its process can no longer handle {label}") from error
         finally:
             answer.cancel()
 
@@ -162,7 +162,3 @@ async def stop_mesh(mesh: ProcMesh, name: str, pids: list[int], *, gentle: bool 
             print(f"{name}: could not be stopped gently ({type(error).__name__}); killing it")
         for pid in pids:
             processes.kill(pid)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200]

@@ -1,0 +1,40 @@
+"""The pieces that losses share: importance ratio, KL estimate, aggregation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
+    """`pi(a) / mu(a)` per token, in float32. Its logarithm is bounded to +-20 so that no ratio overflows."""
+    return torch.exp((logprobs.float() - behaviour_logprobs.float()).clamp(-20.0, 20.0))
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Per-token estimate of KL(policy || reference), non-negative and unbiased for samples of the policy.
+
+    `exp(d) - d - 1` with `d = ref - logp` (Schulman 2020, "Approximating KL divergence", k3).
+    """
+    d = (ref_logprobs.float() - logprobs.float()).clamp(-20.0, 20.0)
+    return torch.exp(d) - d - 1.0
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """`sum(values * weights)`, where a weight of zero removes its token whatever its value is (NaN included)."""
+    return torch.where(weights != 0, values * weights, torch.zeros_like(values)).sum()
+
+
+def sequence_mean_weights(padding_mask: Tensor) -> Tensor:
+    """Weights [batch, seq] with which every sequence counts the same and its tokens share its part.
+
+    A sequence without trained tokens counts as a sequence of loss zero.
+    """
+    mask = padding_mask.float()
+    return mask / mask.sum(dim=-1, keepdim=True).clamp(min=1.0) / mask[..., 0].numel()
+
+
+def token_mean_weights(padding_mask: Tensor) -> Tensor:
+    """Weights of any shape with which every trained token counts the same."""
+    mask = padding_mask.float()
+    return mask / mask.sum().clamp(min=1.0)

@@ -1,0 +1,15 @@
+"""Supervised fine-tuning: cross-entropy of given tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .common import weighted_sum
+
+
+class SFTLoss(nn.Module):
+    """Weighted negative log-likelihood, `-sum(weights * logprobs)`."""
+
+    def forward(self, logprobs: Tensor, weights: Tensor) -> Tensor:
+        """`logprobs` and `weights` of one shape. Returns a scalar, in nats."""
+        return -weighted_sum(logprobs.float(), weights)

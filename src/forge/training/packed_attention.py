@@ -1,0 +1,81 @@
+"""Causal attention over packed sequences: every sequence attends to itself only.
+
+One call per sequence is exact but slow for hundreds of short ones, and a dense block mask wastes quadratic work. Here
+sequences of similar length are gathered into rectangles, each one causal attention call. Padding sits on the right,
+where causality keeps real tokens from ever seeing it, so no mask is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "forge_packed"
+
+# A rectangle's shortest sequence is at least this share of its longest.
+FILL = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Where each token of a pack sits in the rectangles.
+
+    gather: [sum rows*width] index into the pack (padding repeats the sequence's last token).
+    scatter: [tokens] index into the flattened rectangles.
+    shapes: (rows, width) of each rectangle.
+    """
+
+    gather: Tensor
+    scatter: Tensor
+    shapes: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device | str = "cpu") -> PackedLayout:
+        """Build the layout of sequences of these lengths, back to back in this order."""
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        gather, shapes, at = [], [], 0
+        scatter = torch.empty(starts[-1], dtype=torch.long)
+        while order:
+            width = lengths[order[0]]
+            rows = [i for i in order if lengths[i] >= FILL * width]
+            order = order[len(rows) :]
+            first = torch.tensor([starts[i] for i in rows])
+            size = torch.tensor([lengths[i] for i in rows])
+            column = torch.arange(width)
+            gather.append((first[:, None] + torch.minimum(column, size[:, None] - 1)).flatten())
+            inside = column < size[:, None]
+            places = at + torch.arange(len(rows) * width).view(len(rows), width)
+            scatter[gather[-1][inside.flatten()]] = places[inside]
+            at += len(rows) * width
+            shapes.append((len(rows), width))
+        return cls(torch.cat(gather).to(device), scatter.to(device), shapes)
+
+
+def packed_attention(
+    module, query: Tensor, key: Tensor, value: Tensor, mask=None, scaling=None, dropout=0.0, layout=None, **kwargs
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = (x[0].transpose(0, 1).index_select(0, layout.gather) for x in (query, key, value))
+    out, at = [], 0
+    for rows, width in layout.shapes:
+        part = slice(at, at + rows * width)
+        q4, k4, v4 = (x[part].view(rows, width, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
+        if groups > 1:
+            k4, v4 = (x.repeat_interleave(groups, dim=1) for x in (k4, v4))
+        o = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scaling)
+        out.append(o.transpose(1, 2).reshape(rows * width, query.shape[1], -1))
+        at += rows * width
+    return torch.cat(out).index_select(0, layout.scatter)[None], None
+
+
+AttentionInterface.register(NAME, packed_attention)
+# Without a mask function of this name transformers would build a dense mask for it.
+AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
