@@ -4,7 +4,7 @@ from .actor import ForgeActor, endpoint
 from .context import ActorContext
 from .errors import CallTimeout, ForgeError, RemoteError, ReplicaDied, ServiceStopped
 from .options import Options
-from .runtime import run, runtime, shutdown
+from .runtime import drain_metrics, first_to_end, run, runtime, shutdown
 from .service import Service
 
 __all__ = [
@@ -17,7 +17,9 @@ __all__ = [
     "ReplicaDied",
     "Service",
     "ServiceStopped",
+    "drain_metrics",
     "endpoint",
+    "first_to_end",
     "run",
     "runtime",
     "shutdown",

@@ -122,6 +122,29 @@ async def shutdown() -> None:
         await stopping.shutdown()
 
 
+async def drain_metrics() -> Snapshot:
+    """Everything recorded in any process since the last call, merged."""
+    return await runtime().drain_metrics()
+
+
+async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
+    """Run loops side by side until one ends, then cancel the others. An exception in any of them ends all, and is
+    raised as itself."""
+    tasks = [asyncio.ensure_future(loop) for loop in loops]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        try:
+            task.result()
+        except BaseExceptionGroup as group:
+            # A task group wraps even a single failure; the first one is the cause of the rest.
+            raise group.exceptions[0] from None
+
+
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a recipe to its end and leave no process behind.
 

@@ -40,7 +40,9 @@ def pack(episodes: Sequence[Episode], *, aggregation: Aggregation = "token_mean"
         raise ValueError(f"unknown aggregation {aggregation!r}: use token_mean or sequence_mean")
     mask = _flat([episode.mask for episode in episodes], np.bool_)
     lengths = np.array([len(episode.tokens) for episode in episodes])
-    logprobs = [e.logprobs if e.logprobs is not None else [math.nan if own else 0.0 for own in e.mask] for e in episodes]
+    logprobs = [
+        e.logprobs if e.logprobs is not None else [math.nan if own else 0.0 for own in e.mask] for e in episodes
+    ]
     return Batch(
         tokens=_flat([episode.tokens for episode in episodes], np.int64),
         lengths=lengths,

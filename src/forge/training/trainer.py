@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,7 @@ from ..types import Batch
 from .distributed import Ranks
 from .optimizer import OptimizerSettings, build_optimizer
 from .policy import Policy, autocast, resolve_dtype, shard
+from .scoring import score
 
 Loss = Callable[..., Tensor]
 
@@ -106,20 +108,10 @@ class PolicyTrainer:
         self.step += 1
         return {"grad_norm": norm, "learning_rate": rate}
 
-    @torch.no_grad()
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Log-probabilities of the batch's tokens under the current weights, [tokens], 0 where not trained."""
-        out = torch.zeros(len(batch.tokens))
-        at = 0
-        # In order and on every rank alike: collectives line up, and the answer needs no gathering.
-        for index in range(len(batch)):
-            one = batch.select(torch.tensor([index]).numpy())
-            with autocast(self.ranks.device, self.dtype, self.ranks.mesh is not None):
-                logprobs, _ = self.policy(one, self.temperature)
-            span = out[at : at + len(one.tokens)]
-            span[torch.from_numpy(one.mask)] = logprobs.float().cpu()
-            at += len(one.tokens)
-        return out
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        """Log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must call it."""
+        with autocast(self.ranks.device, self.dtype, self.ranks.mesh is not None):
+            return score(self.policy, batch, max_tokens=self.seq_len, temperature=self.temperature)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names. Every rank must iterate; all get the same."""

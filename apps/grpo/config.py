@@ -1,0 +1,98 @@
+"""What a GRPO run can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forge.config import ConfigError, Section
+from forge.sections import (
+    CheckpointConfig,
+    DatasetConfig,
+    EvalConfig,
+    GeneratorConfig,
+    MetricsConfig,
+    ParallelismConfig,
+    RewardConfig,
+    RunConfig,
+    ServiceConfig,
+    TrainingConfig,
+)
+
+
+@dataclass
+class AlgorithmConfig(Section):
+    """GRPO: `n_samples` completions a prompt, scored against one another.
+
+    `beta` > 0 adds a KL penalty to a frozen reference model; `normalize` divides advantages by the group's standard
+    deviation; `skip_no_signal` leaves out groups whose rewards are all equal.
+    """
+
+    n_samples: int = 8
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    beta: float = 0.0
+    temperature: float = 1.0
+    max_tokens: int = 512
+    normalize: bool = True
+    skip_no_signal: bool = True
+
+
+@dataclass
+class AsyncConfig(Section):
+    """`max_policy_age`: versions that a trained token may be old; 0 is lock-step."""
+
+    max_policy_age: int = 1
+    order: Literal["fifo", "random"] = "fifo"
+
+
+@dataclass
+class Services(Section):
+    generator: ServiceConfig = field(default_factory=ServiceConfig)
+    trainer: ServiceConfig = field(default_factory=ServiceConfig)
+    ref_model: ServiceConfig = field(default_factory=ServiceConfig)
+    reward: ServiceConfig = field(default_factory=lambda: ServiceConfig(share="helpers"))
+    dataset: ServiceConfig = field(default_factory=lambda: ServiceConfig(share="helpers"))
+    replay_buffer: ServiceConfig = field(default_factory=lambda: ServiceConfig(share="helpers"))
+
+
+@dataclass
+class GRPOConfig(Section):
+    model: str
+    dataset: DatasetConfig
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="grpo"))
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    grpo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    services: Services = field(default_factory=Services)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    seed: int = 0
+
+    def validate(self) -> None:
+        self.dataset.validate()
+        self.training.validate()
+        self.parallelism.validate(self.services.trainer.procs)
+        for bad, message in (
+            (self.grpo.n_samples < 2, "grpo.n_samples must be at least 2: one sample has nothing to be compared with"),
+            (self.grpo.temperature <= 0, "grpo.temperature must be positive: greedy samples of a prompt are all equal"),
+            (self.grpo.max_tokens >= self.training.seq_len, "training.seq_len must exceed grpo.max_tokens"),
+            (
+                self.async_.max_policy_age < self.training.sync_interval - 1,
+                f"training.sync_interval = {self.training.sync_interval} makes weights older than async.max_policy_age "
+                f"= {self.async_.max_policy_age} allows: raise it to at least {self.training.sync_interval - 1}",
+            ),
+            (
+                self.services.ref_model != ServiceConfig() and not self.grpo.beta,
+                "services.ref_model is set and nothing uses it: grpo.beta is 0",
+            ),
+        ):
+            if bad:
+                raise ConfigError(message)
+        for name in ("trainer", "replay_buffer", "dataset"):
+            if self.services[name].num_replicas != 1:
+                raise ConfigError(f"services.{name}.num_replicas must be 1: it holds state that cannot be split")

@@ -1,0 +1,57 @@
+"""Supervised fine-tuning: cross-entropy on the dataset's answers.
+
+    python -m apps.sft.main --config apps/sft/tiny.yaml
+
+Ends after `training.steps`, or as soon as held-out accuracy reaches `eval.stop_at`. With `from_scratch` it starts from
+a small model that is made from the seed, and nothing is downloaded.
+"""
+
+import asyncio
+
+from apps.sft.config import SFTConfig
+from forge.actors import DatasetActor, Generator, RewardActor, Trainer, evaluate
+from forge.controller import drain_metrics
+from forge.losses import SFTLoss
+from forge.observability import Run
+from forge.recipe import launch
+from forge.store import VersionStore
+from forge.types import Sample
+
+
+async def main(cfg: SFTConfig, model: str, held_out: list[Sample], record: Run, store: VersionStore) -> None:
+    services = cfg.services
+    dataset, policy, trainer, reward = await asyncio.gather(
+        DatasetActor.options(**services.dataset).as_actor(model, seed=cfg.seed, **cfg.dataset),
+        Generator.options(**services.generator).as_service(
+            model, store=store, max_tokens=cfg.eval.max_tokens, **cfg.generator
+        ),
+        Trainer.options(**services.trainer).as_actor(
+            model,
+            loss=SFTLoss(),
+            store=store,
+            optimizer=cfg.training.optimizer(),
+            aggregation=cfg.training.aggregation,
+            shard_degree=cfg.parallelism.data_parallel_shard_degree,
+            **cfg.training.trainer(),
+        ),
+        RewardActor.options(**services.reward).as_service(**cfg.reward),
+    )
+    record.log(0, await drain_metrics(), **await evaluate(policy, reward, held_out))
+    for step in range(1, cfg.training.steps + 1):
+        episodes = await dataset.supervised.route(cfg.training.batch_size)
+        metrics = await trainer.train_step.route(episodes)
+        if step == cfg.training.steps or (cfg.eval.every and step % cfg.eval.every == 0):
+            await trainer.push_weights.call(step)
+            await policy.update_weights.fanout(step)
+            metrics |= await evaluate(policy, reward, held_out)
+        if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
+            position = {"dataset": await dataset.state_dict.route()}
+            await trainer.save_checkpoint.call(record.checkpoints, position, cfg.checkpoint.keep)
+        record.log(step, await drain_metrics(), **metrics)
+        if metrics.get("eval/accuracy", -1.0) >= cfg.eval.stop_at:
+            break
+    await trainer.export_model.call(record.model)
+
+
+if __name__ == "__main__":
+    launch(main, SFTConfig)

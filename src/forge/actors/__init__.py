@@ -1,0 +1,21 @@
+"""The components of a run: thin shells that join the plain libraries to the controller."""
+
+from .dataset import DatasetActor
+from .evaluation import evaluate
+from .generator import Generator
+from .reference import ReferenceModel
+from .replay_buffer import ReplayBuffer
+from .reward import RewardActor
+from .trainer import Trainer
+from .window import Window
+
+__all__ = [
+    "DatasetActor",
+    "Generator",
+    "ReferenceModel",
+    "ReplayBuffer",
+    "RewardActor",
+    "Trainer",
+    "Window",
+    "evaluate",
+]

@@ -1,0 +1,109 @@
+"""The policy as a service: prompts in, completions with their log-probabilities and versions out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from ..controller import ForgeActor, endpoint
+from ..observability import Reduce, phase, record_metric
+from ..store import VersionStore
+from ..types import Completion, Prompt, Sampling
+
+
+class Generator(ForgeActor):
+    """One generation engine. All concurrent callers share its batch.
+
+    Args:
+        model: Hugging Face folder or hub id to start from (version 0).
+        store: where new versions come from; None for a policy that never changes.
+        engine: which engine; "embedded" is plain PyTorch.
+        slots: sequences decoded at once.
+        max_seq_len: prompt and completion together; None means the model's own limit.
+        dtype: of weights and cache, "float32" or "bfloat16".
+        temperature, top_p, top_k, max_tokens: defaults of `generate`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        store: VersionStore | None = None,
+        engine: str = "embedded",
+        slots: int = 256,
+        max_seq_len: int | None = None,
+        dtype: str = "float32",
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        max_tokens: int = 128,
+    ) -> None:
+        if engine != "embedded":
+            raise ValueError(f"generator.engine must be embedded, got {engine!r}")
+        self.model, self.store = model, store
+        self.engine_args = {"slots": slots, "max_seq_len": max_seq_len, "dtype": dtype}
+        self.defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
+
+    def setup(self) -> None:
+        from transformers import AutoTokenizer
+
+        from ..engines import EmbeddedEngine
+
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.engine = EmbeddedEngine(self.model, **self.engine_args)
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+    @endpoint
+    async def generate(
+        self, prompt: Prompt | str | Sequence[int], n: int | None = None, **sampling: Any
+    ) -> Completion | list[Completion]:
+        """Sample completions of one prompt.
+
+        Args:
+            prompt: text is tokenised here; a Prompt or token ids are taken as they are.
+            n: number of samples. None gives one Completion, a number a list of that many.
+            sampling: fields of `Sampling` that differ from this generator's defaults.
+
+        Raises:
+            ValueError: a bad sampling setting, or a prompt that leaves no room for a token.
+        """
+        settings = Sampling(n=1 if n is None else n, **{**self.defaults, **sampling})
+        completions = await asyncio.wrap_future(self.engine.submit(self._token_ids(prompt), settings))
+        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        for completion, text in zip(completions, texts, strict=True):
+            completion.text = text
+            record_metric("generation/completion_length", len(completion.token_ids))
+            record_metric("generation/truncated", completion.finish == "length")
+        record_metric("generation/tokens", sum(len(c.token_ids) for c in completions), Reduce.SUM)
+        return completions[0] if n is None else completions
+
+    @endpoint
+    async def update_weights(self, version: int) -> int:
+        """Load a published version; sequences under way go on with it. Returns the version now in use.
+
+        Raises:
+            KeyError: the store does not hold the version.
+            ValueError: its tensors do not fit; the old weights stay in use.
+        """
+        if self.store is None:
+            raise ValueError("this generator has no weight store to update from")
+        with phase("update_weights"):
+            tensors = await asyncio.to_thread(self.store.get, version)
+            await asyncio.wrap_future(self.engine.update_weights(tensors.items(), version))
+        return self.engine.version
+
+    @endpoint
+    async def stats(self) -> dict[str, Any]:
+        """Counters of the engine."""
+        return self.engine.stats()
+
+    def _token_ids(self, prompt: Prompt | str | Sequence[int]) -> Sequence[int]:
+        if isinstance(prompt, Prompt):
+            return prompt.token_ids
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        return prompt

@@ -1,0 +1,132 @@
+"""Rows from local files, from folders and from the Hugging Face hub.
+
+Rows are numbered from 1 in every message, as lines are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+Row = Mapping[str, Any]
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_FILE_SUFFIXES = {*_BUILDERS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", ".yaml", ".pkl"}
+
+
+def open_rows(path: str, *, split: str, subset: str | None = None) -> Sequence[Row]:
+    """All rows of a .json, .jsonl or .parquet file (`split` does not apply), a folder or a hub id, with random access.
+
+    A folder is one written by `datasets` or one of data files. FileNotFoundError, ValueError or ImportError says
+    in one line what is wrong; a malformed line is named by file and number.
+    """
+    place = _local(path)
+    if place is None or place.is_dir():
+        rows = _load(path, place, split=split, subset=subset, streaming=False)
+    elif place.suffix == ".parquet":
+        _datasets("a parquet file")
+        import pyarrow.parquet as parquet
+
+        try:
+            rows = parquet.read_table(place).to_pylist()
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{place} is not a parquet file: {error}") from error
+    elif place.suffix == ".jsonl":
+        rows = _read_lines(place)
+    else:
+        rows = _read_list(place)
+    if not len(rows):
+        raise ValueError(f"{path} is empty: it has no rows")
+    return rows
+
+
+def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
+    """The same rows read as they are needed. Errors as `open_rows`; those of later rows come when they are read."""
+    place = _local(path)
+    if place is None or place.is_dir():
+        return _load(path, place, split=split, subset=subset, streaming=True)
+    builder = _BUILDERS[place.suffix]
+    return _datasets("streaming").load_dataset(builder, data_files=str(place), split="train", streaming=True)
+
+
+def _local(path: str) -> Path | None:
+    """The file or folder that a path names, or None where it reads as a hub id."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return place
+    if place.is_file():
+        if place.suffix not in _BUILDERS:
+            raise ValueError(f"{place} has the unknown extension {place.suffix!r}: use {', '.join(_BUILDERS)}")
+        return place
+    if place.suffix in _FILE_SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path:
+        siblings = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
+        near = difflib.get_close_matches(place.name, siblings, n=1)
+        hint = f"; did you mean {place.parent / near[0]}?" if near else ""
+        raise FileNotFoundError(f"no such file: {place} (in {Path.cwd()}){hint}")
+    return None
+
+
+def _read_lines(place: Path) -> list[Row]:
+    rows: list[Row] = []
+    with place.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{place}, line {number}: not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{place}, line {number}: a row must be an object, not {type(row).__name__}")
+            rows.append(row)
+    return rows
+
+
+def _read_list(place: Path) -> list[Row]:
+    try:
+        rows = json.loads(place.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{place} must hold a list of objects, not {type(rows).__name__}")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}, row {number}: a row must be an object, not {type(row).__name__}")
+    return rows
+
+
+def _datasets(what: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(f"{what} needs the datasets package: pip install torchforge[data]") from error
+    return datasets
+
+
+def _load(path: str, place: Path | None, *, split: str, subset: str | None, streaming: bool) -> Any:
+    datasets = _datasets(
+        f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)" if not place else path
+    )
+    if place and ((place / "state.json").exists() or (place / "dataset_dict.json").exists()):
+        saved = datasets.load_from_disk(str(place))
+        if isinstance(saved, datasets.DatasetDict):
+            if split not in saved:
+                raise ValueError(f"{path} has no split {split!r}: it has {', '.join(saved)}")
+            saved = saved[split]
+        return saved.to_iterable_dataset() if streaming else saved
+    source = str(place) if place else path
+    try:
+        if subset is None:
+            # Some datasets insist on a configuration; "main" is the usual name of the one that is meant.
+            names = datasets.get_dataset_config_names(source)
+            subset = "main" if len(names) > 1 and "main" in names else None
+        return datasets.load_dataset(source, subset, split=split, streaming=streaming)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise type(error)(f"cannot load the dataset {path!r}: {reason}") from error

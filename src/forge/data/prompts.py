@@ -1,0 +1,126 @@
+"""From a row to a prompt: fields, template, chat format, tokens; and from a sample to supervised tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from forge.types import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUESTION_FIELDS = ("question", "prompt", "problem", "input")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """How rows become prompts and targets. See `PromptDataset` for the settings; bad ones are ValueErrors."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompt_field: str | None = None
+    target_field: str | None = "answer"
+    target_pattern: str | None = None
+    prompt_template: str = "{question}"
+    chat_template: bool = False
+    system_prompt: str | None = None
+    chat_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.chat_template and not self.tokenizer.chat_template:
+            raise ValueError(
+                "chat_template is on, but the tokenizer has no chat template: turn it off or use a chat model's"
+            )
+        if not self.chat_template and (self.system_prompt or self.chat_options):
+            raise ValueError("system_prompt and chat_options need chat_template: true")
+        if self.target_pattern is not None:
+            if self.target_field is None:
+                raise ValueError("target_pattern needs a target_field")
+            try:
+                groups = re.compile(self.target_pattern).groups
+            except re.error as error:
+                raise ValueError(
+                    f"target_pattern {self.target_pattern!r} is not a regular expression: {error}"
+                ) from error
+            if groups < 1:
+                raise ValueError(f"target_pattern {self.target_pattern!r} needs a group (...) around the target")
+        self._names()
+
+    def _names(self) -> set[str]:
+        try:
+            names = {name for _, name, _, _ in Formatter().parse(self.prompt_template) if name is not None}
+        except ValueError as error:
+            raise ValueError(
+                f"prompt_template {self.prompt_template!r}: {error} (write {{{{ and }}}} for braces)"
+            ) from error
+        if not all(re.fullmatch(r"[^\d\W]\w*", name) for name in names):
+            raise ValueError(
+                f"prompt_template {self.prompt_template!r}: braces hold one field name; write {{{{ and }}}} for braces"
+            )
+        return names
+
+    def fields(self, row: Iterable[str]) -> dict[str, str]:
+        """The row's field behind every name in the template. ValueError says which is missing and what there is."""
+        has = list(row)
+        question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
+        wanted = {name: question if name == "question" else name for name in self._names()}
+        for field in (*([self.prompt_field] if self.prompt_field else []), *wanted.values(), self.target_field):
+            if field is not None and field not in has:
+                raise ValueError(f"no field {field!r}: it has {', '.join(has)}")
+        return wanted
+
+    def render(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
+        """The user's text and the target of row `number`. ValueError names the row and what is wrong with it."""
+        try:
+            values = {name: _text(field, row[field]) for name, field in self.fields(row).items()}
+            text = self.prompt_template.format(**values)
+            if not text.strip():
+                raise ValueError("the prompt is empty")
+            if self.target_field is None:
+                return text, ""
+            target = _text(self.target_field, row[self.target_field])
+            if self.target_pattern is not None:
+                found = re.search(self.target_pattern, target)
+                if found is None or found[1] is None:
+                    raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
+                target = found[1].strip()
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+        return text, target
+
+    def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
+        """The text that the policy sees and its token ids, ready for a continuation."""
+        if self.chat_template:
+            messages = [{"role": "user", "content": text}]
+            if self.system_prompt:
+                messages.insert(0, {"role": "system", "content": self.system_prompt})
+            options = dict(self.chat_options or {})
+            options |= {"tokenize": False, "add_generation_prompt": True}
+            text = str(self.tokenizer.apply_chat_template(messages, **options))
+            return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = tuple(self.tokenizer(text)["input_ids"])
+        # Some tokenizers close every text with eos, after which there is nothing to continue.
+        return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
+
+
+def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    """Prompt, target and eos as token ids, and a mask of that length: True on the target's tokens and on eos.
+
+    ValueError if the tokenizer has no eos token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no eos token to end an answer with")
+    prompt = list(sample.prompt.token_ids)
+    answer = [*tokenizer(sample.target, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
+
+def _text(field: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return str(value)
+    raise ValueError(f"field {field!r} must be text or a number, not {type(value).__name__}")

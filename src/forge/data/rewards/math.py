@@ -1,0 +1,96 @@
+"""The verifiable reward for mathematics: is the final answer of a response the target?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from forge.data.rewards.compare import equal
+
+_HASHES = re.compile(r"####[ \t]*([^\n]+)")
+_PHRASE = re.compile(r"(?:\banswer\b[\s*_]*(?:is|was|:|=)|^\s*A:)[\s*_:]*([^\n]+)", re.IGNORECASE | re.MULTILINE)
+_PHRASE_END = re.compile(r"[.!](?:\s|$)|[,;](?=\s)|\s\(|\s(?:because|since|as|so|which|when|if)\s", re.IGNORECASE)
+_FIGURE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_NUMBERS = re.compile(
+    rf"(?<![\w.])-?\$?(?:\d+ \d+/\d+(?!\d)|(?:{_FIGURE})(?:e[-+]?\d+|/\d+(?:\.\d+)?)?)"
+    r"(?:\\?%|\s(?:thousand|million|billion)\b)?"
+    r"|-?\\[dt]?frac\{-?\d+\}\{\d+\}"
+    rf"|(?<=[\w.])(?<!\d)(?<!\d[.,])(?:{_FIGURE})",
+    re.IGNORECASE,
+)
+_LONGEST = 200_000
+
+
+def boxed(text: str) -> str | None:
+    """The content of the last closed `\\boxed{...}`, whose braces may nest; None if there is none."""
+    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)][-20:]):
+        depth = 1
+        for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
+            depth += 1 if brace[0] == "{" else -1
+            if not depth:
+                return text[start : start + brace.start()].strip()
+    return None
+
+
+def _marked(text: str) -> str | None:
+    """The answer that a text marks as such, by the most explicit marking it holds; None if it marks none."""
+    found = boxed(text)
+    if found is not None:
+        return found
+    # Searched from the end: a regular expression would take quadratic time over tags that are never closed.
+    before, closing, _ = text.rpartition("</answer>")
+    tagged = before.rpartition("<answer>")
+    if closing and tagged[1]:
+        return tagged[2].strip()
+    hashes = _HASHES.findall(text)
+    if hashes:
+        return hashes[-1].strip()
+    phrases = _PHRASE.findall(text)
+    return _PHRASE_END.split(phrases[-1])[0].strip() if phrases else None
+
+
+def final_answer(response: str) -> str | None:
+    """The final answer of a response, or None if it has none.
+
+    By preference: the last `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, "answer is ..." or "answer: ...", and
+    where nothing marks an answer the last number. Reasoning up to a `</think>` does not count.
+    """
+    response = response[-_LONGEST:].rpartition("</think>")[2]
+    found = _marked(response)
+    if found is not None:
+        return found
+    numbers = _NUMBERS.findall(response)
+    return numbers[-1] if numbers else None
+
+
+@dataclass(frozen=True, slots=True)
+class MathReward:
+    """`correct` if the response's final answer equals the target, else `incorrect`.
+
+    The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`.
+    Answers compare as text, as numbers (see `compare.equal` for what counts), then symbolically with math-verify;
+    what cannot be read is incorrect, never an exception.
+
+    Args:
+        tolerance: how far two numbers may lie apart: relative to targets between -1 and 1, absolute beyond.
+        correct: the reward of a right answer.
+        incorrect: the reward of a wrong, missing or unreadable one.
+    """
+
+    tolerance: float = 1e-6
+    correct: float = 1.0
+    incorrect: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < float("inf"):
+            raise ValueError(f"tolerance must be 0 or positive and finite, got {self.tolerance}")
+
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        wanted = boxed(target)
+        if wanted is None:
+            hashes = _HASHES.findall(target)
+            wanted = (hashes[-1] if hashes else target).strip()
+        answer = final_answer(response)
+        # Text that is the target needs no extraction, which would read "x + 2" as 2.
+        right = response.strip() == wanted != "" or (answer is not None and equal(answer, wanted, self.tolerance))
+        return self.correct if right else self.incorrect

@@ -1,0 +1,112 @@
+"""Symbolic equality by math-verify, in a process of its own.
+
+Rewards run on threads, where math-verify's own time-outs (signals) do not work, and no signal interrupts one huge
+integer power anyway. So one helper process a host process loads math-verify and forks a child for every question;
+the kernel ends a child that uses too much time or memory. The helper ends when its standard input closes, that is
+with its owner, however that ends.
+
+This file is also the helper's program. It imports nothing of forge, so that starting it stays cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+
+CPU_SECONDS = 1.0  # CPU time rather than wall time: a verdict must not depend on how busy the machine is
+MEMORY_BYTES = 2 << 30
+MAX_CHARACTERS = 1000
+# The usual ways to write an enormous number: refused at once rather than after CPU_SECONDS.
+_ENORMOUS = re.compile(r"(?:\^|\*\*)[\s{(]*(?:\d{5,}|\d+[\s})]*(?:\^|\*\*|!))|\d{5,}[\s})]*!")
+
+_lock = threading.Lock()
+_helper: subprocess.Popen[str] | None = None
+
+
+def equivalent(answer: str, target: str) -> bool:
+    """Whether two LaTeX or plain expressions are mathematically equal; False where that cannot be shown.
+
+    What does not parse, is longer than MAX_CHARACTERS, or exceeds CPU_SECONDS is not equal. RuntimeError only if the
+    helper process itself cannot run: that is no verdict on the answer.
+    """
+    global _helper
+    if max(len(answer), len(target)) > MAX_CHARACTERS or _ENORMOUS.search(answer):
+        return False
+    with _lock:
+        for _ in range(2):  # the helper may have been killed since the last call
+            if _helper is None or _helper.poll() is not None:
+                # -P keeps this folder off the helper's path, where math.py would hide the standard library's.
+                _helper = subprocess.Popen(
+                    [sys.executable, "-P", __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "PYTHONHASHSEED": "0"},
+                )
+            assert _helper.stdin
+            assert _helper.stdout
+            try:
+                _helper.stdin.write(json.dumps([answer, target]) + "\n")
+                _helper.stdin.flush()
+                reply = _helper.stdout.readline()
+            except BrokenPipeError:
+                reply = ""
+            if reply:
+                return reply == "equal\n"
+            status = _helper.wait()
+        raise RuntimeError(f"the math-verify process ends at once, with status {status}; its error is on stderr")
+
+
+def _after_fork() -> None:
+    """Two processes must not share one helper's pipes."""
+    global _lock, _helper
+    _lock, _helper = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _equal(answer: str, target: str) -> bool:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from sympy import Basic, nan, zoo
+
+    def parsed(text: str) -> list:
+        # The plain grammar picks expressions out of prose, so it only gets what is an expression throughout.
+        if re.fullmatch(r"[\d\s.+\-*/()^]+", text):
+            return parse(text, [ExprExtractionConfig()], parsing_timeout=None)
+        return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
+
+    answers = parsed(answer)
+    # sympy's verdict on an undefined value such as 0/0 varies from process to process.
+    if any(part.doit().has(nan, zoo) for part in answers if isinstance(part, Basic)):
+        return False
+    return verify(parsed(target), answers, timeout_seconds=None)
+
+
+def _serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.disable(logging.CRITICAL)
+    _equal(r"\frac{1}{2}", "0.5")  # loads everything before the first fork
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+                status = 0 if _equal(*json.loads(line)) else 1
+            finally:
+                os._exit(status)
+        print("equal" if os.waitpid(child, 0)[1] == 0 else "different", flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,137 @@
+"""Where rows come from, in which order, and how to come back to a position exactly.
+
+A source is read with `read()`, which gives (row number from 1, row), or None once at the end of every epoch.
+`state()` is plain JSON; `load(state)` on a source made alike continues with the same rows in the same order.
+`scan()` reads from the beginning in stored order and disturbs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from random import Random
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge.data import tasks
+from forge.data.files import Row
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+Numbered = tuple[int, Row]
+
+
+class Source(Protocol):
+    epoch: int  # epochs completed
+
+    def read(self) -> Numbered | None: ...
+    def scan(self) -> Iterator[Numbered]: ...
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
+class StoredRows:
+    """Rows with random access; every epoch has an order of its own that (seed, epoch) determines."""
+
+    def __init__(self, rows: Sequence[Row], *, shuffle: bool, seed: int) -> None:
+        self.rows, self._shuffle, self._seed = rows, shuffle, seed
+        self.load({"epoch": 0, "position": 0})
+
+    def read(self) -> Numbered | None:
+        if self._position == len(self._order):
+            self.load({"epoch": self.epoch + 1, "position": 0})
+            return None
+        index = self._order[self._position]
+        self._position += 1
+        return index + 1, self.rows[index]
+
+    def scan(self) -> Iterator[Numbered]:
+        return enumerate(self.rows, 1)
+
+    def state(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self._position}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.epoch, self._position = state["epoch"], state["position"]
+        self._order: Sequence[int] = range(len(self.rows))
+        if self._shuffle:
+            self._order = list(self._order)
+            Random(f"{self._seed}/{self.epoch}").shuffle(self._order)
+
+
+class StreamedRows:
+    """Rows of an iterable dataset, shuffled within blocks of `block` rows.
+
+    Blocks rather than the usual sliding buffer: a buffer's content is no part of the dataset's state, while a block
+    can be read again from the state at its start.
+    """
+
+    def __init__(self, opened: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000) -> None:
+        self._opened, self._shuffle, self._seed, self._size = opened, shuffle, seed, block
+        self._open(0, 0, None)
+
+    def _open(self, epoch: int, number: int, start: dict[str, Any] | None) -> None:
+        self.epoch, self._number = epoch, number
+        self._stream = self._opened()
+        if start is not None:
+            self._stream.load_state_dict(start)
+        self._rows = iter(self._stream)
+        self._start, self._block, self._offset = start, self._fill(), 0
+
+    def _fill(self) -> list[Numbered]:
+        block = list(enumerate(islice(self._rows, self._size), self._number * self._size + 1))
+        if self._shuffle:
+            Random(f"{self._seed}/{self.epoch}/{self._number}").shuffle(block)
+        return block
+
+    def read(self) -> Numbered | None:
+        if self._offset == len(self._block):
+            self._start = self._stream.state_dict()
+            self._number += 1
+            self._block, self._offset = self._fill(), 0
+            if not self._block:
+                self._open(self.epoch + 1, 0, None)
+                return None
+        self._offset += 1
+        return self._block[self._offset - 1]
+
+    def scan(self) -> Iterator[Numbered]:
+        return enumerate(self._opened(), 1)
+
+    def state(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "block": self._number, "start": self._start, "offset": self._offset}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._open(state["epoch"], state["block"], state["start"])
+        self._offset = state["offset"]
+
+
+class TaskRows:
+    """The endless rows of a procedural task, as {"question", "answer"}: one epoch that never ends."""
+
+    epoch = 0
+
+    def __init__(self, task: str, *, split: str, seed: int, difficulty: int | Sequence[int]) -> None:
+        self.task, self.seed, self.difficulty = task, seed, difficulty
+        self._split, self._index = split, 0
+        self._row(0)
+
+    def _row(self, index: int) -> Numbered:
+        drawn = tasks.row(self.task, index, split=self._split, seed=self.seed, difficulty=self.difficulty)
+        return index + 1, drawn._asdict()
+
+    def read(self) -> Numbered | None:
+        self._index += 1
+        return self._row(self._index - 1)
+
+    def scan(self) -> Iterator[Numbered]:
+        index = 0
+        while True:
+            yield self._row(index)
+            index += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"index": self._index}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._index = state["index"]

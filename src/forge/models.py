@@ -1,0 +1,75 @@
+"""Finding a model, checking that it is whole, and making a small one from a seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def resolve_model(name: str) -> str:
+    """The local folder of a model: the folder itself, or a snapshot of a hub id.
+
+    Raises:
+        FileNotFoundError: the folder is missing or lacks its configuration, weights or tokenizer.
+        ValueError: not in the cache and the hub cannot be reached.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        if name.count("/") != 1 or name.startswith((".", "/", "~")) or folder.parent.is_dir():
+            raise FileNotFoundError(f"model folder {name} does not exist")
+        from huggingface_hub import snapshot_download
+
+        try:
+            return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        except Exception as error:
+            raise ValueError(
+                f"model {name} is no local folder and could not be fetched from the hub ({type(error).__name__}); "
+                "download it first and give the folder"
+            ) from error
+    for what, patterns in (
+        ("config.json", ("config.json",)),
+        ("weights (model.safetensors)", WEIGHTS),
+        ("tokenizer (tokenizer.json)", ("tokenizer.json", "tokenizer_config.json")),
+    ):
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise FileNotFoundError(f"model folder {name} has no {what}")
+    return name
+
+
+def build_small_model(
+    folder: str | Path,
+    *,
+    seed: int,
+    alphabet: str,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    max_positions: int,
+) -> str:
+    """Write a Qwen3-architecture model with random weights and a character tokenizer in Hugging Face format."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from .data.tokenizer import character_tokenizer
+
+    tokenizer = character_tokenizer(alphabet)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden_size // heads,
+        intermediate_size=3 * hidden_size,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

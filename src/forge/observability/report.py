@@ -1,0 +1,92 @@
+"""One self-contained page about a run: its curves, its numbers, some of its rollouts."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+# Panels of the figure: title, and the metrics drawn in it.
+PANELS: list[tuple[str, list[str]]] = [
+    ("reward and accuracy", ["reward", "accuracy", "eval/accuracy"]),
+    ("loss", ["train/loss"]),
+    ("entropy (nats)", ["train/entropy"]),
+    ("largest |ratio - 1|, clip fraction", ["train/ratio_max_deviation", "train/clip_fraction"]),
+    ("KL to the reference (nats)", ["train/kl"]),
+    ("gradient norm", ["train/grad_norm"]),
+    ("policy age (versions)", ["policy_age", "policy_age/max"]),
+    ("groups without signal", ["groups_without_signal"]),
+    ("completion length, share truncated", ["generation/completion_length", "generation/truncated"]),
+    ("tokens a second", ["generation/tokens_per_second", "train/tokens_per_second"]),
+]
+
+
+def write_report(folder: Path, history: Sequence[dict[str, float]]) -> None:
+    """Write curves.png and report.html from the rows of metrics.jsonl."""
+    _draw(folder / "curves.png", history)
+    picture = base64.b64encode((folder / "curves.png").read_bytes()).decode()
+    page = f"""<!doctype html><meta charset="utf-8"><title>{html.escape(folder.name)}</title>
+<style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }}
+table {{ border-collapse: collapse }} td, th {{ padding: .2em .8em; text-align: left; border-bottom: 1px solid #ddd }}
+img {{ width: 100% }} pre {{ background: #f6f6f6; padding: 1em; overflow: auto }}</style>
+<h1>{html.escape(folder.name)}</h1>
+<img alt="curves" src="data:image/png;base64,{picture}">
+<h2>Time by phase</h2>{_table(("phase", "seconds in all"), _phases(history))}
+<h2>Last step</h2>{_table(("metric", "value"), [(k, f"{v:.6g}") for k, v in sorted(history[-1].items())])}
+<h2>Rollouts</h2>{_rollouts(folder / "rollouts.jsonl")}
+<h2>Configuration</h2><pre>{html.escape((folder / "config.yaml").read_text())}</pre>
+"""
+    (folder / "report.html").write_text(page)
+
+
+def _draw(path: Path, history: Sequence[dict[str, float]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [(title, [m for m in metrics if any(m in row for row in history)]) for title, metrics in PANELS]
+    panels = [(title, metrics) for title, metrics in panels if metrics]
+    columns = min(3, max(1, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 2.8 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, metrics) in zip(axes.flat, panels, strict=False):
+        for metric in metrics:
+            points = [(row["step"], row[metric]) for row in history if metric in row]
+            marker = "o" if metric.startswith("eval") else None
+            axis.plot(*zip(*points, strict=True), label=metric, marker=marker, markersize=3, linewidth=1.2)
+        axis.set_title(title, fontsize=10)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+        if len(metrics) > 1:
+            axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _phases(history: Sequence[dict[str, float]]) -> list[tuple[str, str]]:
+    totals: dict[str, float] = {}
+    for row in history:
+        for name, value in row.items():
+            if name.startswith("seconds/"):
+                totals[name[8:]] = totals.get(name[8:], 0.0) + value
+    return [(name, f"{total:.1f}") for name, total in sorted(totals.items(), key=lambda item: -item[1])]
+
+
+def _rollouts(path: Path, most: int = 12) -> str:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    shown = rows[:: max(1, len(rows) // most)][:most]
+    fields = sorted({name for row in shown for name in row}, key=lambda name: (name != "step", name))
+    return _table(fields, [[str(row.get(name, "")) for name in fields] for row in shown])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"

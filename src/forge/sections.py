@@ -1,0 +1,174 @@
+"""The configuration sections that recipes share. Every key is read by something; unknown keys are errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .config import ConfigError, Section
+
+
+@dataclass
+class ServiceConfig(Section):
+    """Placement of one component, see `forge.controller.Options`."""
+
+    procs: int = 1
+    num_replicas: int = 1
+    with_gpus: bool = False
+    share: str | None = None
+    threads: int = 1
+    env: dict = field(default_factory=dict)
+    call_timeout: float = 600.0
+    setup_timeout: float = 300.0
+
+
+@dataclass
+class DatasetConfig(Section):
+    """Where prompts come from, see `forge.data.dataset.PromptDataset`."""
+
+    path: str | None = None
+    task: str | None = None
+    difficulty: int | list[int] = 5
+    split: str = "train"
+    subset: str | None = None
+    streaming: bool = False
+    shuffle: bool = True
+    prompt_field: str | None = None
+    target_field: str | None = "answer"
+    target_pattern: str | None = None
+    prompt_template: str = "{question}"
+    chat_template: bool = False
+    system_prompt: str | None = None
+    chat_options: dict | None = None
+    max_prompt_tokens: int | None = None
+    too_long: Literal["skip", "error"] = "skip"
+
+    def validate(self) -> None:
+        if (self.path is None) == (self.task is None):
+            raise ConfigError("dataset needs either a path (file, folder or hub id) or a task")
+
+
+@dataclass
+class TrainingConfig(Section):
+    """One optimiser step and how many of them.
+
+    `batch_size` counts prompts (with all their samples) of a step; `seq_len` is the longest sequence and the most
+    tokens of a micro-batch; `sync_interval` is the number of steps between two weight updates of the generators.
+    """
+
+    batch_size: int = 4
+    steps: int = 1000
+    learning_rate: float = 1e-6
+    seq_len: int = 4096
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = False
+    sync_interval: int = 1
+    entropy_coef: float = 0.0
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = 0.1
+
+    def validate(self) -> None:
+        for name in ("batch_size", "steps", "seq_len", "gradient_accumulation_steps", "sync_interval"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}")
+        if self.schedule != "constant" and self.steps <= self.warmup_steps:
+            raise ConfigError(f"a {self.schedule} schedule needs training.steps > training.warmup_steps")
+
+    def optimizer(self) -> dict[str, Any]:
+        """Settings for `forge.training.optimizer.OptimizerSettings`."""
+        names = ("learning_rate", "weight_decay", "beta1", "beta2", "max_grad_norm", "warmup_steps", "schedule")
+        return {name: self[name] for name in (*names, "min_lr_ratio")} | {"total_steps": self.steps}
+
+    def trainer(self) -> dict[str, Any]:
+        """Settings for `forge.training.trainer.PolicyTrainer`."""
+        return {
+            "seq_len": self.seq_len,
+            "dtype": self.dtype,
+            "accumulation_steps": self.gradient_accumulation_steps,
+            "gradient_checkpointing": self.gradient_checkpointing,
+        }
+
+
+@dataclass
+class ParallelismConfig(Section):
+    """How the trainer's ranks share the model. `data_parallel_shard_degree` -1 means all ranks."""
+
+    data_parallel_shard_degree: int = -1
+    tensor_parallel_degree: int = 1
+    pipeline_parallel_degree: int = 1
+
+    def validate(self, ranks: int) -> None:
+        for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
+            if getattr(self, name) != 1:
+                raise ConfigError(
+                    f"parallelism.{name} = {getattr(self, name)}: the trainer shards with FSDP2 only; set it to 1 and "
+                    "raise services.trainer.procs instead"
+                )
+        shard = self.data_parallel_shard_degree
+        if shard != -1 and (shard < 1 or ranks % shard):
+            raise ConfigError(
+                f"parallelism.data_parallel_shard_degree = {shard} does not divide services.trainer.procs = {ranks}"
+            )
+
+
+@dataclass
+class GeneratorConfig(Section):
+    """The generation engine, see `forge.actors.Generator`."""
+
+    engine: Literal["embedded"] = "embedded"
+    slots: int = 256
+    max_seq_len: int | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass
+class RewardConfig(Section):
+    """Names from `forge.data.rewards` or `package.module:Name`; `accuracy` decides what counts as right."""
+
+    functions: list[str] = field(default_factory=lambda: ["MathReward"])
+    accuracy: str | None = None
+
+
+@dataclass
+class CheckpointConfig(Section):
+    """`every` so many steps (0: never); the newest `keep` stay."""
+
+    every: int = 0
+    keep: int = 2
+
+
+@dataclass
+class EvalConfig(Section):
+    """Greedy accuracy on `problems` held-out problems before, after and every so many steps (0: only those two).
+
+    They come from `path` and `split`, or from the dataset's own path; a procedural task holds its own out.
+    """
+
+    problems: int = 256
+    every: int = 0
+    path: str | None = None
+    split: str = "test"
+
+
+@dataclass
+class MetricsConfig(Section):
+    """`rollouts`: how many sampled rollouts of each step are kept."""
+
+    tensorboard: bool = False
+    rollouts: int = 1
+
+
+@dataclass
+class RunConfig(Section):
+    """Results go to `<root>/<name>/`."""
+
+    name: str
+    root: str = "runs"
+    overwrite: bool = False

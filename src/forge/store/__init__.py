@@ -1,0 +1,5 @@
+"""Versioned weights between processes of one host."""
+
+from .versions import VersionStore
+
+__all__ = ["VersionStore"]

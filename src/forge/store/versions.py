@@ -1,0 +1,76 @@
+"""A directory of weight versions in shared memory: a version is there whole or not at all.
+
+The trainer writes, generators map. The bytes never pass through a message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+PREFIX = "forge-weights-"
+
+
+class VersionStore:
+    """Named tensors by version number under one directory. Cheap to make and to pickle: it holds a path.
+
+    Args:
+        root: directory made by `create`.
+        keep: how many of the newest versions stay.
+    """
+
+    def __init__(self, root: str | Path, keep: int = 2) -> None:
+        self.root = Path(root)
+        self.keep = keep
+
+    @classmethod
+    def create(cls, keep: int = 2) -> VersionStore:
+        """Make an empty store that belongs to this process, and remove those whose process is gone."""
+        base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+        for stale in base.glob(f"{PREFIX}*"):
+            owner = re.match(rf"{PREFIX}(\d+)-", stale.name)
+            if owner and not Path(f"/proc/{owner[1]}").exists():
+                shutil.rmtree(stale, ignore_errors=True)
+        return cls(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base), keep)
+
+    def put(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Publish a version, then drop the oldest beyond `keep`.
+
+        Raises:
+            FileNotFoundError: the store was removed.
+        """
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors}
+        unfinished = self.root / f"v{version}.unfinished"
+        save_file(tensors, unfinished)
+        os.replace(unfinished, self._path(version))
+        for old in self.versions()[: -self.keep]:
+            self._path(old).unlink(missing_ok=True)
+
+    def get(self, version: int) -> dict[str, torch.Tensor]:
+        """The tensors of a version, by name.
+
+        Raises:
+            KeyError: the version is not there; says which are.
+        """
+        path = self._path(version)
+        if not path.exists():
+            raise KeyError(f"weights of version {version} are not in the store; it holds {self.versions()}")
+        return load_file(path)
+
+    def versions(self) -> list[int]:
+        """The published versions, ascending."""
+        return sorted(int(path.stem[1:]) for path in self.root.glob("v*.safetensors"))
+
+    def close(self) -> None:
+        """Remove the store and everything in it."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _path(self, version: int) -> Path:
+        return self.root / f"v{version}.safetensors"

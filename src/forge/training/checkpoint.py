@@ -1,0 +1,103 @@
+"""Checkpoints of a trainer: sharded state through torch.distributed.checkpoint, written aside and renamed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from .trainer import PolicyTrainer
+
+
+def save(trainer: PolicyTrainer, folder: str | Path, *, extra: dict[str, Any] | None = None, keep: int = 2) -> Path:
+    """Write weights, optimiser, step and random state of every rank to `folder/step_<n>`; every rank must call it.
+
+    Args:
+        extra: picklable state of other components (data position, replay buffer), stored by rank 0.
+        keep: how many of the newest checkpoints stay.
+
+    Returns:
+        the checkpoint's path. It exists under this name only once it is complete.
+    """
+    folder = Path(folder)
+    final = folder / f"step_{trainer.step:06d}"
+    aside = folder / f"{final.name}.unfinished"
+    lead = trainer.ranks.rank == 0
+    if lead:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    _barrier(trainer)
+    weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
+    dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=aside)
+    torch.save({"step": trainer.step, "rng": torch.get_rng_state()}, aside / f"rank_{trainer.ranks.rank}.pt")
+    if lead:
+        torch.save(extra or {}, aside / "extra.pt")
+    _barrier(trainer)
+    if lead:
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(aside, final)
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+    _barrier(trainer)
+    return final
+
+
+def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
+    """Restore a checkpoint in place, on any number of ranks; returns its `extra`. Every rank must call it.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint at this path.
+    """
+    checkpoint = Path(checkpoint)
+    if not (checkpoint / "extra.pt").exists():
+        raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint")
+    weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
+    state = {"model": weights, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=checkpoint)
+    set_state_dict(
+        trainer.policy,
+        trainer.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=True),
+    )
+    own = checkpoint / f"rank_{trainer.ranks.rank}.pt"
+    # A rank that did not exist when the checkpoint was written keeps its own random state.
+    saved = torch.load(own if own.exists() else checkpoint / "rank_0.pt", weights_only=True)
+    trainer.step = saved["step"]
+    if own.exists():
+        torch.set_rng_state(saved["rng"])
+    return torch.load(checkpoint / "extra.pt", weights_only=False)
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The complete checkpoints of a folder, oldest first."""
+    return sorted(path for path in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", path.name))
+
+
+def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) -> None:
+    """Write the weights and tokenizer in Hugging Face format, aside and renamed; every rank must call it."""
+    from transformers import AutoTokenizer
+
+    folder = Path(folder)
+    weights = {name: tensor.cpu().clone() for name, tensor in trainer.export_weights()}
+    if trainer.ranks.rank == 0:
+        aside = folder.with_name(f"{folder.name}.unfinished")
+        shutil.rmtree(aside, ignore_errors=True)
+        trainer.policy.model.save_pretrained(aside, state_dict=weights)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(aside, folder)
+    _barrier(trainer)
+
+
+def _barrier(trainer: PolicyTrainer) -> None:
+    if trainer.ranks.mesh is not None:
+        dist.barrier()
