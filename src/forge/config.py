@@ -70,7 +70,10 @@ def build(cls: type[T], values: Any, where: str = "") -> T:
         if name not in fields:
             raise ConfigError(f"unknown key {_join(where, name)!r}{_nearest(name, fields)}")
     hints = typing.get_type_hints(cls)
-    known = {fields[name].name: _convert(hints[fields[name].name], value, _join(where, name)) for name, value in values.items()}
+    known = {
+        fields[name].name: _convert(hints[fields[name].name], value, _join(where, name))
+        for name, value in values.items()
+    }
     missing = [n for n, f in fields.items() if f.name not in known and _required(f)]
     if missing:
         raise ConfigError(f"{_join(where, missing[0])!r} must be set")
@@ -151,9 +154,9 @@ def _section_type(hint: Any) -> Any:
     return options[0] if options else hint
 
 
-def _fields(cls: type) -> dict[str, dataclasses.Field]:
+def _fields(cls: Any) -> dict[str, dataclasses.Field]:
     """Fields by their key in the file: a trailing underscore keeps Python's keywords out of the way (`async`)."""
-    return {field.name.rstrip("_"): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return {field.name.rstrip("_"): field for field in dataclasses.fields(cls)}
 
 
 def _required(field: dataclasses.Field) -> bool:
@@ -174,10 +177,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         raise errors[0]
     if origin is typing.Literal:
         if value not in options:
-            raise ConfigError(f"{where} must be one of {', '.join(map(str, options))}; got {value!r}{_nearest(value, options)}")
+            raise ConfigError(
+                f"{where} must be one of {', '.join(map(str, options))}; got {value!r}{_nearest(value, options)}"
+            )
         return value
     if dataclasses.is_dataclass(hint):
-        return build(hint, value, where)
+        return build(typing.cast(type, hint), value, where)
     if origin in (list, tuple):
         if not isinstance(value, list):
             raise ConfigError(f"{where} must be a list, got {value!r}")

@@ -26,9 +26,7 @@ def launch(main: Main, config_type: type[Any], argv: list[str] | None = None) ->
     try:
         model = cfg.prepare_model() if hasattr(cfg, "prepare_model") else resolve_model(cfg.model)
         held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
-        record = Run(
-            **cfg.run, config=to_dict(cfg), steps=cfg.training.steps, tensorboard=cfg.metrics.tensorboard
-        )
+        record = Run(**cfg.run, config=to_dict(cfg), steps=cfg.training.steps, tensorboard=cfg.metrics.tensorboard)
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from None
     store = VersionStore.create()

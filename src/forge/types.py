@@ -159,8 +159,12 @@ class Group:
         return min(episode.version for episode in self.episodes)
 
     @property
-    def rewards(self) -> list[float | None]:
-        return [episode.reward for episode in self.episodes]
+    def rewards(self) -> list[float]:
+        """The episodes' rewards; ValueError if one is unscored (the replay buffer lets none of those in)."""
+        rewards = [episode.reward for episode in self.episodes if episode.reward is not None]
+        if len(rewards) < len(self.episodes):
+            raise ValueError(f"group {self.index} has an unscored episode")
+        return rewards
 
 
 @dataclass(slots=True)
@@ -190,7 +194,7 @@ class Batch:
         """The batch of these sequences only (indices into `lengths`), in this order."""
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
-        arrays = {
+        arrays: dict[str, Any] = {
             name: None if (values := getattr(self, name)) is None else values[index]
             for name in ("tokens", "mask", "logprobs", "versions", "advantages", "weights", "ref_logprobs")
         }

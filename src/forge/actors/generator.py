@@ -42,7 +42,7 @@ class Generator(ForgeActor):
         if engine != "embedded":
             raise ValueError(f"generator.engine must be embedded, got {engine!r}")
         self.model, self.store = model, store
-        self.engine_args = {"slots": slots, "max_seq_len": max_seq_len, "dtype": dtype}
+        self.engine_args: dict[str, Any] = {"slots": slots, "max_seq_len": max_seq_len, "dtype": dtype}
         self.defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
 
     def setup(self) -> None:

@@ -1,11 +1,11 @@
 """Components: plain classes whose `@endpoint` methods are callable from the controller.
 
-    class Counter(ForgeActor):
-        @endpoint
-        def add(self, n: int) -> int: ...
+class Counter(ForgeActor):
+    @endpoint
+    def add(self, n: int) -> int: ...
 
-    counter = await Counter.options(num_replicas=2).as_service(start=10)
-    await counter.add.route(1)
+counter = await Counter.options(num_replicas=2).as_service(start=10)
+await counter.add.route(1)
 """
 
 from __future__ import annotations

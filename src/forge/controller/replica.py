@@ -58,7 +58,9 @@ class Replica:
         rendezvous = None
         if self.options.procs > 1:
             first = self.shell.slice(procs=0)
-            rendezvous = self._unwrap(await asyncio.wait_for(first.open_rendezvous.call_one("127.0.0.1").as_asyncio(), limit))
+            rendezvous = self._unwrap(
+                await asyncio.wait_for(first.open_rendezvous.call_one("127.0.0.1").as_asyncio(), limit)
+            )
         payload = cloudpickle.dumps(definition)
         starts = [
             self.shell.slice(procs=rank).start.call_one(payload, rank, rendezvous).as_asyncio()

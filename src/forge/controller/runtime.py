@@ -168,7 +168,8 @@ async def _run(main: Coroutine[Any, Any, T]) -> T:
         loop.add_signal_handler(number, on_signal, number)
     task = loop.create_task(main)
     try:
-        await asyncio.wait({task, interrupted, runtime().failure}, return_when=asyncio.FIRST_COMPLETED)
+        waits: set[asyncio.Future[Any]] = {task, interrupted, runtime().failure}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         died = runtime().failure
         if task.done() and not isinstance(task.exception(), ForgeError):
             return task.result()

@@ -47,7 +47,7 @@ class Shell(Actor):
         return await self._guarded("open_rendezvous", lambda: self._in_thread(open_store))
 
     @concurrent_endpoint
-    async def start(self, definition: bytes, rank: int, rendezvous: str | None) -> None | RemoteFailure:
+    async def start(self, definition: bytes, rank: int, rendezvous: str | None) -> RemoteFailure | None:
         """Build the component from its pickled (class, args, kwargs) and run its `setup`."""
 
         def build() -> Any:
@@ -73,7 +73,7 @@ class Shell(Actor):
         return drain()
 
     @concurrent_endpoint
-    async def close(self) -> None | RemoteFailure:
+    async def close(self) -> RemoteFailure | None:
         """Run the component's `teardown`; the process is stopped afterwards by its owner."""
 
         async def close() -> None:

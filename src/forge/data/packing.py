@@ -17,8 +17,8 @@ def pack(episodes: Sequence[Episode], *, aggregation: Aggregation = "token_mean"
     """Lay scored episodes back to back.
 
     Args:
-        aggregation: how tokens share the loss. `token_mean`: every trained token counts the same. `sequence_mean`: every
-            episode counts the same, its tokens share its part.
+        aggregation: how tokens share the loss. `token_mean`: every trained token counts the same. `sequence_mean`:
+            every episode counts the same, its tokens share its part.
 
     Raises:
         ValueError: no episodes, an episode without an advantage, or one that trains its first token (which nothing

@@ -21,7 +21,12 @@ class SimpleGRPOLoss(nn.Module):
         self.beta = beta
 
     def forward(
-        self, logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, padding_mask: Tensor, weights: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        advantages: Tensor,
+        padding_mask: Tensor,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """All tensors [batch, seq]; `weights` replaces the default aggregation. Returns a scalar."""
         ratio = torch.exp(logprobs.float() - logprobs.float().detach())

@@ -26,7 +26,12 @@ class ReinforceLoss(nn.Module):
         self.clip_ratio = clip_ratio
 
     def forward(
-        self, logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, padding_mask: Tensor, weights: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        advantages: Tensor,
+        padding_mask: Tensor,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """All tensors [batch, seq]; `ref_logprobs` are those of the policy that sampled. Returns a scalar."""
         per_token = -advantages * logprobs.float()

@@ -59,7 +59,7 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     if not (checkpoint / "extra.pt").exists():
         raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint")
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
-    state = {"model": weights, "optimizer": optimizer}
+    state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
     dcp.load(state, checkpoint_id=checkpoint)
     set_state_dict(
         trainer.policy,

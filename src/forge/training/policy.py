@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..types import Batch
 from .packed_attention import NAME, PackedLayout
@@ -19,7 +19,9 @@ from .token_logprobs import token_logprobs
 class Policy(nn.Module):
     """Wraps a transformers model; the wrapped model keeps its parameter names and its own saving and loading."""
 
-    def __init__(self, model: nn.Module) -> None:
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         model.config._attn_implementation = NAME
         self.model = model

@@ -53,7 +53,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `labels` and entropies of their distributions under softmax(hidden @ weight.T / temperature).
+    """Log-probabilities of `labels`, and entropies, under softmax(hidden @ weight.T / temperature).
 
     Both outputs are differentiable.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,9 @@ class PolicyTrainer:
         Raises:
             FloatingPointError: the loss or the gradient is not finite; the weights are left as they were.
         """
-        micro_batches = split(batch, ranks=self.ranks.world_size, max_tokens=self.seq_len, at_least=self.accumulation_steps)
+        micro_batches = split(
+            batch, ranks=self.ranks.world_size, max_tokens=self.seq_len, at_least=self.accumulation_steps
+        )
         totals: dict[str, Tensor] = {}
         largest = torch.zeros((), device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
@@ -95,8 +98,8 @@ class PolicyTrainer:
     def optimizer_step(self, loss: float) -> dict[str, float]:
         """Clip, check and apply the accumulated gradient."""
         bound = self.settings.max_grad_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), bound)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        total = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), bound)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not torch.tensor([loss, norm]).isfinite().all():
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"step {self.step}: loss {loss}, gradient norm {norm}; the update was not applied")
@@ -146,14 +149,15 @@ class PolicyTrainer:
         return float(value)
 
 
-def _call_by_name(loss: Loss, tensors: dict[str, Tensor | None]) -> Tensor:
+def _call_by_name(loss: Callable[..., Any], tensors: dict[str, Tensor | None]) -> Any:
     """Give `loss` the tensors its parameters name; a required one that is missing is an error that names it."""
     wanted = {}
     for name, parameter in inspect.signature(getattr(loss, "forward", loss)).parameters.items():
         if name in tensors and (tensors[name] is not None or parameter.default is not inspect.Parameter.empty):
             wanted[name] = tensors[name]
         elif parameter.default is inspect.Parameter.empty:
-            raise ValueError(f"{type(loss).__name__} needs {name!r}; this batch has {sorted(k for k, v in tensors.items() if v is not None)}")
+            there = sorted(key for key, tensor in tensors.items() if tensor is not None)
+            raise ValueError(f"{type(loss).__name__} needs {name!r}; this batch has {', '.join(there)}")
     return loss(**wanted)
 
 
@@ -162,9 +166,12 @@ def _token_sums(loss: Loss, tensors: dict[str, Tensor | None]) -> dict[str, Tens
     """Sums over trained tokens of the standard diagnostics and of the loss's own."""
     from ..losses.common import importance_ratio, kl_k3
 
-    logprobs, ref = tensors["logprobs"], tensors["ref_logprobs"]
-    ratio = importance_ratio(logprobs, tensors["behaviour_logprobs"])
-    sums = {"entropy": tensors["entropy"].sum(), "ratio": ratio.sum(), "ratio_deviation": (ratio - 1.0).abs().sum()}
+    logprobs, behaviour, entropy, ref = (
+        tensors[name] for name in ("logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
+    )
+    assert logprobs is not None and behaviour is not None and entropy is not None
+    ratio = importance_ratio(logprobs, behaviour)
+    sums = {"entropy": entropy.sum(), "ratio": ratio.sum(), "ratio_deviation": (ratio - 1.0).abs().sum()}
     if ref is not None:
         sums["kl"] = kl_k3(logprobs, ref).sum()
     if hasattr(loss, "metrics"):

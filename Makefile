@@ -1,0 +1,43 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`. Everything they need goes into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+# One build of torch, asked for by its exact version before anything else can ask for another.
+TORCH ?= torch==2.13.0
+PIP ?= $(VENV)/bin/python -m pip --disable-pip-version-check -q
+SEED ?= 0
+
+# One thread a process: the processes are what the cores are for.
+export OMP_NUM_THREADS ?= 1
+export GOMP_SPINCOUNT ?= 2000
+
+.PHONY: quickstart test test-slow lint clean
+
+quickstart: $(VENV)/installed
+	$(VENV)/bin/python -m apps.sft.main --config apps/sft/tiny.yaml --seed $(SEED)
+	$(VENV)/bin/python -m apps.grpo.main --config apps/grpo/tiny.yaml --seed $(SEED)
+
+test: $(VENV)/installed-dev lint
+	$(VENV)/bin/python -m pytest
+
+test-slow: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest -m slow
+
+lint: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install '$(TORCH)'
+	$(PIP) install -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) install -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info src/*.egg-info

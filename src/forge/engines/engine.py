@@ -1,0 +1,224 @@
+"""The embedded generation engine: a model, its running batch and the thread that steps it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.engines.batch import Batch, Request
+from forge.engines.decoder import Decoder
+from forge.engines.weights import Weights, load_config, load_eos, read_checkpoint
+from forge.types import Completion, Sampling
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class EmbeddedEngine:
+    """Generates with a Llama, Qwen2 or Qwen3 checkpoint in this process, batching all callers together.
+
+    `submit` and `update_weights` may be called from any thread; the model runs in one of its own. A request starts
+    in the order of submission as soon as rows of the batch are free, its prompt computed once for all its samples.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        slots: int = 256,
+        max_seq_len: int | None = None,
+        dtype: str = "float32",
+        device: str | torch.device | None = None,
+        version: int = 0,
+        prefill_tokens: int = 4096,
+    ):
+        """Load a Hugging Face folder (config.json and safetensors).
+
+        slots: sequences that run at once. max_seq_len: prompt and completion together, by default what the model
+        allows but at most 4096; the cache takes the memory of what is used. dtype: float32 or bfloat16. device: by
+        default a GPU if there is one. version: of the weights in the folder. prefill_tokens: prompt tokens in one
+        forward pass.
+
+        FileNotFoundError, ValueError: the folder is incomplete, its model is not supported, or an argument is wrong.
+        """
+        folder = Path(model)
+        self.config = config = load_config(folder)
+        limit = config.max_position_embeddings
+        self.max_seq_len = min(limit, 4096) if max_seq_len is None else max_seq_len
+        for ok, message in (
+            (slots >= 1, f"slots must be at least 1, got {slots}"),
+            (prefill_tokens >= 1, f"prefill_tokens must be at least 1, got {prefill_tokens}"),
+            (2 <= self.max_seq_len <= limit, f"max_seq_len must be 2 to {limit} for this model, got {max_seq_len}"),
+            (dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}"),
+        ):
+            if not ok:
+                raise ValueError(message)
+        self.dtype = DTYPES[dtype]
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.eos = load_eos(folder, config)
+        weights = Weights(config, read_checkpoint(folder), self.dtype, self.device)
+        decoder = Decoder(config, weights, slots, self.max_seq_len, self.dtype, self.device)
+        self._batch = Batch(decoder, slots, prefill_tokens, version)
+        self._waiting: deque[Request] = deque()
+        self._wake = threading.Condition()
+        # Guarded by _wake: what callers hand to the thread, and why it ended.
+        self._submitted: list[Request] = []
+        self._cancelled: list[Request] = []
+        self._updates: list[tuple[Weights, int, Future[None]]] = []
+        self._closing = False
+        self._error: BaseException | None = None
+        threads = torch.get_num_threads()  # a new thread would start from OMP_NUM_THREADS instead
+        self._thread = threading.Thread(target=self._run, args=(threads,), name="forge-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
+        """Ask for `sampling.n` completions of a prompt; cancelling the future frees what they occupy.
+
+        Completions end at `max_tokens`, or before it where `max_seq_len` is reached. The text of a completion is
+        left empty. A seeded request draws the same numbers whatever else runs; its tokens then agree up to the
+        rounding of matrix products, which may differ with the batch size.
+
+        ValueError: an empty or too long prompt, or a token the model does not have. RuntimeError: the engine is
+        closed; if its thread failed, the exception that ended it.
+        """
+        prompt = tuple(prompt_ids)
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if len(prompt) >= self.max_seq_len:
+            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in max_seq_len {self.max_seq_len}")
+        vocab = self.config.vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise ValueError(f"prompt token ids must be 0 to {vocab - 1}, got {min(prompt)} to {max(prompt)}")
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
+        request = Request(prompt, sampling, limit, seed, frozenset((*self.eos, *sampling.stop_token_ids)))
+        request.future.add_done_callback(lambda future: self._cancel(request) if future.cancelled() else None)
+        with self._wake:
+            self._check_alive()
+            self._submitted.append(request)
+            self._wake.notify()
+        return request.future
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Future[None]:
+        """Replace all weights, between two decode steps; running sequences go on under the new ones.
+
+        The tensors, under their Hugging Face names, are read and checked before this returns, beside the weights in
+        use; generation continues meanwhile. The future carries a ValueError, naming the tensor, for one that is
+        unknown, missing or of a wrong shape: weights and version then stay as they were. Running sequences keep the
+        keys and values of their earlier tokens.
+        """
+        future: Future[None] = Future()
+        try:
+            with self._wake:
+                self._check_alive()
+            weights = Weights(self.config, named_tensors, self.dtype, self.device)
+            with self._wake:
+                self._check_alive()
+                self._updates.append((weights, version, future))
+                self._wake.notify()
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in use."""
+        return self._batch.version
+
+    def stats(self) -> dict[str, int]:
+        """Running rows, waiting samples, and totals since the start: tokens generated and prefilled, decode steps.
+
+        The last token of a prompt counts as decoded, not as prefilled.
+        """
+        with self._wake:
+            requests = [*self._waiting, *self._submitted]
+        return {
+            "running": len(self._batch.rows) - len(self._batch.holes),
+            "waiting": sum(request.sampling.n - request.admitted for request in requests),
+            "generated_tokens": self._batch.generated,
+            "prefilled_tokens": self._batch.prefilled,
+            "decode_steps": self._batch.steps,
+        }
+
+    def close(self) -> None:
+        """Stop the thread. Requests that are not complete fail with a RuntimeError."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> EmbeddedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_alive(self) -> None:
+        if self._closing:
+            raise RuntimeError("the engine is closed")
+        if self._error is not None:
+            raise self._error
+
+    def _cancel(self, request: Request) -> None:
+        with self._wake:
+            self._cancelled.append(request)
+            self._wake.notify()
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        error: BaseException = RuntimeError("the engine was closed before this was complete")
+        try:
+            with torch.inference_mode():
+                while self._collect():
+                    self._batch.admit(self._waiting)
+                    if self._batch.rows:
+                        for request in self._batch.step():
+                            if request.future.set_running_or_notify_cancel():
+                                request.future.set_result([c for _, c in sorted(request.done.items())])
+        except BaseException as raised:  # whatever it was, the callers must hear of it
+            error = raised
+        self._end(error)
+
+    def _collect(self) -> bool:
+        """Take over what callers handed in, waiting for it when there is nothing to run; False when closing."""
+        batch = self._batch
+        with self._wake:
+            while not (self._closing or self._submitted or self._updates or self._cancelled):
+                if self._waiting or len(batch.rows) > len(batch.holes):
+                    return True
+                self._wake.wait()
+            if self._closing:
+                return False
+            self._waiting.extend(self._submitted)
+            cancelled, updates = self._cancelled, self._updates
+            self._submitted, self._cancelled, self._updates = [], [], []
+        for request in cancelled:
+            batch.drop(request)
+            if request in self._waiting:
+                self._waiting.remove(request)
+        for weights, version, future in updates:
+            batch.decoder.weights = weights
+            batch.switch(version, self._waiting)
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+        return True
+
+    def _end(self, error: BaseException) -> None:
+        with self._wake:
+            self._error = error
+            requests = {row.request for row in self._batch.rows} | {*self._waiting, *self._submitted}
+            updates, self._updates = self._updates, []
+            self._waiting.clear()
+            self._submitted.clear()
+        pending: list[Future[Any]] = [request.future for request in requests]
+        for future in pending + [update for _, _, update in updates]:
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(error)

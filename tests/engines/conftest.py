@@ -1,0 +1,94 @@
+"""Tiny random checkpoints of every family, and the plain transformers forward pass that engines are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from forge.types import Completion, Sampling
+
+VOCAB = 61
+EOS = 3
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama-biased": (LlamaConfig, {"attention_bias": True}),
+    "llama-scaled": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "llama-yarn": (LlamaConfig, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+}
+
+Make = Callable[..., tuple[Path, PreTrainedModel]]
+
+
+def random_model(family: str = "qwen3", tied: bool = False, seed: int = 0, eos: int | None = None) -> PreTrainedModel:
+    """A model whose distributions are far from uniform and whose norms and biases are far from their defaults."""
+    kind, extra = FAMILIES[family]
+    config = kind(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+        tie_word_embeddings=tied,
+        eos_token_id=eos,
+        bos_token_id=None,
+        **extra,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def make(*args: object, **kwargs: object) -> tuple[Path, PreTrainedModel]:
+        model = random_model(*args, **kwargs)  # type: ignore[arg-type]
+        model.save_pretrained(tmp_path)
+        return tmp_path, model
+
+    return make
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, completion: Completion) -> torch.Tensor:
+    """Next-token logits before each token of a completion, (tokens, V), by one forward pass over the sequence."""
+    ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]])
+    return model(ids).logits[0, len(completion.prompt_ids) - 1 : -1]
+
+
+def error_of(model: PreTrainedModel, completion: Completion, temperature: float = 1.0) -> float:
+    """The largest difference between a completion's log-probabilities and the forward pass."""
+    expected = (logits_of(model, completion) / temperature).log_softmax(-1)
+    expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return float((expected - torch.tensor(completion.logprobs)).abs().max())
+
+
+def check_shape(completions: list[Completion], sampling: Sampling, stops: set[int]) -> None:
+    """What holds for every request: n completions, lengths, and a stop token last and nowhere else."""
+    assert len(completions) == sampling.n
+    for completion in completions:
+        ids = completion.token_ids
+        assert 1 <= len(ids) <= sampling.max_tokens
+        assert len(ids) == len(completion.logprobs) == len(completion.versions)
+        assert not stops & set(ids[:-1])
+        assert completion.finish == ("stop" if ids[-1] in stops else "length")
+        assert completion.finish == "stop" or len(ids) == sampling.max_tokens

@@ -1,0 +1,119 @@
+"""The embedded engine agrees with transformers: every family, mixed lengths, any sampling, to rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forge.engines import EmbeddedEngine
+from forge.types import Sampling
+
+from .conftest import FAMILIES, VOCAB, Make, error_of, random_model
+
+PROMPTS = [[5], [7, 8], list(range(10, 41)), [1, 2, 3, 4, 5, 6, 7], [59] * 20]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_greedy_tokens_match_transformers(make: Make, family: str, tied: bool) -> None:
+    folder, model = make(family, tied)
+    with EmbeddedEngine(folder, slots=8) as engine:
+        sampled = [engine.submit(p, Sampling(n=2, max_tokens=24, temperature=0.8, seed=1)) for p in PROMPTS]
+        greedy = [engine.submit(p, Sampling(max_tokens=24, temperature=0)) for p in PROMPTS]
+        for future in sampled:
+            assert max(error_of(model, c, 0.8) for c in future.result(30)) < 1e-4
+        for prompt, future in zip(PROMPTS, greedy, strict=True):
+            (completion,) = future.result(30)
+            assert error_of(model, completion) < 1e-4
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)  # type: ignore[operator]
+            assert completion.token_ids == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("budget", [1, 7, 40])
+def test_any_prefill_budget_gives_the_same_numbers(make: Make, budget: int) -> None:
+    folder, model = make("llama-scaled")
+    with EmbeddedEngine(folder, slots=8, prefill_tokens=budget) as engine:
+        futures = [engine.submit(p, Sampling(max_tokens=9, seed=2)) for p in PROMPTS]
+        assert max(error_of(model, future.result(30)[0]) for future in futures) < 1e-4
+        assert engine.stats()["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)
+
+
+def test_the_cache_grows_without_losing_what_it_holds(tmp_path: Path) -> None:
+    model = random_model("qwen2")
+    model.config.max_position_embeddings = 700
+    model.save_pretrained(tmp_path)
+    with EmbeddedEngine(tmp_path, slots=2) as engine:
+        futures = [engine.submit(range(30), Sampling(n=2, max_tokens=600, seed=3))]
+        futures.append(engine.submit([i % VOCAB for i in range(400)], Sampling(max_tokens=20, seed=4)))
+        assert max(error_of(model, c) for future in futures for c in future.result(60)) < 1e-4
+
+
+def test_bfloat16_is_close(make: Make) -> None:
+    folder, model = make("qwen3")
+    with EmbeddedEngine(folder, slots=4, dtype="bfloat16") as engine:
+        (completion,) = engine.submit(PROMPTS[2], Sampling(max_tokens=8, seed=0)).result(30)
+        assert error_of(model, completion) < 1.0
+
+
+def test_sharded_checkpoints_load(make: Make) -> None:
+    folder, model = make("qwen2")
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="10KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    with EmbeddedEngine(folder, slots=2) as engine:
+        assert error_of(model, engine.submit([1, 2], Sampling(max_tokens=5)).result(30)[0]) < 1e-4
+    next(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(FileNotFoundError, match=r"index\.json names"):
+        EmbeddedEngine(folder)
+
+
+def test_tied_checkpoints_load_with_and_without_the_head(make: Make) -> None:
+    folder, model = make("qwen3", True)
+    tensors = load_file(folder / "model.safetensors")
+    for head in ({}, {"lm_head.weight": model.state_dict()["lm_head.weight"].clone()}):
+        tensors.pop("lm_head.weight", None)
+        save_file({**tensors, **head}, folder / "model.safetensors")
+        with EmbeddedEngine(folder, slots=2) as engine:
+            assert error_of(model, engine.submit([1, 2], Sampling(max_tokens=5)).result(30)[0]) < 1e-4
+
+
+def test_incomplete_folders_are_refused(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no model folder"):
+        EmbeddedEngine(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        EmbeddedEngine(tmp_path)
+    folder, _ = make()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        EmbeddedEngine(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
+    ],
+)
+def test_models_it_cannot_run_are_refused(make: Make, change: dict[str, object], message: str) -> None:
+    folder, _ = make("qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=message):
+        EmbeddedEngine(folder)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"slots": 0}, {"max_seq_len": 97}, {"max_seq_len": 1}, {"dtype": "float16"}, {"prefill_tokens": 0}]
+)
+def test_wrong_arguments_are_refused(make: Make, arguments: dict[str, object]) -> None:
+    folder, _ = make()
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        EmbeddedEngine(folder, **arguments)  # type: ignore[arg-type]
