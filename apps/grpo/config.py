@@ -10,6 +10,7 @@ from forge.sections import (
     CheckpointConfig,
     DatasetConfig,
     EvalConfig,
+    FromScratch,
     GeneratorConfig,
     MetricsConfig,
     ParallelismConfig,
@@ -17,6 +18,7 @@ from forge.sections import (
     RunConfig,
     ServiceConfig,
     TrainingConfig,
+    check_model_source,
 )
 
 
@@ -58,8 +60,9 @@ class Services(Section):
 
 @dataclass
 class GRPOConfig(Section):
-    model: str
     dataset: DatasetConfig
+    model: str | None = None
+    from_scratch: FromScratch | None = None
     run: RunConfig = field(default_factory=lambda: RunConfig(name="grpo"))
     training: TrainingConfig = field(default_factory=TrainingConfig)
     grpo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -74,6 +77,7 @@ class GRPOConfig(Section):
     seed: int = 0
 
     def validate(self) -> None:
+        check_model_source(self.model, self.from_scratch)
         self.dataset.validate()
         self.training.validate()
         self.parallelism.validate(self.services.trainer.procs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from forge.config import ConfigError, Section
-from forge.models import build_small_model, resolve_model
 from forge.sections import (
     CheckpointConfig,
     DatasetConfig,
     EvalConfig,
+    FromScratch,
     GeneratorConfig,
     MetricsConfig,
     ParallelismConfig,
@@ -18,19 +17,8 @@ from forge.sections import (
     RunConfig,
     ServiceConfig,
     TrainingConfig,
+    check_model_source,
 )
-
-
-@dataclass
-class FromScratch(Section):
-    """A small Qwen3-architecture model with a character tokenizer, made from the seed."""
-
-    alphabet: str
-    hidden_size: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    max_positions: int = 128
 
 
 @dataclass
@@ -69,14 +57,6 @@ class SFTConfig(Section):
         self.dataset.validate()
         self.training.validate()
         self.parallelism.validate(self.services.trainer.procs)
-        if (self.model is None) == (self.from_scratch is None):
-            raise ConfigError("set either model (a folder or hub id) or from_scratch (a small model from the seed)")
+        check_model_source(self.model, self.from_scratch)
         if self.training.sync_interval != 1 or self.training.entropy_coef:
             raise ConfigError("training.sync_interval and training.entropy_coef do nothing in supervised training")
-
-    def prepare_model(self) -> str:
-        """The model folder to start from."""
-        if self.from_scratch is None:
-            return resolve_model(str(self.model))
-        folder = Path(self.run.root) / f"{self.run.name}-initial"
-        return build_small_model(folder, seed=self.seed, **self.from_scratch)

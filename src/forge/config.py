@@ -46,7 +46,7 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
     path, overrides = _arguments(argv)
     values = _read(path)
     for name, text in overrides:
-        _set(values, cls, name, yaml.safe_load(text))
+        _set(values, cls, name, yaml.load(text, Loader=_Loader))
     config = build(cls, values)
     if hasattr(config, "validate"):
         config.validate()

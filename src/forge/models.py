@@ -41,7 +41,7 @@ def build_small_model(
     folder: str | Path,
     *,
     seed: int,
-    alphabet: str,
+    alphabet: str | None,
     hidden_size: int,
     layers: int,
     heads: int,
@@ -52,9 +52,9 @@ def build_small_model(
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from .data.tokenizer import character_tokenizer
+    from .data.tokenizer import PRINTABLE, character_tokenizer
 
-    tokenizer = character_tokenizer(alphabet)
+    tokenizer = character_tokenizer(alphabet or PRINTABLE)
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from .actors.reward import load_reward
 from .config import load_or_exit, to_dict
 from .controller import ForgeError, run
-from .models import resolve_model
+from .models import build_small_model, resolve_model
 from .observability import Run
 from .sections import DatasetConfig, EvalConfig
 from .store import VersionStore
@@ -24,7 +25,13 @@ def launch(main: Main, config_type: type[Any], argv: list[str] | None = None) ->
     """
     cfg = load_or_exit(config_type, argv)
     try:
-        model = cfg.prepare_model() if hasattr(cfg, "prepare_model") else resolve_model(cfg.model)
+        model = (
+            resolve_model(cfg.model)
+            if cfg.model
+            else build_small_model(f"{cfg.run.root}/{cfg.run.name}-initial", seed=cfg.seed, **cfg.from_scratch)
+        )
+        for name in [*cfg.reward.functions, *filter(None, [cfg.reward.accuracy])]:
+            load_reward(name)
         held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
         record = Run(**cfg.run, config=to_dict(cfg), steps=cfg.training.steps, tensorboard=cfg.metrics.tensorboard)
     except (ValueError, OSError, ImportError) as error:

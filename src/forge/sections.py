@@ -23,6 +23,25 @@ class ServiceConfig(Section):
 
 
 @dataclass
+class FromScratch(Section):
+    """A small Qwen3-architecture model with a character tokenizer, made from the seed; `alphabet` null is printable
+    ASCII."""
+
+    alphabet: str | None = None
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    max_positions: int = 128
+
+
+def check_model_source(model: str | None, from_scratch: FromScratch | None) -> None:
+    """A run starts from exactly one model."""
+    if (model is None) == (from_scratch is None):
+        raise ConfigError("set either model (a folder or hub id) or from_scratch (a small model made from the seed)")
+
+
+@dataclass
 class DatasetConfig(Section):
     """Where prompts come from, see `forge.data.dataset.PromptDataset`."""
 

@@ -93,7 +93,9 @@ class Generator(ForgeActor):
             raise ValueError("this generator has no weight store to update from")
         with phase("update_weights"):
             tensors = await asyncio.to_thread(self.store.get, version)
-            await asyncio.wrap_future(self.engine.update_weights(tensors.items(), version))
+            # Reading and checking happens in the caller's thread; only the swap is the engine's.
+            swapped = await asyncio.to_thread(self.engine.update_weights, tensors.items(), version)
+            await asyncio.wrap_future(swapped)
         return self.engine.version
 
     @endpoint

@@ -37,43 +37,55 @@ class RewardActor(ForgeActor):
     @endpoint
     async def evaluate_response(self, prompt: Any, response: str, target: str) -> float | None:
         """Score one response; None if it could not be scored."""
-        total = 0.0
-        for function in self.functions:
-            score = await _call(function, str(prompt), response, target)
-            if score is None or math.isnan(score):
-                return None
-            total += score
-            if len(self.functions) > 1:
-                record_metric(f"reward/{_name(function)}", score)
-        return total
+        return (await self._score(prompt, [response], target))[0][0]
 
     @endpoint
     async def evaluate_group(self, prompt: Any, responses: Sequence[str], target: str) -> list[float | None]:
         """Score the responses of one prompt, in order; records `reward`, its spread and `accuracy`."""
-        rewards = [await self.evaluate_response(prompt, response, target) for response in responses]
-        for response, reward in zip(responses, rewards, strict=True):
+        rewards, scores = await self._score(prompt, responses, target)
+        for reward in rewards:
             if reward is not None:
                 record_metric("reward", reward)
                 record_metric("reward", reward, Reduce.STD)
-            record_metric("accuracy", await self.is_correct(prompt, response, target))
+        if self.accuracy is not self.functions[0]:
+            scores[0] = await _score_all(self.accuracy, prompt, responses, target)
+        for score in scores[0]:
+            record_metric("accuracy", _right(score))
         return rewards
 
     @endpoint
     async def is_correct(self, prompt: Any, response: str, target: str) -> bool:
         """Whether a response is right by the accuracy function."""
-        score = await _call(self.accuracy, str(prompt), response, target)
-        return score is not None and score >= 1.0
+        return _right((await _score_all(self.accuracy, prompt, [response], target))[0])
+
+    async def _score(
+        self, prompt: Any, responses: Sequence[str], target: str
+    ) -> tuple[list[float | None], list[list[float | None]]]:
+        """The sum over functions for each response, and each function's scores."""
+        scores = [await _score_all(function, prompt, responses, target) for function in self.functions]
+        if len(scores) > 1:
+            for function, column in zip(self.functions, scores, strict=True):
+                for score in column:
+                    if score is not None:
+                        record_metric(f"reward/{_name(function)}", score)
+        sums = [None if None in row else sum(row) for row in zip(*scores, strict=True)]
+        return sums, scores
 
 
-async def _call(function: RewardFunction, prompt: str, response: str, target: str) -> float | None:
+async def _score_all(
+    function: RewardFunction, prompt: Any, responses: Sequence[str], target: str
+) -> list[float | None]:
+    """One function over several responses. Plain functions run in a thread, so that a slow one blocks nobody."""
+    prompt = str(prompt)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        score = await function(prompt, response, target)
-    elif getattr(function, "quick", False):
-        score = function(prompt, response, target)
+        scores = await asyncio.gather(*(function(prompt, response, target) for response in responses))
     else:
-        # A slow function must not keep this process from answering anyone else.
-        score = await asyncio.to_thread(function, prompt, response, target)
-    return None if score is None else float(score)
+        scores = await asyncio.to_thread(lambda: [function(prompt, response, target) for response in responses])
+    return [None if score is None or math.isnan(score) else float(score) for score in scores]
+
+
+def _right(score: float | None) -> bool:
+    return score is not None and score >= 1.0
 
 
 def load_reward(name: str) -> RewardFunction:

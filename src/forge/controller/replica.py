@@ -19,7 +19,7 @@ from .shell import Shell
 # Supervision reports a dead process in under a second and a stopped one in three; the ping is for what supervision
 # cannot see (a component that holds the interpreter lock). Its patience is long because imports hold the lock too.
 PING_EVERY = 1.0
-PING_PATIENCE = 10.0
+PING_PATIENCE = 8.0
 
 _spawned = itertools.count()
 

@@ -4,7 +4,7 @@ A loss is a callable that takes what it needs by name, each a tensor of one shap
 
     logprobs             log-probabilities of the taken tokens under the policy that is trained
     behaviour_logprobs   the same under the policy that sampled them
-    ref_logprobs         the same under a frozen reference
+    ref_logprobs         the same under a frozen reference; a loss without a KL term (beta) is given the sampler's
     advantages           per token
     entropy              of the policy's distribution at each token, in nats
     padding_mask         1 on trained tokens, 0 elsewhere

@@ -6,18 +6,28 @@ import torch
 from torch import Tensor
 
 
+def wide(values: Tensor) -> Tensor:
+    """Half precision raised to float32; float32 and float64 as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def where_trained(values: Tensor, weights: Tensor) -> Tensor:
+    """`wide(values)` where `weights` is not 0, else 0: whatever stands elsewhere (NaN included) passes no gradient."""
+    return torch.where(weights != 0, wide(values), 0.0)
+
+
 def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """`pi(a) / mu(a)` per token, in float32. Its logarithm is bounded to +-20 so that no ratio overflows."""
-    return torch.exp((logprobs.float() - behaviour_logprobs.float()).clamp(-20.0, 20.0))
+    """`pi(a) / mu(a)` per token. Its logarithm is bounded to +-20 so that no ratio overflows."""
+    return torch.exp((wide(logprobs) - wide(behaviour_logprobs)).clamp(-20.0, 20.0))
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Per-token estimate of KL(policy || reference), non-negative and unbiased for samples of the policy.
 
-    `exp(d) - d - 1` with `d = ref - logp` (Schulman 2020, "Approximating KL divergence", k3).
+    `exp(d) - 1 - d` with `d = ref - logp` (Schulman 2020, "Approximating KL divergence", k3).
     """
-    d = (ref_logprobs.float() - logprobs.float()).clamp(-20.0, 20.0)
-    return torch.exp(d) - d - 1.0
+    d = (wide(ref_logprobs) - wide(logprobs)).clamp(-20.0, 20.0)
+    return torch.expm1(d) - d
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

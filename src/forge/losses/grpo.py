@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .common import importance_ratio, kl_k3, sequence_mean_weights, weighted_sum
+from .common import importance_ratio, kl_k3, sequence_mean_weights, weighted_sum, where_trained
 
 
 class SimpleGRPOLoss(nn.Module):
@@ -29,9 +29,10 @@ class SimpleGRPOLoss(nn.Module):
         weights: Tensor | None = None,
     ) -> Tensor:
         """All tensors [batch, seq]; `weights` replaces the default aggregation. Returns a scalar."""
-        ratio = torch.exp(logprobs.float() - logprobs.float().detach())
-        per_token = self.beta * kl_k3(logprobs, ref_logprobs) - ratio * advantages
-        return weighted_sum(per_token, sequence_mean_weights(padding_mask) if weights is None else weights)
+        weights = sequence_mean_weights(padding_mask) if weights is None else weights
+        logprobs = where_trained(logprobs, weights)
+        ratio = torch.exp(logprobs - logprobs.detach())
+        return weighted_sum(self.beta * kl_k3(logprobs, ref_logprobs) - ratio * advantages, weights)
 
 
 class GRPOLoss(nn.Module):
@@ -64,6 +65,7 @@ class GRPOLoss(nn.Module):
         Raises:
             ValueError: `beta` without `ref_logprobs`, or `entropy_coef` without `entropy`.
         """
+        logprobs = where_trained(logprobs, weights)
         ratio = importance_ratio(logprobs, behaviour_logprobs)
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -74,7 +76,7 @@ class GRPOLoss(nn.Module):
         if self.entropy_coef:
             if entropy is None:
                 raise ValueError("entropy_coef > 0 needs the policy's entropy")
-            per_token = per_token - self.entropy_coef * entropy
+            per_token = per_token - self.entropy_coef * where_trained(entropy, weights)
         return weighted_sum(per_token, weights)
 
     @torch.no_grad()

@@ -32,10 +32,13 @@ class ReinforceLoss(nn.Module):
         advantages: Tensor,
         padding_mask: Tensor,
         weights: Tensor | None = None,
+        behaviour_logprobs: Tensor | None = None,
     ) -> Tensor:
-        """All tensors [batch, seq]; `ref_logprobs` are those of the policy that sampled. Returns a scalar."""
+        """All tensors of one shape. The policy that sampled is `behaviour_logprobs`, or else `ref_logprobs`. Returns a
+        scalar."""
         per_token = -advantages * logprobs.float()
         if self.clip_ratio is not None:
-            ratio = importance_ratio(logprobs, ref_logprobs).detach()
+            sampled = ref_logprobs if behaviour_logprobs is None else behaviour_logprobs
+            ratio = importance_ratio(logprobs, sampled).detach()
             per_token = per_token * ratio.clamp(max=1.0 + self.clip_ratio)
         return weighted_sum(per_token, token_mean_weights(padding_mask) if weights is None else weights)

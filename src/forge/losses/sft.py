@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .common import weighted_sum
+from .common import weighted_sum, wide
 
 
 class SFTLoss(nn.Module):
@@ -12,4 +12,4 @@ class SFTLoss(nn.Module):
 
     def forward(self, logprobs: Tensor, weights: Tensor) -> Tensor:
         """`logprobs` and `weights` of one shape. Returns a scalar, in nats."""
-        return -weighted_sum(logprobs.float(), weights)
+        return -weighted_sum(wide(logprobs), weights)

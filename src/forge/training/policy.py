@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..types import Batch
+from .linear import adopt
 from .packed_attention import NAME, PackedLayout
 from .token_logprobs import token_logprobs
 
@@ -24,6 +25,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         model.config._attn_implementation = NAME
+        adopt(model)
         self.model = model
 
     @classmethod

@@ -155,6 +155,9 @@ def _call_by_name(loss: Callable[..., Any], tensors: dict[str, Tensor | None]) -
     for name, parameter in inspect.signature(getattr(loss, "forward", loss)).parameters.items():
         if name in tensors and (tensors[name] is not None or parameter.default is not inspect.Parameter.empty):
             wanted[name] = tensors[name]
+        elif name == "ref_logprobs" and not getattr(loss, "beta", 0):
+            # Without a KL term the reference of a loss is the policy that sampled.
+            wanted[name] = tensors["behaviour_logprobs"]
         elif parameter.default is inspect.Parameter.empty:
             there = sorted(key for key, tensor in tensors.items() if tensor is not None)
             raise ValueError(f"{type(loss).__name__} needs {name!r}; this batch has {', '.join(there)}")

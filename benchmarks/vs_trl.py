@@ -1,0 +1,285 @@
+"""GRPO against TRL's GRPOTrainer: completion tokens per CPU-second and the reward curve, both sides in one run.
+
+The same algorithm on both sides: a small Qwen3 with random weights and a vocabulary of bytes, 4 prompts x 8 samples x
+exactly 64 tokens a step, float32, group-normalised advantages, clip 0.2, no KL, AdamW at a constant 1e-3. The reward
+is the share of a completion's characters that are ASCII digits. Ours is the real system, `apps.grpo.main` with all of
+its processes, in lock-step (`max_policy_age` 0). Sides take turns; every process has one thread. CPU-seconds are those
+of all processes of a side, from the end of the second step to the end of the last.
+
+TRL suppresses <eos> to hold the length (`min_new_tokens`); ours has a model without one, so that a sampled <eos> is a
+token like any other.
+
+    python benchmarks/vs_trl.py --trl-python PYTHON_WITH_TRL [--hidden 512 --layers 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PROMPTS, GROUP, PROMPT_LENGTH, LENGTH = 4, 8, 16, 64
+WARMUP = 2
+SHOWN = "FORGE_BENCHMARK "
+
+
+def digit_share(prompt: str, response: str, target: str) -> float:
+    return sum("0" <= c <= "9" for c in response) / max(1, len(response))
+
+
+def cpu_seconds(root: int | None = None) -> float:
+    """User and system time of a process and all its descendants."""
+    root, parents, seconds = root or os.getpid(), {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            parents[int(entry.name)] = int(fields[1])
+            seconds[int(entry.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def belongs(pid: int) -> bool:
+        while pid and pid != root:
+            pid = parents.get(pid, 0)
+        return pid == root
+
+    return sum(used for pid, used in seconds.items() if belongs(pid))
+
+
+class Clock:
+    """CPU and wall time at the end of every step, and its reward."""
+
+    def __init__(self) -> None:
+        self.cpu: list[float] = []
+        self.wall: list[float] = []
+        self.rewards: list[float] = []
+
+    def tick(self) -> None:
+        self.cpu.append(cpu_seconds())
+        self.wall.append(time.perf_counter())
+
+    def show(self) -> None:
+        steps = len(self.cpu) - WARMUP
+        print(
+            SHOWN
+            + json.dumps(
+                {
+                    "cpu": (self.cpu[-1] - self.cpu[WARMUP - 1]) / steps,
+                    "wall": (self.wall[-1] - self.wall[WARMUP - 1]) / steps,
+                    "rewards": self.rewards,
+                }
+            )
+        )
+
+
+def prepare(folder: Path, args: argparse.Namespace) -> None:
+    """The model, its tokenizer and the prompts, as both sides read them."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<pad>", "<eos>", "<bos>", "<unk>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    torch.manual_seed(args.seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 128,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters\n")
+    rng = random.Random(args.seed)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for _ in range(PROMPTS * (args.steps + 1)):
+            text = f"{rng.randrange(10**6)}+{rng.randrange(10**6)}=".rjust(PROMPT_LENGTH)[:PROMPT_LENGTH]
+            file.write(json.dumps({"question": text, "answer": ""}) + "\n")
+
+
+def ours(folder: Path, args: argparse.Namespace) -> None:
+    from apps.grpo.config import GRPOConfig
+    from apps.grpo.main import main
+    from forge.config import build, to_dict
+    from forge.controller import run
+    from forge.observability import Run
+    from forge.store import VersionStore
+
+    config = {
+        "model": str(folder / "model"),
+        "run": {"name": "run", "root": str(folder), "overwrite": True},
+        "dataset": {"path": str(folder / "prompts.jsonl"), "shuffle": False},
+        "training": {"batch_size": PROMPTS, "steps": args.steps, "learning_rate": 1e-3, "beta2": 0.999},
+        "grpo": {"n_samples": GROUP, "clip_high": 0.2, "max_tokens": LENGTH, "skip_no_signal": False},
+        "async": {"max_policy_age": 0},
+        "reward": {"functions": ["vs_trl:digit_share"]},
+        "generator": {"slots": PROMPTS * GROUP},
+        "eval": {"problems": 0},
+        "seed": args.seed,
+    }
+    cfg = build(GRPOConfig, config)
+    cfg.validate()
+    clock = Clock()
+
+    class Timed(Run):
+        def log(self, step: int, *values: Any, **named: float) -> dict[str, float]:
+            row = super().log(step, *values, **named)
+            if step:
+                clock.tick()
+                clock.rewards.append(row["reward"])
+                assert row["generation/tokens"] == PROMPTS * GROUP * LENGTH
+            return row
+
+    record = Timed(**cfg.run, config=to_dict(cfg), steps=args.steps)
+    store = VersionStore.create()
+    try:
+        run(main(cfg, cfg.model, [], record, store))
+    finally:
+        store.close()
+    clock.show()
+
+
+def theirs(folder: Path, args: argparse.Namespace) -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    import torch
+    import transformers
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    clock = Clock()
+
+    class Callback(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.tick()
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "reward" in logs:
+                clock.rewards.append(logs["reward"])
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [digit_share(prompt, completion, "") for prompt, completion in zip(prompts, completions, strict=True)]
+
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        args=GRPOConfig(
+            output_dir=str(folder / "trl"),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_steps=1,
+            seed=args.seed,
+            max_steps=args.steps,
+            per_device_train_batch_size=PROMPTS * GROUP,
+            num_generations=GROUP,
+            max_completion_length=LENGTH,
+            generation_kwargs={"min_new_tokens": LENGTH},
+            temperature=1.0,
+            loss_type="grpo",
+            scale_rewards="group",
+            epsilon=0.2,
+            beta=0.0,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+        ),
+        reward_funcs=reward,
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        train_dataset=Dataset.from_list([{"prompt": row["question"]} for row in rows]),
+        callbacks=[Callback()],
+    )
+    trainer.train()
+    clock.show()
+
+
+def launch(python: str, side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One side in a process of its own."""
+    command = [python, __file__, "--side", side, "--folder", str(folder), "--steps", str(args.steps)]
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]),
+    }
+    done = subprocess.run([*command, "--seed", str(args.seed)], env=env, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(SHOWN)]
+    if done.returncode or not lines:
+        raise SystemExit(f"the {side} side failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(lines[0][len(SHOWN) :])
+
+
+def reached(rewards: Iterable[float], goal: float = 0.9) -> str:
+    return next((str(step) for step, reward in enumerate(rewards, 1) if reward >= goal), "not reached")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side is not None:
+        (ours if args.side == "ours" else theirs)(args.folder, args)
+        return
+    if args.trl_python is None:
+        parser.error("--trl-python is missing")
+    if args.steps <= WARMUP:
+        parser.error(f"--steps must be more than {WARMUP}: those are not measured")
+    pythons = {"ours": sys.executable, "trl": args.trl_python}
+    with tempfile.TemporaryDirectory() as name:
+        prepare(Path(name), args)
+        rounds = [
+            {side: launch(python, side, Path(name), args) for side, python in pythons.items()}
+            for _ in range(args.rounds)
+        ]
+    tokens = PROMPTS * GROUP * LENGTH
+    print("| side | CPU-s a step | tokens per CPU-s | wall s a step | tokens per s | reward 0.9 at step |")
+    print("|---|---|---|---|---|---|")
+    for side in pythons:
+        cpu, wall = (statistics.median(r[side][what] for r in rounds) for what in ("cpu", "wall"))
+        goal = reached(rounds[0][side]["rewards"])
+        print(f"| {side} | {cpu:.2f} | {tokens / cpu:.0f} | {wall:.2f} | {tokens / wall:.0f} | {goal} |")
+    for what in ("cpu", "wall"):
+        ratios = [r["trl"][what] / r["ours"][what] for r in rounds]
+        print(f"\n{what}: ours is {statistics.median(ratios):.2f} times as fast", end="")
+        print(f" ({', '.join(f'{ratio:.2f}' for ratio in ratios)})", end="")
+    print("\n\n| step | ours | trl |\n|---|---|---|")
+    for step, pair in enumerate(zip(*(rounds[0][side]["rewards"] for side in pythons), strict=True), 1):
+        print(f"| {step} | {pair[0]:.3f} | {pair[1]:.3f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The replay buffer: nothing lost, nothing twice, nothing too old, and back-pressure."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.actors import ReplayBuffer
+from forge.types import Episode, Group
+
+
+def episode(name: int, version: int = 0, reward: float | None = 1.0) -> Episode:
+    return Episode(prompt_ids=[1], response_ids=[name], reward=reward, logprobs=[-0.1], versions=[version])
+
+
+def name(item: Episode) -> int:
+    return item.tokens[-1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    versions=st.lists(st.integers(0, 6), min_size=1, max_size=30),
+    age=st.integers(0, 3),
+    order=st.sampled_from(["fifo", "random"]),
+    batch=st.integers(1, 4),
+)
+def test_every_item_is_taken_once_or_dropped_for_a_reason(versions, age, order, batch):
+    async def main():
+        buffer = ReplayBuffer(100, max_policy_age=age, order=order, seed=1)
+        for i, version in enumerate(versions):
+            assert await buffer.add(episode(i, version))
+        taken = []
+        for version in range(7):
+            while sum(item.version >= version - age for item in buffer.items) >= batch:
+                got = await buffer.sample(version, batch)
+                assert len(got) == batch
+                assert all(item.version >= version - age for item in got)
+                taken += [name(item) for item in got]
+        counts = await buffer.counts()
+        assert len(taken) == len(set(taken))
+        assert len(taken) + counts["size"] + counts["too_old"] == len(versions)
+
+    asyncio.run(main())
+
+
+def test_fifo_keeps_order_and_random_does_not_repeat_itself_by_seed():
+    async def draw(order, seed):
+        buffer = ReplayBuffer(50, order=order, seed=seed)
+        for i in range(20):
+            await buffer.add(episode(i))
+        return [name(item) for item in await buffer.sample(0, 20)]
+
+    assert asyncio.run(draw("fifo", 0)) == list(range(20))
+    assert asyncio.run(draw("random", 0)) == asyncio.run(draw("random", 0)) != list(range(20))
+    assert sorted(asyncio.run(draw("random", 3))) == list(range(20))
+
+
+def test_add_waits_for_room_and_sample_for_enough():
+    async def main():
+        buffer = ReplayBuffer(2)
+        waiting = asyncio.create_task(buffer.sample(0, 2))
+        await buffer.add(episode(0))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await buffer.add(episode(1))
+        assert [name(item) for item in await waiting] == [0, 1]
+        for i in (2, 3):
+            await buffer.add(episode(i))
+        blocked = asyncio.create_task(buffer.add(episode(4)))
+        await asyncio.sleep(0.01)
+        assert not blocked.done()
+        await buffer.sample(0, 1)
+        assert await asyncio.wait_for(blocked, 1)
+
+    asyncio.run(main())
+
+
+def test_eviction_makes_room_for_a_blocked_add():
+    async def main():
+        buffer = ReplayBuffer(2, max_policy_age=0)
+        for i in range(2):
+            await buffer.add(episode(i, version=0))
+        blocked = asyncio.create_task(buffer.add(episode(2, version=5)))
+        assert [name(item) for item in await asyncio.wait_for(buffer.sample(5, 1), 1)] == [2]
+        await blocked
+        assert (await buffer.counts())["too_old"] == 2
+
+    asyncio.run(main())
+
+
+def test_unscored_is_dropped_and_counted_never_zero():
+    async def main():
+        buffer = ReplayBuffer(10)
+        assert not await buffer.add(episode(0, reward=None))
+        assert not await buffer.add(Group([episode(1), episode(2, reward=None)]))
+        assert await buffer.add(Group([episode(3), episode(4, reward=None), episode(5, reward=0.0)], index=7))
+        (group,) = await buffer.sample(0, 1)
+        assert (group.rewards, group.index) == ([1.0, 0.0], 7)
+        assert (await buffer.counts())["unscored"] == 2
+
+    asyncio.run(main())
+
+
+def test_state_comes_back():
+    async def main():
+        first, second = ReplayBuffer(10, order="random"), ReplayBuffer(10, order="random", seed=9)
+        for i in range(8):
+            await first.add(episode(i))
+        await second.load_state_dict(await first.state_dict())
+        for _ in range(2):
+            assert [name(i) for i in await first.sample(0, 4)] == [name(i) for i in await second.sample(0, 4)]
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_cannot_be_is_an_error():
+    with pytest.raises(ValueError, match="can never be drawn"):
+        asyncio.run(ReplayBuffer(3).sample(0, 4))
+    with pytest.raises(ValueError, match="order must be"):
+        ReplayBuffer(3, order="lifo")  # type: ignore[arg-type]

@@ -1,0 +1,259 @@
+"""The recipes end to end, as a user starts them: real processes, small models, a few steps."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+CONFIG = {
+    "from_scratch": {"alphabet": "abcdefghijklmnopqrstuvwxyz>", "hidden_size": 32, "layers": 2, "heads": 2},
+    "dataset": {"task": "reverse", "difficulty": [2, 4], "prompt_template": "{question}>"},
+    "training": {"batch_size": 4, "steps": 3, "learning_rate": 1e-3, "seq_len": 256},
+    "grpo": {"n_samples": 4, "max_tokens": 8},
+    "reward": {"functions": ["CharacterMatch"], "accuracy": "ExactMatch"},
+    "generator": {"slots": 16},
+    "services": {"generator": {"num_replicas": 2}},
+    "checkpoint": {"every": 1, "keep": 2},
+    "eval": {"problems": 8, "every": 2},
+}
+
+
+def command(folder: Path, *overrides: str, recipe: str = "grpo", config: dict = CONFIG) -> list[str]:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config | {"run": {"name": "test", "root": str(folder / "runs"), "overwrite": True}}))
+    return [sys.executable, "-m", f"apps.{recipe}.main", "--config", str(path), *overrides]
+
+
+def start(*args: str, group: bool = False) -> subprocess.Popen:
+    return subprocess.Popen(
+        args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=group
+    )
+
+
+def finish(*args: str) -> tuple[int, str]:
+    process = start(*args)
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "runs/test/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["--async.max_policy_age", "0", "--grpo.beta", "0.1", "--trainer.procs", "2"], id="lock-step"),
+        pytest.param(["--async.max_policy_age", "2", "--training.sync_interval", "3"], id="asynchronous"),
+    ],
+)
+def test_grpo_leaves_a_whole_run(tmp_path, overrides):
+    code, output = finish(*command(tmp_path, *overrides, "--metrics.tensorboard", "true"))
+    assert code == 0, output
+    folder = tmp_path / "runs/test"
+    history = rows(tmp_path)
+    assert [row["step"] for row in history] == [0, 1, 2, 3]
+    for name in ("train/loss", "train/grad_norm", "train/entropy", "train/clip_fraction", "train/ratio", "policy_age"):
+        assert all(name in row for row in history[1:]), name
+    for name in (
+        "reward",
+        "reward/std",
+        "accuracy",
+        "groups_without_signal",
+        "generation/completion_length",
+        "generation/truncated",
+        "generation/tokens_per_second",
+        "train/tokens_per_second",
+        "seconds/train",
+        "seconds/update_weights",
+        "eval/accuracy",
+    ):
+        assert any(name in row for row in history), name
+    if "0.1" in overrides:
+        assert all(row["policy_age"] == 0 for row in history[1:])
+        assert max(row["train/ratio_max_deviation"] for row in history[1:]) < 1e-4
+        assert history[1]["train/kl"] == pytest.approx(0.0, abs=1e-6)
+        assert history[3]["train/kl"] > 0
+    else:
+        assert max(row["policy_age"] for row in history[1:]) == 2
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_000002", "step_000003"}
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    answer = model.generate(**tokenizer("abc>", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert answer.shape[1] <= 8
+    assert "data:image/png" in (folder / "report.html").read_text()
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert list((folder / "tensorboard").glob("events*"))
+    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert {"prompt", "response", "reward", "step"} <= set(rollouts[0])
+    assert yaml.safe_load((folder / "config.yaml").read_text())["training"]["steps"] == 3
+
+
+def test_sft_then_grpo_from_its_model(tmp_path):
+    config = {k: v for k, v in CONFIG.items() if k != "grpo"}
+    config["training"] = config["training"] | {"steps": 30, "batch_size": 32, "learning_rate": 3e-3}
+    config["eval"] = {"problems": 8, "every": 10, "max_tokens": 8}
+    code, output = finish(*command(tmp_path, "--trainer.procs", "2", recipe="sft", config=config))
+    assert code == 0, output
+    history = rows(tmp_path)
+    assert history[-1]["train/loss"] < 0.8 * history[1]["train/loss"]
+    moved = tmp_path / "start"
+    (tmp_path / "runs/test/model").rename(moved)
+    args = command(tmp_path, "--from_scratch", "null", "--model", str(moved), "--training.steps", "1")
+    code, output = finish(*args)
+    assert code == 0, output
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
+def test_gsm8k_as_shipped(tmp_path):
+    place = ["--run.root", str(tmp_path / "runs"), "--run.name", "test"]
+    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/gsm8k.yaml", *place)
+    assert code == 0, output
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+
+
+def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"question": "a", "answer": "b"}\n{"question": "c", \n')
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    (tmp_path / "no-weights").mkdir()
+    (tmp_path / "no-weights/config.json").write_text("{}")
+    rows_ = tmp_path / "rows.jsonl"
+    rows_.write_text('{"question": "abcdefghij", "answer": "b"}\n{"question": "c", "answer": "d"}\n')
+    path = ["--dataset.task", "null", "--eval.problems", "0", "--dataset.path"]
+    return {
+        "unknown key": (["--training.lerning_rate", "1"], "did you mean 'learning_rate'"),
+        "missing file": ([*path, str(tmp_path / "rosw.jsonl")], "rosw.jsonl"),
+        "malformed line": ([*path, str(broken)], r"broken.jsonl.*2"),
+        "empty data set": ([*path, str(empty)], "empty"),
+        "prompt too long": (
+            [*path, str(rows_), "--dataset.max_prompt_tokens", "4", "--dataset.too_long", "error"],
+            r"row 1.*max_prompt_tokens",
+        ),
+        "no weights": (["--from_scratch", "null", "--model", str(tmp_path / "no-weights")], "has no weights"),
+        "no model": (["--from_scratch", "null", "--model", str(tmp_path / "nowhere")], "does not exist"),
+        "one sample": (["--grpo.n_samples", "1"], "n_samples must be at least 2"),
+        "unknown reward": (["--reward.functions", "[Nonsense]"], "reward 'Nonsense' was not found"),
+        "no held-out file": (["--dataset.task", "null", "--dataset.path", str(rows_)], "set eval.path"),
+    }
+
+
+CASES = [
+    "unknown key",
+    "missing file",
+    "malformed line",
+    "empty data set",
+    "prompt too long",
+    "no weights",
+    "no model",
+    "one sample",
+    "unknown reward",
+    "no held-out file",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line_and_starts_nothing(tmp_path, case):
+    overrides, message = bad(tmp_path)[case]
+    code, output = finish(*command(tmp_path, *overrides))
+    assert code == 1
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert re.search(message, lines[0]), lines[0]
+    assert "Traceback" not in output
+    assert "Monarch" not in output  # it says so when the first process starts
+
+
+def test_long_prompts_are_skipped_by_setting(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "abcdefghij", "answer": "b"}\n{"question": "c", "answer": "d"}\n')
+    args = command(
+        tmp_path, "--dataset.task", "null", "--dataset.path", str(data), "--dataset.max_prompt_tokens", "4",
+        "--eval.problems", "0", "--training.steps", "1",
+    )  # fmt: skip
+    code, output = finish(*args)
+    assert code == 0, output
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """A GRPO run without end that has trained two steps, and the processes it started."""
+    process = start(*command(tmp_path, "--training.steps", "100000"), group=True)
+    try:
+        wait_for_step(process, tmp_path, 2)
+        yield process, children(process.pid)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for each in lists for child in each.read_text().split())
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("runs/test/checkpoints/step_*[0-9]")) or len(rows(folder)) <= step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no checkpoint in two minutes"
+        time.sleep(0.2)
+
+
+def gone(pids: list[int]) -> bool:
+    def ended(pid: int) -> bool:
+        status = Path(f"/proc/{pid}/stat")
+        return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+    return all(ended(pid) for pid in pids)
+
+
+def test_ctrl_c_in_the_middle(tmp_path, endless):
+    process, pids = endless
+    assert len(pids) == 4  # two generators, the trainer, and the helpers' shared process
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, output
+    deadline = time.monotonic() + 10
+    while not gone(pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    from forge.training import checkpoint
+    from forge.training.distributed import join
+    from forge.training.optimizer import OptimizerSettings
+    from forge.training.trainer import PolicyTrainer
+
+    trainer = PolicyTrainer(tmp_path / "runs/test-initial", join(), OptimizerSettings())
+    before = trainer.policy.model.lm_head.weight.clone()
+    last = checkpoint.checkpoints(tmp_path / "runs/test/checkpoints")[-1]
+    extra = checkpoint.load(trainer, last)
+    assert last.name == f"step_{trainer.step:06d}"
+    assert not torch.equal(before, trainer.policy.model.lm_head.weight)
+    assert set(extra) == {"dataset", "buffer"}
+    assert (tmp_path / "runs/test/report.html").exists()
+    assert not list(Path("/dev/shm").glob(f"forge-weights-{process.pid}-*"))
+
+
+@pytest.mark.parametrize(
+    "victim", [pytest.param(i, marks=[] if i == 0 else pytest.mark.slow, id=f"process {i}") for i in range(4)]
+)
+def test_a_dead_component_ends_the_run_with_its_name(endless, victim):
+    process, pids = endless
+    os.kill(pids[victim], signal.SIGKILL)
+    output, _ = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert re.search(rf"error: \w+\[\d\] is dead \(pid {pids[victim]}\)", output), output[-2000:]
+    assert gone(pids)

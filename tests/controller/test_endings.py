@@ -1,0 +1,133 @@
+"""However a run ends, it ends in time, says why, and leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+    import asyncio, sys
+    from forge.controller import run
+    from tests.controller.components import Counter
+
+    async def main():
+        service, helper = await asyncio.gather(
+            Counter.options(num_replicas=2).as_service(), Counter.options(share="helpers").as_actor()
+        )
+        pids = [pid for _, pid in await service.where.fanout()] + [(await helper.where.route())[1]]
+        print("READY", *pids, flush=True)
+        {body}
+
+    run(main())
+"""
+
+
+def start(body: str) -> tuple[subprocess.Popen, list[int]]:
+    """A controller in a process of its own; returns once its components serve."""
+    script = textwrap.dedent(SCRIPT).replace("{body}", body)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("READY"):
+            return process, [int(pid) for pid in line.split()[1:]]
+    raise AssertionError(f"the controller ended early: {process.communicate()[1]}")
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run; a zombie has ended."""
+    found = []
+    for pid in pids:
+        status = Path(f"/proc/{pid}/stat")
+        if status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            found.append(pid)
+    return found
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+WAIT = "await asyncio.sleep(120)"
+
+
+def test_success_leaves_nothing():
+    process, pids = start("pass")
+    assert process.wait(30) == 0
+    assert gone_within(pids, 10)
+
+
+def test_an_exception_is_raised_and_leaves_nothing():
+    process, pids = start("await service.fail.route('gone wrong')")
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "KeyError: 'gone wrong'" in error
+    assert gone_within(pids, 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything(number):
+    process, pids = start(WAIT)
+    os.kill(process.pid, number)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in error
+    assert gone_within(pids, 10)
+
+
+def test_ctrl_c_in_a_terminal_reaches_every_process_and_is_handled_once():
+    process, pids = start(WAIT)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert gone_within(pids, 10)
+
+
+def test_killing_the_controller_ends_its_processes():
+    process, pids = start(WAIT)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+    assert gone_within(pids, 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_component_that_dies_ends_the_run_with_its_name(number, which):
+    process, pids = start(WAIT)
+    os.kill(pids[which], number)
+    _, error = process.communicate(timeout=15)
+    assert process.returncode == 1
+    name = {1: "counter[1]", 2: "counter2[0]"}[which]
+    assert f"ReplicaDied: {name} is dead (pid {pids[which]})" in error
+    assert gone_within(pids, 10)
+
+
+def test_a_component_that_dies_in_a_call_ends_the_run_with_its_name():
+    process, pids = start("await service.exit.route()")
+    _, error = process.communicate(timeout=15)
+    assert "ReplicaDied: counter[" in error
+    assert gone_within(pids, 10)
+
+
+def test_a_component_that_holds_the_interpreter_ends_the_run_with_its_name():
+    process, pids = start("await service.hold_the_interpreter.route()")
+    _, error = process.communicate(timeout=15)
+    assert "ReplicaDied: counter[" in error
+    assert "did not answer a ping" in error
+    assert gone_within(pids, 10)

@@ -1,0 +1,86 @@
+"""Metrics merge exactly across processes, and a run's folder holds what was logged."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.observability import Reduce, Run, phase, record_metric
+from forge.observability.metrics import Snapshot, drain
+
+
+@pytest.fixture(autouse=True)
+def empty():
+    drain()
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=8), min_size=1, max_size=5))
+def test_any_split_over_processes_gives_the_statistics_of_all_values(parts):
+    drain()
+    merged = Snapshot()
+    for part in parts:
+        for value in part:
+            for how in Reduce:
+                record_metric("x" if how is not Reduce.SUM else "total", value, how)
+        merged.merge(drain())
+    everything = np.concatenate([np.array(part) for part in parts])
+    values = merged.values()
+    assert values["x"] == pytest.approx(everything.mean(), abs=1e-6)
+    assert values["x/std"] == pytest.approx(everything.std(), rel=1e-6, abs=1e-3)
+    assert values["total"] == pytest.approx(everything.sum(), abs=1e-5)
+    assert (values["x/max"], values["x/min"]) == (everything.max(), everything.min())
+
+
+def test_weights_count_as_many_observations():
+    record_metric("x", 1.0, weight=3)
+    record_metric("x", 5.0, weight=1)
+    assert drain().values() == {"x": 2.0}
+    assert drain().values() == {}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_an_error(value):
+    with pytest.raises(ValueError, match="metric 'x' got"):
+        record_metric("x", value)
+
+
+def test_phases_are_timed_even_when_they_fail():
+    with pytest.raises(KeyError), phase("work"):
+        raise KeyError
+    snapshot = drain()
+    assert snapshot.values()["seconds/work"] >= 0
+    assert [span.name for span in snapshot.spans] == ["work"]
+
+
+def test_a_run_folder(tmp_path, capsys):
+    run = Run("one", {"seed": 3}, steps=2, root=str(tmp_path))
+    with phase("train"):
+        record_metric("reward", 0.25)
+    run.log(0, Snapshot(), **{"eval/accuracy": 0.1})
+    run.log(1, drain(), **{"train/tokens": 10.0})
+    run.log_rollout(1, prompt="<b>", response="y", reward=1.0)
+    run.log(2, Snapshot(), **{"eval/accuracy": 0.9})
+    run.close()
+    rows = [json.loads(line) for line in (tmp_path / "one/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[1]["reward"] == 0.25
+    assert rows[1]["train/tokens_per_second"] > 0
+    assert rows[1]["seconds/step"] >= rows[1]["seconds/train"]
+    page = (tmp_path / "one/report.html").read_text()
+    assert "&lt;b&gt;" in page
+    assert "seed: 3" in page
+    events = json.loads((tmp_path / "one/trace.json").read_text())["traceEvents"]
+    assert {"name", "ph", "pid"} <= set(events[0])
+    assert (tmp_path / "one/curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out accuracy 0.100 at step 0, 0.900 at step 2" in capsys.readouterr().out
+
+
+def test_an_earlier_run_is_never_replaced_unasked(tmp_path):
+    Run("one", {}, steps=1, root=str(tmp_path)).log(0, Snapshot())
+    with pytest.raises(FileExistsError, match=r"set run.overwrite to true"):
+        Run("one", {}, steps=1, root=str(tmp_path))
+    Run("one", {}, steps=1, root=str(tmp_path), overwrite=True)
+    assert (tmp_path / "one/metrics.jsonl").read_text() == ""

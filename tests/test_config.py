@@ -1,0 +1,152 @@
+"""Configuration: strict, with errors that say what to do, and overrides that find their section."""
+
+import ast
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from apps.grpo.config import GRPOConfig
+from apps.sft.config import SFTConfig
+from forge.config import ConfigError, build, load, to_dict
+
+ROOT = Path(__file__).parents[1]
+
+SEED_YAML = """
+model: "Qwen/Qwen2.5-7B-Instruct"
+dataset:
+  path: "openai/gsm8k"
+  split: "train"
+  streaming: true
+training:
+  batch_size: 4
+  learning_rate: 1e-6
+  seq_len: 4096
+  dtype: bfloat16
+  gradient_accumulation_steps: 4
+grpo:
+  n_samples: 8
+  clip_low: 0.2
+  clip_high: 0.28
+  beta: 0.1
+  temperature: 0.7
+services:
+  generator: {procs: 1, num_replicas: 1, with_gpus: true}
+  trainer: {procs: 1, num_replicas: 1, with_gpus: true}
+  ref_model: {procs: 1, num_replicas: 1, with_gpus: true}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(SEED_YAML)
+    return path
+
+
+def read(path, *overrides):
+    return load(GRPOConfig, ["--config", str(path), *overrides])
+
+
+def test_the_documented_sections_load(config):
+    cfg = read(config)
+    assert cfg.training.learning_rate == 1e-6
+    assert cfg.services.ref_model.with_gpus
+    assert cfg.grpo.clip_high == 0.28
+
+
+def test_overrides(config):
+    cfg = read(config, "--trainer.procs", "4", "--generator.procs=2", "--generator.slots", "64", "--seed", "7")
+    assert (cfg.services.trainer.procs, cfg.services.generator.procs) == (4, 2)
+    assert cfg.generator.slots == 64
+    assert cfg.seed == 7
+    assert read(config, "--async.max_policy_age", "3").async_.max_policy_age == 3
+    assert read(config, "--training.learning_rate", "3e-5").training.learning_rate == 3e-5
+    assert read(config, "--dataset.difficulty", "[3, 7]").dataset.difficulty == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--training.bach_size", "4"], "unknown key 'training.bach_size'; did you mean 'batch_size'"),
+        (["--trainning.steps", "4"], "unknown key 'trainning'; did you mean 'training'"),
+        (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),
+        (["--training.steps", "true"], "training.steps must be a whole number, got True"),
+        (["--training.dtype", "fp16"], "training.dtype must be one of float32, bfloat16; got 'fp16'"),
+        (["--training.steps", "0"], "training.steps must be at least 1"),
+        (["--grpo.n_samples", "1"], "one sample has nothing to be compared with"),
+        (["--parallelism.tensor_parallel_degree", "2"], "the trainer shards with FSDP2 only"),
+        (["--trainer.procs", "3", "--parallelism.data_parallel_shard_degree", "2"], "does not divide"),
+        (["--grpo.beta", "0"], "services.ref_model is set and nothing uses it"),
+        (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
+        (["--dataset.task", "reverse"], "either a path .* or a task"),
+        (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1"),
+        (["--seed"], "--seed needs a value"),
+        (["seed"], "overrides are written --section.key VALUE"),
+        (["--model.name", "x"], "'model' is a value, not a section"),
+        (["--services", "3"], "services must be a mapping"),
+        (["--reward.functions", "MathReward"], "reward.functions must be a list"),
+    ],
+)
+def test_mistakes_are_named(config, overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(config, *overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"run2.yaml does not exist; did you mean .*run.yaml"):
+        read(tmp_path / "run2.yaml")
+    with pytest.raises(ConfigError, match="--config FILE is missing"):
+        load(GRPOConfig, [])
+    config.write_text("model: [1, 2")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        read(config)
+    config.write_text("seed: 3")
+    with pytest.raises(ConfigError, match="'dataset' must be set"):
+        read(config)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("apps/*/*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_every_shipped_file_loads_and_round_trips(path):
+    cls = {"grpo": GRPOConfig, "sft": SFTConfig}[path.parent.name]
+    cfg = load(cls, ["--config", str(path)])
+    assert build(cls, yaml.safe_load(yaml.safe_dump(to_dict(cfg)))) == cfg
+
+
+def test_sections_unpack():
+    cfg = build(GRPOConfig, {"model": "m", "dataset": {"task": "reverse"}})
+    assert dict(**cfg.checkpoint) == {"every": 0, "keep": 2}
+
+
+@pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])
+def test_every_key_is_read_by_something(cls):
+    """A key that nothing reads would be a setting that silently does nothing."""
+    read_names: set[str] = set()
+    unpacked: set[str] = set()
+    for path in [*ROOT.glob("src/forge/**/*.py"), *ROOT.glob("apps/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                read_names.add(node.attr)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read_names.add(node.value)
+            if isinstance(node, ast.keyword) and node.arg is None and isinstance(node.value, ast.Attribute):
+                unpacked.add(node.value.attr)
+            if isinstance(node, ast.Dict):
+                unpacked.update(
+                    v.id for k, v in zip(node.keys, node.values, strict=True) if k is None and isinstance(v, ast.Name)
+                )
+
+    def check(section, where):
+        for field in dataclasses.fields(section):
+            hint = typing.get_type_hints(section)[field.name]
+            options = [hint, *typing.get_args(hint)]
+            nested = [option for option in options if dataclasses.is_dataclass(option)]
+            # A section that is unpacked into a function's arguments has every key checked by Python itself.
+            assert field.name in read_names or where in unpacked, f"nothing reads {where}.{field.name}"
+            for option in nested:
+                check(option, field.name)
+
+    check(cls, "")
