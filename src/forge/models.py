@@ -51,6 +51,7 @@ def build_small_model(
     """Write a Qwen3-architecture model with random weights and a character tokenizer in Hugging Face format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
     from .data.tokenizer import PRINTABLE, character_tokenizer
 
@@ -70,6 +71,7 @@ def build_small_model(
         bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
     )
+    logging.disable_progress_bar()
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

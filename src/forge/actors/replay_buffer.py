@@ -8,7 +8,7 @@ import random
 from typing import Any, Literal
 
 from ..controller import ForgeActor, endpoint
-from ..observability import Reduce, record_metric
+from ..observability import Reduce, phase, record_metric
 from ..types import Episode, Group
 
 Item = Episode | Group
@@ -67,11 +67,8 @@ class ReplayBuffer(ForgeActor):
         if batch_size > self.capacity:
             raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
         async with self.changed:
-            while True:
-                self._evict(version)
-                if len(self.items) >= batch_size:
-                    break
-                await self.changed.wait()
+            with phase("wait_for_batch"):
+                await self._until_enough(version, batch_size)
             if self.order == "random":
                 self.random.shuffle(self.items)
             taken, self.items = self.items[:batch_size], self.items[batch_size:]
@@ -96,6 +93,13 @@ class ReplayBuffer(ForgeActor):
             self.items, self.dropped = list(state["items"]), dict(state["dropped"])
             self.random.setstate(state["random"])
             self.changed.notify_all()
+
+    async def _until_enough(self, version: int, batch_size: int) -> None:
+        while True:
+            self._evict(version)
+            if len(self.items) >= batch_size:
+                return
+            await self.changed.wait()
 
     def _evict(self, version: int) -> None:
         if self.max_policy_age is None:

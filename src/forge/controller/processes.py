@@ -24,6 +24,8 @@ def spawn(name: str, procs: int, *, threads: int, env: dict[str, str], gpus: lis
         # Idle OpenMP workers otherwise spin on the cores that another process is computing on.
         "GOMP_SPINCOUNT": "2000",
         "TOKENIZERS_PARALLELISM": "false",
+        # One loading bar from each process at once is noise.
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus or [])),
         **env,
     }
