@@ -76,7 +76,7 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
             if step % cfg.training.sync_interval == 0:
                 await trainer.push_weights.call(step)
                 await policy.update_weights.fanout(step)
-                await window.advance(step)
+                await window.advance(step, expired=await buffer.expire.route(step))
             if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
                 position = {"dataset": await dataset.state_dict.route(), "buffer": await buffer.state_dict.route()}
                 await trainer.save_checkpoint.call(record.checkpoints, position, cfg.checkpoint.keep)

@@ -32,7 +32,8 @@ def test_every_item_is_taken_once_or_dropped_for_a_reason(versions, age, order, 
             assert await buffer.add(episode(i, version))
         taken = []
         for version in range(7):
-            while sum(item.version >= version - age for item in buffer.items) >= batch:
+            await buffer.expire(version)
+            while (await buffer.counts())["size"] >= batch:
                 got = await buffer.sample(version, batch)
                 assert len(got) == batch
                 assert all(item.version >= version - age for item in got)
@@ -85,6 +86,19 @@ def test_eviction_makes_room_for_a_blocked_add():
         assert [name(item) for item in await asyncio.wait_for(buffer.sample(5, 1), 1)] == [2]
         await blocked
         assert (await buffer.counts())["too_old"] == 2
+
+    asyncio.run(main())
+
+
+def test_what_expires_is_told_so_that_it_can_be_replaced():
+    async def main():
+        buffer = ReplayBuffer(10, max_policy_age=1)
+        for version in (0, 0, 1, 2):
+            assert await buffer.add(episode(version, version))
+        assert await buffer.expire(2) == 2
+        assert not await buffer.add(episode(9, version=0))
+        assert await buffer.expire(2) == 0
+        assert await buffer.counts() == {"size": 2, "unscored": 0, "too_old": 3}
 
     asyncio.run(main())
 

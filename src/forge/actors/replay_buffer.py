@@ -46,14 +46,18 @@ class ReplayBuffer(ForgeActor):
         self.items: list[Item] = []
         self.dropped = {"unscored": 0, "too_old": 0}
         self.random = random.Random(seed)
+        self.version = 0
         self.changed = asyncio.Condition()
 
     @endpoint
     async def add(self, item: Item) -> bool:
-        """Put one item in, waiting for room. Returns False if it was dropped as unscored."""
+        """Put one item in, waiting for room. Returns False if it was dropped: unscored, or too old already."""
         scored = _scored(item)
         if scored is None:
             self._drop("unscored", 1)
+            return False
+        if not self._young(scored):
+            self._drop("too_old", 1)
             return False
         async with self.changed:
             await self.changed.wait_for(lambda: len(self.items) < self.capacity)
@@ -66,15 +70,29 @@ class ReplayBuffer(ForgeActor):
         """Take `batch_size` items to train `version`, waiting until they are there. Each item is taken once."""
         if batch_size > self.capacity:
             raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
+        await self.expire(version)
         async with self.changed:
             with phase("wait_for_batch"):
-                await self._until_enough(version, batch_size)
+                await self.changed.wait_for(lambda: len(self.items) >= batch_size)
             if self.order == "random":
                 self.random.shuffle(self.items)
             taken, self.items = self.items[:batch_size], self.items[batch_size:]
             self.changed.notify_all()
         record_metric("buffer/size", len(self.items))
         return taken
+
+    @endpoint
+    async def expire(self, version: int) -> int:
+        """Drop what is too old to train `version`, now and from here on; returns how many items that were."""
+        async with self.changed:
+            self.version = max(self.version, version)
+            young = [item for item in self.items if self._young(item)]
+            expired = len(self.items) - len(young)
+            if expired:
+                self._drop("too_old", expired)
+                self.items = young
+                self.changed.notify_all()
+        return expired
 
     @endpoint
     async def counts(self) -> dict[str, int]:
@@ -84,33 +102,22 @@ class ReplayBuffer(ForgeActor):
     @endpoint
     async def state_dict(self) -> dict[str, Any]:
         """Everything held, the counters and the random state."""
-        return copy.deepcopy({"items": self.items, "dropped": self.dropped, "random": self.random.getstate()})
+        return copy.deepcopy(
+            {"items": self.items, "dropped": self.dropped, "version": self.version, "random": self.random.getstate()}
+        )
 
     @endpoint
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a saved state in place of the current one."""
         async with self.changed:
             self.items, self.dropped = list(state["items"]), dict(state["dropped"])
+            self.version = state["version"]
             self.random.setstate(state["random"])
             self.changed.notify_all()
 
-    async def _until_enough(self, version: int, batch_size: int) -> None:
-        while True:
-            self._evict(version)
-            if len(self.items) >= batch_size:
-                return
-            await self.changed.wait()
-
-    def _evict(self, version: int) -> None:
-        if self.max_policy_age is None:
-            return
-        oldest = version - self.max_policy_age
+    def _young(self, item: Item) -> bool:
         # Version -1 says that nobody knows who sampled it: age cannot be judged, the trainer takes it as on-policy.
-        young = [item for item in self.items if item.version == -1 or item.version >= oldest]
-        if len(young) < len(self.items):
-            self._drop("too_old", len(self.items) - len(young))
-            self.items = young
-            self.changed.notify_all()
+        return self.max_policy_age is None or item.version == -1 or item.version >= self.version - self.max_policy_age
 
     def _drop(self, reason: str, number: int) -> None:
         self.dropped[reason] += number

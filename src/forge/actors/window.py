@@ -33,10 +33,11 @@ class Window:
             self.admitted += 1
             return self.admitted - 1
 
-    async def advance(self, version: int) -> None:
-        """The policy now serves `version`."""
+    async def advance(self, version: int, expired: int = 0) -> None:
+        """The policy now serves `version`; `expired` rollouts were too old for it and are admitted anew."""
         async with self._changed:
             self.version = version
+            self.admitted -= expired
             self._changed.notify_all()
 
     async def refund(self, rollouts: int) -> None:

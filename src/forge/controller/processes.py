@@ -7,8 +7,22 @@ import functools
 import os
 import signal
 
+from ..observability.metrics import PROCESS_NAME
 from ._monarch import ProcMesh, this_host
 from .errors import ForgeError
+
+
+class ProcessGroup:
+    """The processes of one replica, or the one process that light components share.
+
+    `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
+    for seconds, and silence then is no sign of a hang.
+    """
+
+    def __init__(self, mesh: ProcMesh, *, shared: bool) -> None:
+        self.mesh = mesh
+        self.shared = shared
+        self.starting = 0
 
 
 def spawn(name: str, procs: int, *, threads: int, env: dict[str, str], gpus: list[int] | None = None) -> ProcMesh:
@@ -27,6 +41,7 @@ def spawn(name: str, procs: int, *, threads: int, env: dict[str, str], gpus: lis
         # One loading bar from each process at once is noise.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus or [])),
+        PROCESS_NAME: name,
         **env,
     }
     return this_host().spawn_procs({"procs": procs}, bootstrap=functools.partial(_bootstrap, settings), name=name)

@@ -27,17 +27,16 @@ _spawned = itertools.count()
 class Replica:
     """`options.procs` processes that act as one: a call goes to every rank, rank 0 speaks for all."""
 
-    def __init__(self, context: ActorContext, options: Options, mesh: ProcMesh, owns_mesh: bool) -> None:
+    def __init__(self, context: ActorContext, options: Options, group: processes.ProcessGroup) -> None:
         self.context = context
         self.options = options
-        self.mesh = mesh
-        self.owns_mesh = owns_mesh
+        self.group = group
         self.in_flight = 0
         self.served = 0
         self.pids: list[int] = []
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
         name = f"{context.component}_{context.replica}_{next(_spawned)}"
-        self.shell = mesh.spawn(name, Shell, context)
+        self.shell = group.mesh.spawn(name, Shell, context)
         self._watch: asyncio.Task | None = None
 
     def __str__(self) -> str:
@@ -49,7 +48,15 @@ class Replica:
         Raises:
             the exception that the component's `__init__` or `setup` raised; CallTimeout or ReplicaDied otherwise.
         """
-        limit, loop = self.options.setup_timeout, asyncio.get_running_loop()
+        self.group.starting += 1
+        try:
+            await self._build(definition)
+        finally:
+            self.group.starting -= 1
+        self._watch = asyncio.get_running_loop().create_task(self._watch_health())
+
+    async def _build(self, definition: tuple[type, tuple, dict[str, Any]]) -> None:
+        limit = self.options.setup_timeout
         try:
             answers = await self._all_ranks("start", "ping", timeout=limit)
         except ReplicaDied as error:
@@ -68,7 +75,6 @@ class Replica:
         ]
         for answer in await self._wait("setup", asyncio.gather(*starts), limit):
             self._unwrap(answer)
-        self._watch = loop.create_task(self._watch_health())
 
     async def call(self, method: str, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         """Call `method` on every rank; their values in rank order.
@@ -98,8 +104,8 @@ class Replica:
                         print(f"{self}: teardown failed: {answer.summary}")
             except ForgeError as error:
                 print(f"{self}: {error}")
-        if self.owns_mesh:
-            await stop_mesh(self.mesh, str(self), self.pids, gentle=not self.failed.done())
+        if not self.group.shared:
+            await stop_mesh(self.group.mesh, str(self), self.pids, gentle=not self.failed.done())
 
     async def _all_ranks(self, label: str, endpoint: str, *args: Any, timeout: float) -> list[Any]:
         send = getattr(self.shell, endpoint)
@@ -126,6 +132,8 @@ class Replica:
         except ActorError as error:
             raise self.fail(f"its process can no longer handle {label}") from error
         finally:
+            # An answer that nobody waits for any more may still fail; that is not news.
+            answer.add_done_callback(lambda late: late.cancelled() or late.exception())
             answer.cancel()
 
     def fail(self, reason: str) -> ReplicaDied:
@@ -141,6 +149,8 @@ class Replica:
             try:
                 await self._all_ranks("ping", "ping", timeout=PING_PATIENCE)
             except CallTimeout:
+                if self.group.starting:
+                    continue
                 self.fail(f"it did not answer a ping for {PING_PATIENCE:g} s")
             except ReplicaDied:
                 return

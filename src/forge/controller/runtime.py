@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..observability.metrics import Snapshot, drain
 from . import processes
-from ._monarch import ProcMesh, set_fault_hook
+from ._monarch import set_fault_hook
 from .context import ActorContext
 from .errors import ForgeError, ReplicaDied
 from .options import Options
@@ -37,7 +37,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self._replicas: list[Replica] = []
-        self._shared: dict[str, ProcMesh] = {}
+        self._shared: dict[str, processes.ProcessGroup] = {}
         self._gpus: list[int] | None = None
         self._names: dict[str, int] = {}
         self.failure: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
@@ -64,10 +64,11 @@ class Runtime:
         mesh_name = f"{context.component}{context.replica}"
         if options.share is None:
             mesh = processes.spawn(mesh_name, options.procs, threads=options.threads, env=options.env, gpus=gpus)
-            return Replica(context, options, mesh, owns_mesh=True)
+            return Replica(context, options, processes.ProcessGroup(mesh, shared=False))
         if options.share not in self._shared:
-            self._shared[options.share] = processes.spawn(options.share, 1, threads=options.threads, env=options.env)
-        return Replica(context, options, self._shared[options.share], owns_mesh=False)
+            mesh = processes.spawn(options.share, 1, threads=options.threads, env=options.env)
+            self._shared[options.share] = processes.ProcessGroup(mesh, shared=True)
+        return Replica(context, options, self._shared[options.share])
 
     def _name(self, cls: type[ForgeActor]) -> str:
         """`ReplayBuffer` -> `replay_buffer`, numbered from the second on."""
@@ -97,7 +98,7 @@ class Runtime:
         """Stop every component; returns when their processes are gone."""
         pids = [pid for replica in self._replicas for pid in replica.pids]
         await asyncio.gather(*(replica.stop() for replica in self._replicas), return_exceptions=True)
-        await asyncio.gather(*(stop_mesh(mesh, name, []) for name, mesh in self._shared.items()))
+        await asyncio.gather(*(stop_mesh(group.mesh, name, []) for name, group in self._shared.items()))
         for pid in pids:
             processes.kill(pid)
 

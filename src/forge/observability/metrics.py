@@ -95,13 +95,8 @@ class Snapshot:
 
 _lock = threading.Lock()
 _current = Snapshot()
-_process = "controller"
-
-
-def name_process(name: str) -> None:
-    """How this process is called in traces."""
-    global _process
-    _process = name
+# How this process is called in traces; set in the environment of every process that is started.
+PROCESS_NAME = "FORGE_PROCESS"
 
 
 def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight: float = 1.0) -> None:
@@ -132,7 +127,7 @@ def phase(name: str) -> Iterator[None]:
         duration = time.perf_counter() - tick
         record_metric(f"seconds/{name}", duration, Reduce.SUM)
         with _lock:
-            _current.spans.append(Span(name, _process, os.getpid(), start, duration))
+            _current.spans.append(Span(name, os.environ.get(PROCESS_NAME, "controller"), os.getpid(), start, duration))
 
 
 def drain() -> Snapshot:
