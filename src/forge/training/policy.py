@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..types import Batch
 from .linear import adopt
+from .cpu_linear import speed_up
 from .packed_attention import NAME, PackedLayout
 from .token_logprobs import token_logprobs
 
@@ -25,6 +26,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         model.config._attn_implementation = NAME
+        speed_up(model)
         adopt(model)
         self.model = model
 

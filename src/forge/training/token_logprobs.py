@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cpu_linear import product
+
 # Rows of logits that exist at a time: 256 rows of a 152k vocabulary are 156 MB in float32.
 CHUNK = 256
 
@@ -16,7 +18,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int):
         logprobs, normalisers, entropies = [], [], []
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            logits = torch.mm(h, weight.T).float().div_(temperature)
+            logits = product(h, weight).float().div_(temperature)
             normaliser = logits.logsumexp(-1)
             taken = logits.gather(-1, y[:, None])[:, 0]
             logp = logits.sub_(normaliser[:, None])
@@ -37,15 +39,15 @@ class _TokenLogprobs(torch.autograd.Function):
         rows = (x.split(ctx.chunk) for x in (hidden, labels, normaliser, entropy, grad_logprobs, grad_entropy))
         at = 0
         for h, y, lse, ent, g_logp, g_ent in zip(*rows, strict=True):
-            logp = torch.mm(h, weight.T).float().div_(ctx.temperature).sub_(lse[:, None])
+            logp = product(h, weight).float().div_(ctx.temperature).sub_(lse[:, None])
             p = logp.exp()
             # d logp(y) / d logit_j = [j = y] - p_j   and   d H / d logit_j = -p_j (logp_j + H)
             grad = logp.add_(ent[:, None]).mul_(-g_ent[:, None]).sub_(g_logp[:, None]).mul_(p)
             grad.scatter_add_(1, y[:, None], g_logp[:, None])
             grad = grad.div_(ctx.temperature).to(weight.dtype)
-            torch.mm(grad, weight, out=grad_hidden[at : at + len(h)])
+            grad_hidden[at : at + len(h)] = product(grad, weight.T)
             if grad_weight is not None:
-                grad_weight += torch.mm(grad.T, h)
+                grad_weight += product(grad.T, h.T)
             at += len(h)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
