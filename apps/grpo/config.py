@@ -6,20 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from forge.config import ConfigError, Section
-from forge.sections import (
-    CheckpointConfig,
-    DatasetConfig,
-    EvalConfig,
-    FromScratch,
-    GeneratorConfig,
-    MetricsConfig,
-    ParallelismConfig,
-    RewardConfig,
-    RunConfig,
-    ServiceConfig,
-    TrainingConfig,
-    check_model_source,
-)
+from forge.sections import RecipeConfig, ServiceConfig
 
 
 @dataclass
@@ -59,27 +46,13 @@ class Services(Section):
 
 
 @dataclass
-class GRPOConfig(Section):
-    dataset: DatasetConfig
-    model: str | None = None
-    from_scratch: FromScratch | None = None
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="grpo"))
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+class GRPOConfig(RecipeConfig):
     grpo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     services: Services = field(default_factory=Services)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    seed: int = 0
 
     def validate(self) -> None:
-        check_model_source(self.model, self.from_scratch)
-        self.dataset.validate()
-        self.training.validate()
+        super().validate()
         self.parallelism.validate(self.services.trainer.procs)
         for bad, message in (
             (self.grpo.n_samples < 2, "grpo.n_samples must be at least 2: one sample has nothing to be compared with"),

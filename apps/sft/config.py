@@ -5,20 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forge.config import ConfigError, Section
-from forge.sections import (
-    CheckpointConfig,
-    DatasetConfig,
-    EvalConfig,
-    FromScratch,
-    GeneratorConfig,
-    MetricsConfig,
-    ParallelismConfig,
-    RewardConfig,
-    RunConfig,
-    ServiceConfig,
-    TrainingConfig,
-    check_model_source,
-)
+from forge.sections import EvalConfig, RecipeConfig, ServiceConfig
 
 
 @dataclass
@@ -38,25 +25,12 @@ class Services(Section):
 
 
 @dataclass
-class SFTConfig(Section):
-    dataset: DatasetConfig
-    model: str | None = None
-    from_scratch: FromScratch | None = None
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="sft"))
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    services: Services = field(default_factory=Services)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+class SFTConfig(RecipeConfig):
     eval: SFTEvalConfig = field(default_factory=SFTEvalConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    seed: int = 0
+    services: Services = field(default_factory=Services)
 
     def validate(self) -> None:
-        self.dataset.validate()
-        self.training.validate()
+        super().validate()
         self.parallelism.validate(self.services.trainer.procs)
-        check_model_source(self.model, self.from_scratch)
         if self.training.sync_interval != 1 or self.training.entropy_coef:
             raise ConfigError("training.sync_interval and training.entropy_coef do nothing in supervised training")

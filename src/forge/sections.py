@@ -35,12 +35,6 @@ class FromScratch(Section):
     max_positions: int = 128
 
 
-def check_model_source(model: str | None, from_scratch: FromScratch | None) -> None:
-    """A run starts from exactly one model."""
-    if (model is None) == (from_scratch is None):
-        raise ConfigError("set either model (a folder or hub id) or from_scratch (a small model made from the seed)")
-
-
 @dataclass
 class DatasetConfig(Section):
     """Where prompts come from, see `forge.data.dataset.PromptDataset`."""
@@ -191,3 +185,34 @@ class RunConfig(Section):
     name: str
     root: str = "runs"
     overwrite: bool = False
+
+
+@dataclass
+class RecipeConfig(Section):
+    """What every recipe can be told; a recipe adds its algorithm and its `services`."""
+
+    dataset: DatasetConfig
+    model: str | None = None
+    from_scratch: FromScratch | None = None
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="run"))
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    seed: int = 0
+
+    def validate(self) -> None:
+        """Check what can be known without opening anything.
+
+        Raises:
+            ConfigError: says which key and what to do.
+        """
+        if (self.model is None) == (self.from_scratch is None):
+            raise ConfigError(
+                "set either model (a folder or hub id) or from_scratch (a small model made from the seed)"
+            )
+        self.dataset.validate()
+        self.training.validate()

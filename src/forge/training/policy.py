@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..types import Batch
-from .linear import adopt
 from .cpu_linear import speed_up
+from .linear import adopt
 from .packed_attention import NAME, PackedLayout
 from .token_logprobs import token_logprobs
 
