@@ -93,6 +93,14 @@ class Joined(ForgeActor):
         leave()
 
     @endpoint
+    def fail_on_the_last_rank(self) -> None:
+        if self.context.rank == self.context.world_size - 1:
+            raise MemoryError("the last rank has no room")
+        import torch
+
+        self.ranks.sum(torch.zeros(1))
+
+    @endpoint
     def sum_of_ranks(self) -> float:
         import torch
 

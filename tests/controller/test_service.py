@@ -148,6 +148,15 @@ def test_ranks_form_a_process_group():
     run(main())
 
 
+def test_one_failing_rank_does_not_leave_the_caller_waiting_for_the_others():
+    async def main():
+        joined = await Joined.options(procs=2, call_timeout=60).as_actor()
+        with pytest.raises(MemoryError, match="the last rank has no room"):
+            await asyncio.wait_for(joined.fail_on_the_last_rank.call(), 20)
+
+    run(main())
+
+
 def test_environment_and_threads():
     async def main():
         counter = await Counter.options(threads=2, env={"FLAVOUR": "sour"}).as_actor()

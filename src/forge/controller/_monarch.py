@@ -21,6 +21,7 @@ from monarch.actor import (  # noqa: E402
     MeshFailure,
     ProcMesh,
     concurrent_endpoint,
+    current_rank,
     this_host,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "ProcMesh",
     "SupervisionError",
     "concurrent_endpoint",
+    "current_rank",
     "set_fault_hook",
     "this_host",
 ]

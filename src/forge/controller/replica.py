@@ -12,9 +12,9 @@ import cloudpickle
 from . import processes
 from ._monarch import ActorError, ProcMesh, SupervisionError
 from .context import ActorContext
-from .errors import CallTimeout, ForgeError, RemoteFailure, ReplicaDied
+from .errors import CallTimeout, RemoteFailure, ReplicaDied
 from .options import Options
-from .shell import Shell
+from .shell import Answer, Shell
 
 # Supervision reports a dead process in under a second and a stopped one in three; the ping is for what supervision
 # cannot see (a component that holds the interpreter lock). Its patience is long because imports hold the lock too.
@@ -58,23 +58,14 @@ class Replica:
     async def _build(self, definition: tuple[type, tuple, dict[str, Any]]) -> None:
         limit = self.options.setup_timeout
         try:
-            answers = await self._all_ranks("start", "ping", timeout=limit)
+            self.pids = await self._all_ranks("start", "ping", timeout=limit)
         except ReplicaDied as error:
             raise ReplicaDied(f"{self} did not come up: {error}") from error
-        self.pids = [pid for pid, _host in answers]
         rendezvous = None
         if self.options.procs > 1:
-            first = self.shell.slice(procs=0)
-            rendezvous = self._unwrap(
-                await asyncio.wait_for(first.open_rendezvous.call_one("127.0.0.1").as_asyncio(), limit)
-            )
-        payload = cloudpickle.dumps(definition)
-        starts = [
-            self.shell.slice(procs=rank).start.call_one(payload, rank, rendezvous).as_asyncio()
-            for rank in range(self.options.procs)
-        ]
-        for answer in await self._wait("setup", asyncio.gather(*starts), limit):
-            self._unwrap(answer)
+            first = self.shell.slice(procs=0).open_rendezvous.call_one("127.0.0.1").as_asyncio()
+            rendezvous = _unwrap(await self._wait("rendezvous", first, limit))
+        await self._all_ranks("setup", "start", cloudpickle.dumps(definition), rendezvous, timeout=limit)
 
     async def call(self, method: str, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         """Call `method` on every rank; their values in rank order.
@@ -84,11 +75,10 @@ class Replica:
         """
         self.in_flight += 1
         try:
-            answers = await self._all_ranks(method, "invoke", method, args, kwargs, timeout=self.options.call_timeout)
+            return await self._all_ranks(method, "invoke", method, args, kwargs, timeout=self.options.call_timeout)
         finally:
             self.in_flight -= 1
             self.served += 1
-        return [self._unwrap(answer) for answer in answers]
 
     async def drain_metrics(self) -> list[Any]:
         return await self._all_ranks("drain_metrics", "drain_metrics", timeout=self.options.call_timeout)
@@ -99,19 +89,22 @@ class Replica:
             self._watch.cancel()
         if not self.failed.done():
             try:
-                for answer in await self._all_ranks("teardown", "close", timeout=5.0):
-                    if isinstance(answer, RemoteFailure):
-                        print(f"{self}: teardown failed: {answer.summary}")
-            except ForgeError as error:
-                print(f"{self}: {error}")
+                await self._all_ranks("teardown", "close", timeout=5.0)
+            except Exception as error:
+                # The run is over whatever a teardown does; what it raised is still told.
+                print(f"{self}: teardown failed: {error}")
         if not self.group.shared:
             await stop_mesh(self.group.mesh, str(self), self.pids, gentle=not self.failed.done())
 
     async def _all_ranks(self, label: str, endpoint: str, *args: Any, timeout: float) -> list[Any]:
+        """One message to every rank; the values in rank order. The first failure ends the wait for the others, which
+        may be stuck in a collective with the rank that failed."""
         send = getattr(self.shell, endpoint)
         if self.options.procs == 1:
-            return [await self._wait(label, send.call_one(*args).as_asyncio(), timeout)]
-        return list((await self._wait(label, send.call(*args).as_asyncio(), timeout)).values())
+            return [_unwrap(await self._wait(label, send.call_one(*args).as_asyncio(), timeout))]
+        answers = [answer.as_asyncio() for answer in send.stream(*args)]
+        by_rank = await self._wait(label, _gather_by_rank(answers), timeout)
+        return [by_rank[rank] for rank in range(self.options.procs)]
 
     async def _wait(self, label: str, answer, timeout: float) -> Any:
         """Wait for `answer`, the replica's failure, or the time limit, whichever is first."""
@@ -155,10 +148,24 @@ class Replica:
             except ReplicaDied:
                 return
 
-    def _unwrap(self, answer: Any) -> Any:
-        if isinstance(answer, RemoteFailure):
-            raise answer.to_exception()
-        return answer
+
+def _unwrap(answer: Answer) -> Any:
+    _rank, value = answer
+    if isinstance(value, RemoteFailure):
+        raise value.to_exception()
+    return value
+
+
+async def _gather_by_rank(answers: list[Any]) -> dict[int, Any]:
+    by_rank = {}
+    try:
+        for answer in asyncio.as_completed(answers):
+            arrived = await answer
+            by_rank[arrived[0]] = _unwrap(arrived)
+    finally:
+        for answer in answers:
+            answer.cancel()
+    return by_rank
 
 
 async def stop_mesh(mesh: ProcMesh, name: str, pids: list[int], *, gentle: bool = True) -> None:

@@ -16,26 +16,28 @@ from dataclasses import replace
 from typing import Any
 
 from ..observability.metrics import drain
-from ._monarch import Actor, concurrent_endpoint
+from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext
 from .errors import RemoteFailure
 
+Answer = tuple[int, Any]
+
 
 class Shell(Actor):
-    """Hosts `cls(*args, **kwargs)`; every endpoint returns a value or a `RemoteFailure`, and never raises."""
+    """Hosts `cls(*args, **kwargs)`; every endpoint answers `(rank, value or RemoteFailure)`, and never raises."""
 
     def __init__(self, context: ActorContext) -> None:
-        self._context = context
+        self._context = replace(context, rank=current_rank().rank)
         self._instance: Any = None
         self._store: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
 
     @concurrent_endpoint
-    async def ping(self) -> tuple[int, str]:
-        return os.getpid(), os.uname().nodename
+    async def ping(self) -> Answer:
+        return self._context.rank, os.getpid()
 
     @concurrent_endpoint
-    async def open_rendezvous(self, host: str) -> str | RemoteFailure:
+    async def open_rendezvous(self, host: str) -> Answer:
         """On rank 0: hold a TCPStore open for the replica's ranks and say where it listens."""
 
         def open_store() -> str:
@@ -47,7 +49,7 @@ class Shell(Actor):
         return await self._guarded("open_rendezvous", lambda: self._in_thread(open_store))
 
     @concurrent_endpoint
-    async def start(self, definition: bytes, rank: int, rendezvous: str | None) -> RemoteFailure | None:
+    async def start(self, definition: bytes, rendezvous: str | None) -> Answer:
         """Build the component from its pickled (class, args, kwargs) and run its `setup`."""
 
         def build() -> Any:
@@ -58,22 +60,22 @@ class Shell(Actor):
             return instance
 
         async def start() -> None:
-            self._context = replace(self._context, rank=rank, rendezvous=rendezvous)
+            self._context = replace(self._context, rendezvous=rendezvous)
             self._instance = await self._in_thread(build)
             await self._run(self._instance.setup)
 
         return await self._guarded("setup", start)
 
     @concurrent_endpoint
-    async def invoke(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    async def invoke(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Answer:
         return await self._guarded(method, lambda: self._run(getattr(self._instance, method), *args, **kwargs))
 
     @concurrent_endpoint
-    async def drain_metrics(self) -> Any:
-        return drain()
+    async def drain_metrics(self) -> Answer:
+        return self._context.rank, drain()
 
     @concurrent_endpoint
-    async def close(self) -> RemoteFailure | None:
+    async def close(self) -> Answer:
         """Run the component's `teardown`; the process is stopped afterwards by its owner."""
 
         async def close() -> None:
@@ -91,9 +93,9 @@ class Shell(Actor):
     async def _in_thread(self, function) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    async def _guarded(self, call: str, make) -> Any:
+    async def _guarded(self, call: str, make) -> Answer:
         try:
-            return await make()
+            return self._context.rank, await make()
         # The caller decides what an error means; raising here would end this actor, and with it every other call.
         except BaseException as error:
-            return RemoteFailure.capture(f"{self._context}.{call} (pid {os.getpid()})", error)
+            return self._context.rank, RemoteFailure.capture(f"{self._context}.{call} (pid {os.getpid()})", error)
