@@ -19,67 +19,19 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sides import WARMUP, Clock, measure, recipe
+
 PROMPTS, GROUP, PROMPT_LENGTH, LENGTH = 4, 8, 16, 64
-WARMUP = 2
-SHOWN = "FORGE_BENCHMARK "
 
 
 def digit_share(prompt: str, response: str, target: str) -> float:
     return sum("0" <= c <= "9" for c in response) / max(1, len(response))
-
-
-def cpu_seconds(root: int | None = None) -> float:
-    """User and system time of a process and all its descendants."""
-    root, parents, seconds = root or os.getpid(), {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has ended
-            parents[int(entry.name)] = int(fields[1])
-            seconds[int(entry.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def belongs(pid: int) -> bool:
-        while pid and pid != root:
-            pid = parents.get(pid, 0)
-        return pid == root
-
-    return sum(used for pid, used in seconds.items() if belongs(pid))
-
-
-class Clock:
-    """CPU and wall time at the end of every step, and its reward."""
-
-    def __init__(self) -> None:
-        self.cpu: list[float] = []
-        self.wall: list[float] = []
-        self.rewards: list[float] = []
-
-    def tick(self) -> None:
-        self.cpu.append(cpu_seconds())
-        self.wall.append(time.perf_counter())
-
-    def show(self) -> None:
-        steps = len(self.cpu) - WARMUP
-        print(
-            SHOWN
-            + json.dumps(
-                {
-                    "cpu": (self.cpu[-1] - self.cpu[WARMUP - 1]) / steps,
-                    "wall": (self.wall[-1] - self.wall[WARMUP - 1]) / steps,
-                    "rewards": self.rewards,
-                }
-            )
-        )
 
 
 def prepare(folder: Path, args: argparse.Namespace) -> None:
@@ -119,13 +71,9 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
             file.write(json.dumps({"question": text, "answer": ""}) + "\n")
 
 
-def ours(folder: Path, args: argparse.Namespace) -> None:
+def ours(folder: Path, args: argparse.Namespace) -> Clock:
     from apps.grpo.config import GRPOConfig
-    from apps.grpo.main import main
-    from forge.config import build, to_dict
-    from forge.controller import run
-    from forge.observability import Run
-    from forge.store import VersionStore
+    from forge.config import build
 
     config = {
         "model": str(folder / "model"),
@@ -139,29 +87,10 @@ def ours(folder: Path, args: argparse.Namespace) -> None:
         "eval": {"problems": 0},
         "seed": args.seed,
     }
-    cfg = build(GRPOConfig, config)
-    cfg.validate()
-    clock = Clock()
-
-    class Timed(Run):
-        def log(self, step: int, *values: Any, **named: float) -> dict[str, float]:
-            row = super().log(step, *values, **named)
-            if step:
-                clock.tick()
-                clock.rewards.append(row["reward"])
-                assert row["generation/tokens"] == PROMPTS * GROUP * LENGTH
-            return row
-
-    record = Timed(**cfg.run, config=to_dict(cfg), steps=args.steps)
-    store = VersionStore.create()
-    try:
-        run(main(cfg, cfg.model, [], record, store))
-    finally:
-        store.close()
-    clock.show()
+    return recipe(build(GRPOConfig, config))
 
 
-def theirs(folder: Path, args: argparse.Namespace) -> None:
+def theirs(folder: Path, args: argparse.Namespace) -> Clock:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     import torch
     import transformers
@@ -177,9 +106,9 @@ def theirs(folder: Path, args: argparse.Namespace) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.tick()
 
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            if "reward" in logs:
-                clock.rewards.append(logs["reward"])
+        def on_log(self, *_: Any, **named: Any) -> None:
+            if "reward" in named["logs"]:
+                clock.rewards.append(named["logs"]["reward"])
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [digit_share(prompt, completion, "") for prompt, completion in zip(prompts, completions, strict=True)]
@@ -218,22 +147,7 @@ def theirs(folder: Path, args: argparse.Namespace) -> None:
         callbacks=[Callback()],
     )
     trainer.train()
-    clock.show()
-
-
-def launch(python: str, side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One side in a process of its own."""
-    command = [python, __file__, "--side", side, "--folder", str(folder), "--steps", str(args.steps)]
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]),
-    }
-    done = subprocess.run([*command, "--seed", str(args.seed)], env=env, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(SHOWN)]
-    if done.returncode or not lines:
-        raise SystemExit(f"the {side} side failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(lines[0][len(SHOWN) :])
+    return clock
 
 
 def reached(rewards: Iterable[float], goal: float = 0.9) -> str:
@@ -245,14 +159,14 @@ def main() -> None:
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn, each with another seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side is not None:
-        (ours if args.side == "ours" else theirs)(args.folder, args)
+        (ours if args.side == "ours" else theirs)(args.folder, args).show()
         return
     if args.trl_python is None:
         parser.error("--trl-python is missing")
@@ -262,23 +176,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name), args)
         rounds = [
-            {side: launch(python, side, Path(name), args) for side, python in pythons.items()}
-            for _ in range(args.rounds)
+            {
+                side: measure(python, __file__, side, Path(name), steps=args.steps, seed=args.seed + number)
+                for side, python in pythons.items()
+            }
+            for number in range(args.rounds)
         ]
     tokens = PROMPTS * GROUP * LENGTH
     print("| side | CPU-s a step | tokens per CPU-s | wall s a step | tokens per s | reward 0.9 at step |")
     print("|---|---|---|---|---|---|")
     for side in pythons:
         cpu, wall = (statistics.median(r[side][what] for r in rounds) for what in ("cpu", "wall"))
-        goal = reached(rounds[0][side]["rewards"])
-        print(f"| {side} | {cpu:.2f} | {tokens / cpu:.0f} | {wall:.2f} | {tokens / wall:.0f} | {goal} |")
-    for what in ("cpu", "wall"):
-        ratios = [r["trl"][what] / r["ours"][what] for r in rounds]
-        print(f"\n{what}: ours is {statistics.median(ratios):.2f} times as fast", end="")
-        print(f" ({', '.join(f'{ratio:.2f}' for ratio in ratios)})", end="")
-    print("\n\n| step | ours | trl |\n|---|---|---|")
-    for step, pair in enumerate(zip(*(rounds[0][side]["rewards"] for side in pythons), strict=True), 1):
-        print(f"| {step} | {pair[0]:.3f} | {pair[1]:.3f} |")
+        goals = ", ".join(reached(r[side]["rewards"]) for r in rounds)
+        print(f"| {side} | {cpu:.2f} | {tokens / cpu:.0f} | {wall:.2f} | {tokens / wall:.0f} | {goals} |")
+    for what, unit in (("cpu", "CPU-second"), ("wall", "second")):
+        ratios = sorted(r["trl"][what] / r["ours"][what] for r in rounds)
+        print(
+            f"\nTokens per {unit}, ours to TRL's: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+    print("\nMean reward of a step, median of the runs:\n\n| step | ours | trl |\n|---|---|---|")
+    for step in range(args.steps):
+        rewards = [statistics.median(r[side]["rewards"][step] for r in rounds) for side in pythons]
+        print(f"| {step + 1} | {rewards[0]:.3f} | {rewards[1]:.3f} |")
 
 
 if __name__ == "__main__":

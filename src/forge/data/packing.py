@@ -33,9 +33,9 @@ def pack(episodes: Sequence[Episode], *, aggregation: Aggregation = "token_mean"
             raise ValueError(f"episode {number} has no context before its first trained token")
     counts = np.array([sum(episode.mask) for episode in episodes])
     if aggregation == "token_mean":
-        share = np.full(len(episodes), 1.0 / counts.sum())
+        share = np.full(len(episodes), 1.0 / max(1, counts.sum()))
     elif aggregation == "sequence_mean":
-        share = 1.0 / (counts * len(episodes))
+        share = 1.0 / (np.maximum(1, counts) * len(episodes))
     else:
         raise ValueError(f"unknown aggregation {aggregation!r}: use token_mean or sequence_mean")
     mask = _flat([episode.mask for episode in episodes], np.bool_)

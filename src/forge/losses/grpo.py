@@ -76,7 +76,7 @@ class GRPOLoss(nn.Module):
         if self.entropy_coef:
             if entropy is None:
                 raise ValueError("entropy_coef > 0 needs the policy's entropy")
-            per_token = per_token - self.entropy_coef * where_trained(entropy, weights)
+            per_token = per_token - self.entropy_coef * entropy
         return weighted_sum(per_token, weights)
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .common import importance_ratio, token_mean_weights, weighted_sum
+from .common import importance_ratio, token_mean_weights, weighted_sum, where_trained
 
 
 class ReinforceLoss(nn.Module):
@@ -36,9 +36,11 @@ class ReinforceLoss(nn.Module):
     ) -> Tensor:
         """All tensors of one shape. The policy that sampled is `behaviour_logprobs`, or else `ref_logprobs`. Returns a
         scalar."""
-        per_token = -advantages * logprobs.float()
+        weights = token_mean_weights(padding_mask) if weights is None else weights
+        logprobs = where_trained(logprobs, weights)
+        per_token = -advantages * logprobs
         if self.clip_ratio is not None:
             sampled = ref_logprobs if behaviour_logprobs is None else behaviour_logprobs
             ratio = importance_ratio(logprobs, sampled).detach()
             per_token = per_token * ratio.clamp(max=1.0 + self.clip_ratio)
-        return weighted_sum(per_token, token_mean_weights(padding_mask) if weights is None else weights)
+        return weighted_sum(per_token, weights)

@@ -46,7 +46,16 @@ class VersionStore:
         Raises:
             FileNotFoundError: the store was removed.
         """
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors}
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"the weight store {self.root} was removed")
+        tensors: dict[str, torch.Tensor] = {}
+        storages: set[int] = set()
+        for name, tensor in named_tensors:
+            tensor = tensor.detach().cpu().contiguous()
+            storage = tensor.untyped_storage().data_ptr()
+            # The file format knows no shared memory: tied tensors are written under each of their names.
+            tensors[name] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
         unfinished = self.root / f"v{version}.unfinished"
         save_file(tensors, unfinished)
         os.replace(unfinished, self._path(version))
@@ -59,10 +68,10 @@ class VersionStore:
         Raises:
             KeyError: the version is not there; says which are.
         """
-        path = self._path(version)
-        if not path.exists():
-            raise KeyError(f"weights of version {version} are not in the store; it holds {self.versions()}")
-        return load_file(path)
+        try:
+            return load_file(self._path(version))
+        except FileNotFoundError:
+            raise KeyError(f"weights of version {version} are not in the store; it holds {self.versions()}") from None
 
     def versions(self) -> list[int]:
         """The published versions, ascending."""

@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from .trainer import PolicyTrainer
 
+UNFINISHED = ".unfinished"
+
 
 def save(trainer: PolicyTrainer, folder: str | Path, *, extra: dict[str, Any] | None = None, keep: int = 2) -> Path:
     """Write weights, optimiser, step and random state of every rank to `folder/step_<n>`; every rank must call it.
@@ -28,7 +30,7 @@ def save(trainer: PolicyTrainer, folder: str | Path, *, extra: dict[str, Any] | 
     """
     folder = Path(folder)
     final = folder / f"step_{trainer.step:06d}"
-    aside = folder / f"{final.name}.unfinished"
+    aside = final.with_suffix(UNFINISHED)
     lead = trainer.ranks.rank == 0
     if lead:
         shutil.rmtree(aside, ignore_errors=True)
@@ -56,7 +58,7 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
         FileNotFoundError: there is no complete checkpoint at this path.
     """
     checkpoint = Path(checkpoint)
-    if not (checkpoint / "extra.pt").exists():
+    if checkpoint.suffix == UNFINISHED or not (checkpoint / "extra.pt").exists():
         raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint")
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
@@ -79,17 +81,24 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
-    return sorted(path for path in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", path.name))
+    complete = [path for path in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) -> None:
-    """Write the weights and tokenizer in Hugging Face format, aside and renamed; every rank must call it."""
+    """Write the weights and tokenizer in Hugging Face format, aside and renamed; every rank must call it.
+
+    Raises:
+        FileExistsError: the folder holds something else than a model.
+    """
     from transformers import AutoTokenizer
 
     folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
+        raise FileExistsError(f"{folder} exists and is no model: it is not replaced")
     weights = {name: tensor.cpu().clone() for name, tensor in trainer.export_weights()}
     if trainer.ranks.rank == 0:
-        aside = folder.with_name(f"{folder.name}.unfinished")
+        aside = folder.with_name(folder.name + UNFINISHED)
         shutil.rmtree(aside, ignore_errors=True)
         trainer.policy.model.save_pretrained(aside, state_dict=weights)
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(aside)

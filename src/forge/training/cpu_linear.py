@@ -54,6 +54,7 @@ def speed_up(model: nn.Module) -> None:
 def _suits(a: Tensor, b: Tensor) -> bool:
     return (
         AVAILABLE
+        and a.numel() > 0 < b.numel()
         and a.device.type == b.device.type == "cpu"
         and a.dtype == b.dtype == torch.float32
         and type(b) in (Tensor, nn.Parameter)  # a DTensor has operators of its own

@@ -44,15 +44,15 @@ def join(rank: int = 0, world_size: int = 1, rendezvous: str | None = None, shar
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if world_size == 1:
-        return Ranks(0, 1, device, None)
-    if rendezvous is None:
-        raise ValueError(f"{world_size} ranks need a rendezvous address")
     shard_degree = world_size if shard_degree == -1 else shard_degree
     if shard_degree < 1 or world_size % shard_degree:
         raise ValueError(
             f"parallelism.data_parallel_shard_degree = {shard_degree} does not divide the trainer's {world_size} ranks"
         )
+    if world_size == 1:
+        return Ranks(0, 1, device, None)
+    if rendezvous is None:
+        raise ValueError(f"{world_size} ranks need a rendezvous address")
     host, port = rendezvous.rsplit(":", 1)
     store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     dist.init_process_group(

@@ -26,7 +26,7 @@ class PackedLayout:
 
     gather: [sum rows*width] index into the pack (padding repeats the sequence's last token).
     scatter: [tokens] index into the flattened rectangles.
-    shapes: (rows, width) of each rectangle.
+    shapes: (rows, width) of each rectangle, widest first.
     """
 
     gather: Tensor
@@ -62,6 +62,9 @@ def packed_attention(
     module, query: Tensor, key: Tensor, value: Tensor, mask=None, scaling=None, dropout=0.0, layout=None, **kwargs
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
+    window, longest = kwargs.get("sliding_window"), layout.shapes[0][1]
+    if window is not None and longest > window:
+        raise ValueError(f"a sequence of {longest} tokens exceeds the sliding window of {window}: not supported")
     groups = query.shape[1] // key.shape[1]
     q, k, v = (x[0].transpose(0, 1).index_select(0, layout.gather) for x in (query, key, value))
     out, at = [], 0

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..types import Batch
 from .cpu_linear import speed_up
-from .linear import adopt
 from .packed_attention import NAME, PackedLayout
 from .token_logprobs import token_logprobs
 
@@ -27,7 +26,6 @@ class Policy(nn.Module):
         super().__init__()
         model.config._attn_implementation = NAME
         speed_up(model)
-        adopt(model)
         self.model = model
 
     @classmethod

@@ -16,9 +16,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int):
+        head = weight.to(hidden.dtype)
         logprobs, normalisers, entropies = [], [], []
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            logits = product(h, weight).float().div_(temperature)
+            logits = product(h, head).float().div_(temperature)
             normaliser = logits.logsumexp(-1)
             taken = logits.gather(-1, y[:, None])[:, 0]
             logp = logits.sub_(normaliser[:, None])
@@ -33,19 +34,19 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
         hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden, head = torch.empty_like(hidden), weight.to(hidden.dtype)
         # Accumulated in float32: thousands of small bf16 additions would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         rows = (x.split(ctx.chunk) for x in (hidden, labels, normaliser, entropy, grad_logprobs, grad_entropy))
         at = 0
         for h, y, lse, ent, g_logp, g_ent in zip(*rows, strict=True):
-            logp = product(h, weight).float().div_(ctx.temperature).sub_(lse[:, None])
+            logp = product(h, head).float().div_(ctx.temperature).sub_(lse[:, None])
             p = logp.exp()
             # d logp(y) / d logit_j = [j = y] - p_j   and   d H / d logit_j = -p_j (logp_j + H)
             grad = logp.add_(ent[:, None]).mul_(-g_ent[:, None]).sub_(g_logp[:, None]).mul_(p)
             grad.scatter_add_(1, y[:, None], g_logp[:, None])
-            grad = grad.div_(ctx.temperature).to(weight.dtype)
-            grad_hidden[at : at + len(h)] = product(grad, weight.T)
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad_hidden[at : at + len(h)] = product(grad, head.T)
             if grad_weight is not None:
                 grad_weight += product(grad.T, h.T)
             at += len(h)
@@ -72,4 +73,7 @@ def token_logprobs(
         # Keeps the graph connected, so that a rank with nothing to train still runs its backward collectives.
         nothing = hidden.float().sum(-1) + weight.float().sum() * 0.0
         return nothing, nothing
-    return _TokenLogprobs.apply(hidden.to(weight.dtype), weight, labels, temperature, chunk)
+    device = hidden.device.type
+    # Backward runs outside autocast and has to compute the logits that forward saw.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return _TokenLogprobs.apply(hidden.to(dtype), weight, labels, temperature, chunk)

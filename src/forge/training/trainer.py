@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..data.packing import split
+from ..losses.common import importance_ratio, kl_k3
 from ..types import Batch
 from .distributed import Ranks
 from .optimizer import OptimizerSettings, build_optimizer
@@ -82,13 +85,14 @@ class PolicyTrainer:
             with autocast(self.ranks.device, self.dtype, self.ranks.mesh is not None):
                 logprobs, entropy = self.policy(micro, self.temperature)
             tensors = self._named_tensors(micro, logprobs, entropy)
-            value = _call_by_name(loss, tensors)
+            value = _weighted(loss, micro, tensors)
             value.backward()
             for name, amount in _token_sums(loss, tensors).items():
                 totals[name] = totals.get(name, torch.zeros_like(amount)) + amount
             totals["loss"] = totals.get("loss", torch.zeros((), device=value.device)) + value.detach()
-            if len(logprobs):
-                ratio = torch.exp(logprobs.detach() - tensors["behaviour_logprobs"])
+            behaviour = tensors["behaviour_logprobs"]
+            if behaviour is not None and len(behaviour):
+                ratio = importance_ratio(logprobs.detach(), behaviour)
                 largest = torch.maximum(largest, (ratio - 1.0).abs().max())
         metrics = self._reduce(totals, int(batch.mask.sum()))
         metrics["ratio_max_deviation"] = self._max(largest)
@@ -114,12 +118,21 @@ class PolicyTrainer:
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must call it."""
         with autocast(self.ranks.device, self.dtype, self.ranks.mesh is not None):
-            return score(self.policy, batch, max_tokens=self.seq_len, temperature=self.temperature)
+            scores = score(self.policy, batch, max_tokens=self.seq_len, temperature=self.temperature)
+        self._reshard()
+        return scores
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names. Every rank must iterate; all get the same."""
+        self._reshard()
         for name, parameter in self.policy.model.named_parameters():
             yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+    def _reshard(self) -> None:
+        """A forward pass without a backward one leaves copies, in its own dtype, in place of the parameters."""
+        for module in self.policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _named_tensors(self, micro: Batch, logprobs: Tensor, entropy: Tensor) -> dict[str, Tensor | None]:
         """What a loss may ask for by name, each [trained tokens of the micro-batch]."""
@@ -149,26 +162,51 @@ class PolicyTrainer:
         return float(value)
 
 
+def _weighted(loss: Loss, micro: Batch, tensors: dict[str, Tensor | None]) -> Tensor:
+    """The micro-batch's part of the batch's loss.
+
+    A loss that takes no `weights` has means of its own: it is given [sequences, width], padded on the right, and its
+    value counts by the micro-batch's share of the batch. That is exact where its mean is the batch's aggregation.
+    """
+    if "weights" in _parameters(loss):
+        return _call_by_name(loss, tensors)
+    logprobs, weights = tensors["logprobs"], tensors["weights"]
+    assert logprobs is not None and weights is not None
+    if not len(logprobs):
+        return logprobs.sum()
+    counts = [int(own.sum()) for own in np.split(micro.mask, np.cumsum(micro.lengths)[:-1])]
+    padded = {
+        name: None if values is None else pad_sequence(values.split(counts), batch_first=True)
+        for name, values in tensors.items()
+    }
+    return _call_by_name(loss, padded) * weights.sum()
+
+
+def _parameters(loss: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(getattr(loss, "forward", loss)).parameters
+    return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
 def _call_by_name(loss: Callable[..., Any], tensors: dict[str, Tensor | None]) -> Any:
     """Give `loss` the tensors its parameters name; a required one that is missing is an error that names it."""
     wanted = {}
-    for name, parameter in inspect.signature(getattr(loss, "forward", loss)).parameters.items():
-        if name in tensors and (tensors[name] is not None or parameter.default is not inspect.Parameter.empty):
+    for name, parameter in _parameters(loss).items():
+        if tensors.get(name) is not None:
             wanted[name] = tensors[name]
+        elif parameter.default is not inspect.Parameter.empty:
+            continue
         elif name == "ref_logprobs" and not getattr(loss, "beta", 0):
             # Without a KL term the reference of a loss is the policy that sampled.
             wanted[name] = tensors["behaviour_logprobs"]
-        elif parameter.default is inspect.Parameter.empty:
-            there = sorted(key for key, tensor in tensors.items() if tensor is not None)
-            raise ValueError(f"{type(loss).__name__} needs {name!r}; this batch has {', '.join(there)}")
+        else:
+            there = ", ".join(sorted(key for key, tensor in tensors.items() if tensor is not None))
+            raise ValueError(f"{getattr(loss, '__name__', type(loss).__name__)} needs {name!r}; this batch has {there}")
     return loss(**wanted)
 
 
 @torch.no_grad()
 def _token_sums(loss: Loss, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
     """Sums over trained tokens of the standard diagnostics and of the loss's own."""
-    from ..losses.common import importance_ratio, kl_k3
-
     logprobs, behaviour, entropy, ref = (
         tensors[name] for name in ("logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
     )

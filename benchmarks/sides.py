@@ -1,0 +1,102 @@
+"""Two sides of a benchmark, each in processes of its own, taking turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+# Steps that are not measured: kernels are prepared and memory is taken in them.
+WARMUP = 2
+SHOWN = "FORGE_BENCHMARK "
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and all its descendants."""
+    root = os.getpid()
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            parents[int(entry.name)] = int(fields[1])
+            seconds[int(entry.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def belongs(pid: int) -> bool:
+        while pid and pid != root:
+            pid = parents.get(pid, 0)
+        return pid == root
+
+    return sum(used for pid, used in seconds.items() if belongs(pid))
+
+
+class Clock:
+    """CPU and wall time at the end of every step, and its reward."""
+
+    def __init__(self) -> None:
+        self.cpu: list[float] = []
+        self.wall: list[float] = []
+        self.rewards: list[float] = []
+
+    def tick(self) -> None:
+        self.cpu.append(cpu_seconds())
+        self.wall.append(time.perf_counter())
+
+    def show(self, tail: int = 0) -> None:
+        """Print seconds a step, between the warm-up and the last `tail` steps, for `measure` to read."""
+        steps = len(self.cpu) - tail - WARMUP
+        cpu, wall = ((times[-1 - tail] - times[WARMUP - 1]) / steps for times in (self.cpu, self.wall))
+        print(SHOWN + json.dumps({"cpu": cpu, "wall": wall, "rewards": self.rewards}))
+
+
+def recipe(config: Any) -> Clock:
+    """The real system: `apps.grpo.main` with all of its processes, without evaluation."""
+    from apps.grpo.main import main
+    from forge.config import to_dict
+    from forge.controller import run
+    from forge.observability import Run
+    from forge.store import VersionStore
+
+    clock = Clock()
+
+    class Timed(Run):
+        def log(self, step: int, *values: Any, **named: float) -> dict[str, float]:
+            row = super().log(step, *values, **named)
+            if step:
+                clock.tick()
+                clock.rewards += [row["reward"]] if "reward" in row else []
+            return row
+
+    config.validate()
+    record = Timed(**config.run, config=to_dict(config), steps=config.training.steps)
+    store = VersionStore.create()
+    try:
+        run(main(config, config.model, [], record, store))
+    finally:
+        store.close()
+    return clock
+
+
+def measure(python: str, script: str, side: str, folder: Path, threads: int = 1, **options: Any) -> dict[str, Any]:
+    """Run one side of `script` and return what its clock shows."""
+    command = [python, script, "--side", side, "--folder", str(folder)]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    here = Path(__file__).resolve().parent
+    env = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        # For the recipe, and for rewards that its processes import from here.
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]),
+    }
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    shown = [line for line in done.stdout.splitlines() if line.startswith(SHOWN)]
+    if done.returncode or not shown:
+        raise SystemExit(f"side {side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(shown[0].removeprefix(SHOWN))

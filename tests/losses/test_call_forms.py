@@ -1,0 +1,60 @@
+"""The call forms of the public documents, and what losses say when something is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forge.losses import GRPOLoss, SimpleGRPOLoss
+from forge.losses.reinforce_loss import ReinforceLoss
+
+
+@pytest.mark.parametrize("loss_fn", [SimpleGRPOLoss(beta=0.1), ReinforceLoss(clip_ratio=0.2)])
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bool, torch.int64])
+def test_the_four_tensors_of_the_documents(loss_fn: torch.nn.Module, mask_dtype: torch.dtype):
+    torch.manual_seed(0)
+    logprobs = -torch.rand(4, 7)
+    logprobs.requires_grad_()
+    padding_mask = (torch.arange(7) < torch.tensor([7, 3, 5, 1])[:, None]).to(mask_dtype)
+    advantages = torch.randn(4, 7)
+    loss = loss_fn(
+        logprobs=logprobs,
+        ref_logprobs=logprobs.detach() - 0.1,
+        advantages=advantages,
+        padding_mask=padding_mask,
+    )
+    assert loss.shape == ()
+    loss.backward()
+    assert logprobs.grad is not None
+    assert torch.equal(logprobs.grad != 0, padding_mask.bool())
+
+
+@pytest.mark.parametrize("loss_fn", [SimpleGRPOLoss(beta=0.1), ReinforceLoss(clip_ratio=0.2)])
+def test_one_advantage_a_sequence(loss_fn: torch.nn.Module):
+    logprobs, mask, advantages = -torch.rand(3, 5), torch.ones(3, 5), torch.randn(3, 1)
+    one, all_ = (loss_fn(logprobs, logprobs - 0.1, a, mask) for a in (advantages, advantages.expand(3, 5)))
+    assert one.item() == pytest.approx(all_.item())
+
+
+def test_the_sampler_goes_before_the_reference():
+    logprobs, ones = torch.tensor([-1.0]), torch.ones(1)
+    known = {"logprobs": logprobs, "advantages": ones, "padding_mask": ones}
+    sampled = ReinforceLoss(9.0)(ref_logprobs=logprobs - 2.0, behaviour_logprobs=logprobs - 1.0, **known)
+    assert sampled.item() == pytest.approx(ReinforceLoss(9.0)(ref_logprobs=logprobs - 1.0, **known).item())
+    assert sampled.item() != pytest.approx(ReinforceLoss(9.0)(ref_logprobs=logprobs - 2.0, **known).item())
+
+
+def test_what_is_missing_is_named():
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match="beta > 0 needs ref_logprobs"):
+        GRPOLoss(beta=0.1)(x, x, x, x)
+    with pytest.raises(ValueError, match="entropy_coef > 0 needs the policy's entropy"):
+        GRPOLoss(entropy_coef=0.1)(x, x, x, x)
+
+
+@pytest.mark.parametrize("clips", [(-0.1, 0.2), (1.0, 0.2), (0.2, -0.1)])
+def test_clips_that_mean_nothing_are_refused(clips: tuple[float, float]):
+    with pytest.raises(ValueError, match="clip_low must be in"):
+        GRPOLoss(*clips)
+    with pytest.raises(ValueError, match="clip_ratio must be None or at least 0"):
+        ReinforceLoss(-0.1)

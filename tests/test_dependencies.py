@@ -1,0 +1,94 @@
+"""Dependencies point one way: algorithms know no processes, infrastructure knows no algorithm."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forge
+
+SOURCE = Path(forge.__file__).parent
+LIBRARIES = ["losses", "advantages", "data", "verifiers", "envs", "engines", "training"]
+INFRASTRUCTURE = ["controller", "store", "observability"]
+
+
+def modules(part: str) -> list[Path]:
+    """The files of a part of forge: a package or one module. Not every part has been written."""
+    folder, file = SOURCE / part, SOURCE / f"{part}.py"
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [file] if file.exists() else []
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Absolute names of all that a file imports, anywhere in it: modules and names taken from them."""
+    package = ["forge", *file.relative_to(SOURCE).parent.parts]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def violations(parts: list[str], forbidden: list[str]) -> list[str]:
+    return [
+        f"{file.relative_to(SOURCE)} imports {name}"
+        for part in parts
+        for file in modules(part)
+        for name in imports(file)
+        if any(f"{name}.".startswith(f"{root}.") for root in forbidden)
+    ]
+
+
+@pytest.mark.parametrize("part", LIBRARIES)
+def test_libraries_know_neither_processes_nor_stores(part: str):
+    infrastructure = ["forge.controller", "forge.actors", "forge.store", "monarch", "apps"]
+    assert violations([part], infrastructure) == []
+
+
+@pytest.mark.parametrize("part", INFRASTRUCTURE)
+def test_infrastructure_knows_no_algorithm(part: str):
+    algorithms = [f"forge.{library}" for library in LIBRARIES]
+    assert violations([part], [*algorithms, "forge.actors", "transformers", "apps"]) == []
+
+
+def test_losses_and_advantages_stand_alone():
+    others = [f"forge.{path.stem}" for path in SOURCE.iterdir() if path.stem not in ("losses", "__init__")]
+    assert violations(["losses"], [*others, "transformers", "numpy"]) == []
+    assert violations(["advantages"], ["forge", "torch", "numpy", "transformers"]) == []
+
+
+def test_only_the_controller_knows_monarch():
+    everything = [path.stem for path in SOURCE.iterdir() if path.stem != "controller"]
+    assert violations(everything, ["monarch"]) == []
+    assert violations(["controller"], ["monarch"]) != []
+
+
+def test_the_reading_of_imports_sees_every_form(tmp_path: Path):
+    assert "forge.losses.common.kl_k3" in set(imports(SOURCE / "losses" / "grpo.py")) | set(
+        imports(SOURCE / "training" / "trainer.py")
+    )
+    assert "forge.controller.ForgeActor" in set(imports(SOURCE / "actors" / "trainer.py"))
+    assert violations(["actors"], ["forge.training"]) != []
+
+
+def newly_imported(module: str) -> set[str]:
+    """Top-level packages that `import module` loads beyond those that `import torch` does."""
+    code = f"import torch, sys; old = set(sys.modules); import {module}; print(*(set(sys.modules) - old))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in result.stdout.split()}
+
+
+def test_importing_the_losses_needs_torch_alone():
+    assert newly_imported("forge.losses") == {"forge"}
+
+
+def test_importing_forge_needs_nothing():
+    code = "import sys, forge; print(sorted({'torch', 'numpy', 'transformers', 'monarch'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

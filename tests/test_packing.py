@@ -1,0 +1,190 @@
+"""Packing and splitting: nothing lost, nothing counted twice, and the loss and gradient of the padded form."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
+
+from forge.data.packing import Aggregation, pack, split
+from forge.losses import GRPOLoss
+from forge.training.policy import Policy
+from forge.types import Batch, Completion, Episode
+from tests.training.cases import episodes, example, tiny_model
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 9)), min_size=1, max_size=12)
+RANKS = st.integers(1, 4)
+AGGREGATION: st.SearchStrategy[Aggregation] = st.sampled_from(["token_mean", "sequence_mean"])
+ARRAYS = ("tokens", "mask", "logprobs", "versions", "advantages", "weights", "ref_logprobs")
+
+
+def rows_of(batch: Batch) -> list[tuple]:
+    """Every sequence with all that is known of it."""
+    return [
+        tuple(tuple(getattr(own, name).tolist()) for name in ARRAYS)
+        for own in (batch.select(np.array([i])) for i in range(len(batch)))
+    ]
+
+
+@given(LENGTHS, RANKS, st.integers(16, 60), st.integers(1, 3))
+@settings(deadline=None)
+def test_every_sequence_lands_exactly_once(lengths: list[tuple[int, int]], ranks: int, max_tokens: int, at_least: int):
+    batch = example(0, lengths)
+    shares = split(batch, ranks=ranks, max_tokens=max_tokens, at_least=at_least)
+    assert len(shares) == ranks
+    assert len({len(share) for share in shares}) == 1
+    assert len(shares[0]) >= at_least
+    micros = [micro for share in shares for micro in share]
+    assert all(len(micro.tokens) == micro.lengths.sum() <= max_tokens for micro in micros)
+    landed = [row for micro in micros if micro.mask.any() for row in rows_of(micro)]
+    assert sorted(landed) == sorted(rows_of(batch))
+    assert sum(micro.weights.sum() for micro in micros) == pytest.approx(1.0, abs=1e-5)
+
+
+@given(LENGTHS)
+def test_weights_give_tokens_or_episodes_equal_shares(lengths: list[tuple[int, int]]):
+    responses = [response for _, response in lengths]
+    token = pack(episodes(lengths), aggregation="token_mean")
+    np.testing.assert_allclose(token.weights[token.mask], 1 / sum(responses), rtol=1e-6)
+    sequence = pack(episodes(lengths), aggregation="sequence_mean")
+    expected = np.repeat([1 / (n * len(lengths)) for n in responses], responses)
+    np.testing.assert_allclose(sequence.weights[sequence.mask], expected, rtol=1e-6)
+    for batch in (token, sequence):
+        assert not batch.weights[~batch.mask].any()
+        assert not batch.advantages[~batch.mask].any()
+
+
+LOSS = GRPOLoss(0.2, 0.3, beta=0.1, entropy_coef=0.05)
+MODEL = tiny_model()
+
+
+def padded_loss(model: torch.nn.Module, batch: Batch, aggregation: Aggregation) -> torch.Tensor:
+    """The loss as textbooks have it: plain transformers, [batch, seq], padding on the right."""
+    lengths = batch.lengths.tolist()
+
+    def rows(values: np.ndarray) -> torch.Tensor:
+        return pad_sequence(torch.from_numpy(values).split(lengths), batch_first=True)
+
+    tokens, mask = rows(batch.tokens), rows(batch.mask)[:, 1:]
+    attended = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
+    logp = model(tokens, attention_mask=attended.long()).logits[:, :-1].log_softmax(-1)
+    taken = logp.gather(-1, tokens[:, 1:, None])[..., 0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    assert batch.ref_logprobs is not None
+    behaviour, advantages, ref = (rows(v)[:, 1:] for v in (batch.logprobs, batch.advantages, batch.ref_logprobs))
+    ratio = torch.exp(taken - behaviour)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
+    kl = torch.exp(ref - taken) - (ref - taken) - 1
+    per_token = torch.where(mask, -surrogate + 0.1 * kl - 0.05 * entropy, 0.0)
+    if aggregation == "token_mean":
+        return per_token.sum() / mask.sum()
+    return (per_token.sum(1) / mask.sum(1)).mean()
+
+
+def packed_loss(policy: Policy, micro: Batch) -> torch.Tensor:
+    logprobs, entropy = policy(micro)
+    assert micro.ref_logprobs is not None
+    behaviour, advantages, weights, ref = (
+        torch.from_numpy(v[micro.mask]) for v in (micro.logprobs, micro.advantages, micro.weights, micro.ref_logprobs)
+    )
+    return LOSS(logprobs, behaviour, advantages, weights, ref, entropy)
+
+
+@given(LENGTHS, RANKS, st.integers(16, 60), AGGREGATION)
+@settings(max_examples=20, deadline=None)
+def test_any_split_has_the_loss_and_gradient_of_the_padded_batch(
+    lengths: list[tuple[int, int]], ranks: int, max_tokens: int, aggregation: Aggregation
+):
+    batch = example(1, lengths, aggregation=aggregation)
+    plain = copy.deepcopy(MODEL)
+    expected = padded_loss(plain, batch, aggregation)
+    expected.backward()
+    policy = Policy(copy.deepcopy(MODEL))
+    total = 0.0
+    for share in split(batch, ranks=ranks, max_tokens=max_tokens):
+        for micro in share:
+            loss = packed_loss(policy, micro)
+            loss.backward()
+            total += loss.item()
+    assert total == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+    gradients = dict(policy.model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        # Gradients here are of the order of one, so that float32 sums in another order differ by some 1e-6.
+        torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_an_idle_micro_batch_takes_part_and_adds_exactly_nothing():
+    batch = example(0, [(3, 4)])
+    working, idle = (share[0] for share in split(batch, ranks=2, max_tokens=16))
+    assert rows_of(working) == rows_of(batch)
+    assert not idle.mask.any()
+    policy = Policy(copy.deepcopy(MODEL))
+    loss = packed_loss(policy, idle)
+    loss.backward()
+    assert loss.item() == 0.0
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+    assert batch.mask.any()  # the batch that it was made from is as it was
+
+
+def test_ranks_get_about_the_same_number_of_tokens():
+    lengths = [(1, n) for n in (40, 3, 17, 25, 8, 31, 12, 5, 22, 9)]
+    loads = [sum(len(m.tokens) for m in share) for share in split(example(0, lengths), ranks=2, max_tokens=64)]
+    assert max(loads) <= 1.1 * sum(loads) / 2
+
+
+def test_an_unknown_behaviour_policy_is_nan_where_the_policy_wrote():
+    batch = pack([Episode(prompt_ids=(1, 2), response_ids=[3, 4], advantage=1.0)])
+    np.testing.assert_array_equal(batch.logprobs, [0.0, 0.0, math.nan, math.nan])
+    assert batch.versions.tolist() == [-1] * 4
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_an_episode_whose_tokens_are_all_masked_counts_for_nothing(aggregation: Aggregation):
+    known = episodes([(2, 3), (2, 2)])
+    known[1].mask = [False] * 4
+    batch = pack(known, aggregation=aggregation)
+    assert np.isfinite(batch.weights).all()
+    assert not batch.weights[5:].any()
+    assert pack(known[1:], aggregation=aggregation).weights.tolist() == [0.0] * 4
+
+
+def test_what_cannot_be_packed_is_named():
+    scored = episodes([(2, 2), (2, 2)])
+    unscored = Episode(prompt_ids=(1,), response_ids=[2], reward=1.0)
+    with pytest.raises(ValueError, match="empty list"):
+        pack([])
+    with pytest.raises(ValueError, match="episode 2 has no advantage"):
+        pack([*scored, unscored])
+    with pytest.raises(ValueError, match="episode 0 has no context before its first trained token"):
+        pack([Episode(response_ids=[1, 2], advantage=1.0)])
+    with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
+        pack(scored, aggregation="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a sequence of 9 tokens does not fit into training.seq_len = 8"):
+        split(example(0, [(2, 3), (4, 5)]), ranks=1, max_tokens=8)
+
+
+def test_an_episode_is_made_of_a_completion():
+    completion = Completion((7, 8), [9, 10, 11], [-0.5, -1.0, -1.5], [4, 4, 5], "stop", text="abc")
+    episode = Episode(completion, 0.5)
+    assert episode.tokens == [7, 8, 9, 10, 11]
+    assert episode.mask == [False, False, True, True, True]
+    assert episode.logprobs == [0.0, 0.0, -0.5, -1.0, -1.5]
+    assert episode.versions == [-1, -1, 4, 4, 5]
+    assert (episode.version, episode.reward, episode.text, episode.info) == (4, 0.5, "abc", {"finish": "stop"})
+
+
+def test_an_episode_that_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="from a completion or from prompt_ids"):
+        Episode()
+    with pytest.raises(ValueError, match="at least one response token"):
+        Episode(prompt_ids=(1,), response_ids=[])
+    with pytest.raises(ValueError, match="logprobs has 1 entries for 2 response tokens"):
+        Episode(prompt_ids=(1,), response_ids=[2, 3], logprobs=[-1.0])

@@ -1,0 +1,138 @@
+"""What two ranks do in the tests, and one rank to compare them with: each scenario runs on any number of ranks."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore
+
+from forge.data.packing import Aggregation
+from forge.losses import GRPOLoss
+from forge.training import checkpoint
+from forge.training.distributed import Ranks, join, leave
+from tests.training.cases import example, make_trainer, weights_of
+
+LOSS = GRPOLoss(0.2, 0.3, beta=0.05, entropy_coef=0.01)
+ONE_SEQUENCE = [(4, 6)]
+
+
+class SeedFormLoss(torch.nn.Module):
+    """A loss as users write it: four tensors [batch, seq], a mean over tokens of its own."""
+
+    def forward(
+        self,
+        logprobs: torch.Tensor,
+        ref_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        padding_mask: torch.Tensor,
+    ) -> torch.Tensor:
+        ratio = torch.exp(logprobs - logprobs.detach())
+        masked = (-ratio * advantages + 0.1 * (ref_logprobs - logprobs) ** 2) * padding_mask
+        assert masked.dim() == 2
+        return masked.sum() / padding_mask.sum()
+
+
+def five_steps(
+    ranks: Ranks,
+    model: Path,
+    loss: Callable[..., torch.Tensor] = LOSS,
+    second: Aggregation = "sequence_mean",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Five steps over batches that differ; the last has one sequence, which leaves a second rank without work."""
+    trainer = make_trainer(model, ranks, **settings)
+    batches = [example(0), example(1, aggregation=second), example(2), example(3), example(4, ONE_SEQUENCE)]
+    metrics = [trainer.train_step(batch, loss) for batch in batches]
+    scores = trainer.logprobs(batches[0])
+    return {"metrics": metrics, "weights": weights_of(trainer), "scores": scores}
+
+
+def saved(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
+    """Three steps, a checkpoint and an export, then two steps more."""
+    trainer = make_trainer(model, ranks)
+    for seed in range(3):
+        trainer.train_step(example(seed), LOSS)
+    trainer.logprobs(example(0))
+    path = checkpoint.save(trainer, folder / "checkpoints", extra={"position": 7})
+    checkpoint.export(trainer, folder / "model", model)
+    weights = weights_of(trainer)
+    after = [trainer.train_step(example(seed), LOSS) for seed in (3, 4)]
+    restored = make_trainer(model, ranks)
+    extra = checkpoint.load(restored, path)
+    again = [restored.train_step(example(seed), LOSS) for seed in (3, 4)]
+    return {
+        "path": path,
+        "model": folder / "model",
+        "weights": weights,
+        "after": after,
+        "again": again,
+        "extra": extra,
+    }
+
+
+def not_finite(ranks: Ranks, model: Path) -> dict[str, Any]:
+    """A step on a batch with one advantage that is no number, which only one rank sees."""
+    trainer = make_trainer(model, ranks)
+    before = weights_of(trainer)
+    batch = example(0)
+    batch.advantages[np.flatnonzero(batch.mask)[0]] = np.nan
+    try:
+        trainer.train_step(batch, LOSS)
+    except FloatingPointError as error:
+        message = str(error)
+    after = weights_of(trainer)
+    return {"message": message, "before": before, "after": after, "next": trainer.train_step(example(1), LOSS)}
+
+
+def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, Callable[[], Any]]:
+    return {
+        "fsdp": partial(five_steps, ranks, model),
+        "untied": partial(five_steps, ranks, untied),
+        "accumulated": partial(five_steps, ranks, model, accumulation_steps=3, seq_len=16),
+        "checkpointed": partial(five_steps, ranks, model, gradient_checkpointing=True),
+        "bfloat16": partial(five_steps, ranks, model, dtype="bfloat16"),
+        "seed form": partial(five_steps, ranks, model, SeedFormLoss(), "token_mean", seq_len=16),
+        "saved": partial(saved, ranks, model, folder),
+        "not finite": partial(not_finite, ranks, model),
+    }
+
+
+def main(rank: int, rendezvous: Any, folder: Path, model: Path, untied: Path) -> None:
+    """One of two ranks: run every scenario and write down what each returned, or its traceback."""
+    torch.set_num_threads(1)
+    outcome: dict[str, Any] = {}
+    for shard_degree in (-1, 1):
+        # Rank 0 holds the store, as `forge.controller` has it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+        if store is not None:
+            rendezvous.put(f"127.0.0.1:{store.port}")
+        address = f"127.0.0.1:{store.port}" if store is not None else rendezvous.get()
+        ranks = join(rank, 2, address, shard_degree)
+        scenarios = (
+            {"hsdp": partial(five_steps, ranks, model)} if shard_degree == 1 else sharded(ranks, folder, model, untied)
+        )
+        for name, scenario in scenarios.items():
+            try:
+                outcome[name] = plain(scenario())
+            except Exception:
+                outcome[name] = traceback.format_exc()
+        torch.distributed.barrier()
+        leave()
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(outcome))
+
+
+def plain(value: Any) -> Any:
+    """Weights as numpy arrays, in dicts of any depth."""
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    if not isinstance(value, torch.Tensor):
+        return value
+    assert value.dtype == torch.float32
+    return value.numpy()

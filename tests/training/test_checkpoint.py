@@ -1,0 +1,110 @@
+"""Checkpoints and exports of one process: exact continuation, housekeeping, and nothing half-written in sight."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forge.training import checkpoint
+from tests.training.cases import example, largest_difference, make_trainer, weights_of
+from tests.training.ranks import LOSS
+
+
+@pytest.mark.parametrize("which", ["model", "untied"])
+def test_training_goes_on_bit_by_bit(which: str, tmp_path: Path, request: pytest.FixtureRequest):
+    folder = request.getfixturevalue(which)
+    trainer = make_trainer(folder)
+    for seed in range(3):
+        trainer.train_step(example(seed), LOSS)
+    path = checkpoint.save(trainer, tmp_path, extra={"position": [1, 2], "name": "x"})
+    drawn = torch.rand(3)
+    after = [trainer.train_step(example(seed), LOSS) for seed in (3, 4)]
+
+    restored = make_trainer(folder, learning_rate=1e-3)
+    torch.manual_seed(99)
+    assert checkpoint.load(restored, path) == {"position": [1, 2], "name": "x"}
+    assert torch.equal(torch.rand(3), drawn)
+    assert restored.step == 3
+    assert [restored.train_step(example(seed), LOSS) for seed in (3, 4)] == after
+    assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
+
+
+def test_without_its_optimiser_training_would_go_on_otherwise(model: Path, tmp_path: Path):
+    """What the test above would miss if moments were not restored."""
+    trainer = make_trainer(model)
+    for seed in range(3):
+        trainer.train_step(example(seed), LOSS)
+    checkpoint.export(trainer, tmp_path / "model", model)
+    trainer.train_step(example(3), LOSS)
+    fresh = make_trainer(tmp_path / "model")
+    fresh.train_step(example(3), LOSS)
+    assert largest_difference(weights_of(fresh), weights_of(trainer)) > 1e-4
+
+
+def test_a_checkpoint_before_the_first_step(model: Path, tmp_path: Path):
+    trainer, restored = make_trainer(model), make_trainer(model)
+    path = checkpoint.save(trainer, tmp_path)
+    assert largest_difference(weights_of(trainer), weights_of(restored)) == 0.0
+    assert checkpoint.load(restored, path) == {}
+    assert restored.train_step(example(), LOSS) == trainer.train_step(example(), LOSS)
+    assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
+
+
+def test_the_newest_stay(model: Path, tmp_path: Path):
+    trainer = make_trainer(model)
+    for step in (3, 20, 999_999, 1_000_000, 1_000_001):
+        trainer.step = step
+        checkpoint.save(trainer, tmp_path, keep=3)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step_999999", "step_1000000", "step_1000001"]
+    assert len(list(tmp_path.iterdir())) == 3
+    checkpoint.save(trainer, tmp_path, extra={"again": True}, keep=1)
+    (only,) = checkpoint.checkpoints(tmp_path)
+    assert checkpoint.load(trainer, only) == {"again": True}
+
+
+def test_what_is_not_complete_is_neither_listed_nor_loaded(model: Path, tmp_path: Path):
+    trainer = make_trainer(model)
+    first = checkpoint.save(trainer, tmp_path)
+    trainer.train_step(example(), LOSS)
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        checkpoint.save(trainer, tmp_path, extra={"cannot be pickled": lambda: None})
+    (unfinished,) = set(tmp_path.iterdir()) - {first}
+    assert checkpoint.checkpoints(tmp_path) == [first]
+    for path in (unfinished, tmp_path / "step_000001", tmp_path):
+        with pytest.raises(FileNotFoundError, match="is not a complete checkpoint"):
+            checkpoint.load(trainer, path)
+    second = checkpoint.save(trainer, tmp_path)
+    assert checkpoint.checkpoints(tmp_path) == [first, second] == sorted(tmp_path.iterdir())
+    assert checkpoint.checkpoints(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("which", ["model", "untied"])
+def test_an_export_loads_in_transformers_with_equal_logits(which: str, tmp_path: Path, request: pytest.FixtureRequest):
+    folder = request.getfixturevalue(which)
+    trainer = make_trainer(folder)
+    trainer.train_step(example(), LOSS)
+    for _ in range(2):  # the second takes the place of the first
+        checkpoint.export(trainer, tmp_path / "model", folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    assert exported.dtype == torch.float32
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ids = torch.arange(3, 13)[None]
+    start = plain(ids).logits
+    plain.load_state_dict(weights_of(trainer), strict=False)
+    assert torch.equal(exported(ids).logits, plain(ids).logits)
+    assert not torch.equal(start, plain(ids).logits)
+    assert (exported.lm_head.weight is exported.model.embed_tokens.weight) == (which == "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("abc").input_ids == [3, 4, 5]
+    assert "forge" not in (tmp_path / "model" / "config.json").read_text()
+
+
+def test_an_export_does_not_replace_what_is_no_model(model: Path, tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("keep me")
+    with pytest.raises(FileExistsError, match="is no model"):
+        checkpoint.export(make_trainer(model), tmp_path, model)
+    assert (tmp_path / "notes.txt").read_text() == "keep me"

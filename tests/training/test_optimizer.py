@@ -1,0 +1,80 @@
+"""Schedules in closed form, clipping, weight decay."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from forge.losses import SFTLoss
+from forge.training.optimizer import OptimizerSettings, build_optimizer
+from tests.training.cases import example, largest_difference, make_trainer, weights_of
+
+
+def test_constant_schedule_after_a_linear_warmup():
+    settings = OptimizerSettings(warmup_steps=4)
+    assert [settings.scale(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert OptimizerSettings().scale(0) == 1.0
+
+
+def test_linear_schedule_ends_at_its_floor_and_stays():
+    settings = OptimizerSettings(schedule="linear", warmup_steps=2, total_steps=12, min_lr_ratio=0.2)
+    for step in range(2, 12):
+        assert settings.scale(step) == pytest.approx(1 - 0.8 * (step - 2) / 10)
+    assert [settings.scale(step) for step in (12, 500)] == pytest.approx([0.2, 0.2])
+
+
+def test_cosine_schedule():
+    settings = OptimizerSettings(schedule="cosine", total_steps=8, min_lr_ratio=0.0)
+    for step in range(9):
+        assert settings.scale(step) == pytest.approx(math.cos(math.pi * step / 16) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "step"}, "constant, linear or cosine"),
+        ({"schedule": "cosine"}, "total_steps > warmup_steps"),
+        ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "total_steps > warmup_steps"),
+        ({"learning_rate": -1.0}, "must not be negative"),
+        ({"max_grad_norm": -1.0}, "must not be negative"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        OptimizerSettings(**settings)
+
+
+def test_decay_shrinks_matrices_only():
+    layer = nn.Linear(3, 2)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    optimizer = build_optimizer(layer, OptimizerSettings(learning_rate=0.1, weight_decay=0.5))
+    layer.weight.grad, layer.bias.grad = torch.zeros(2, 3), torch.zeros(2)
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), before["weight"] * (1 - 0.1 * 0.5))
+    assert torch.equal(layer.bias.detach(), before["bias"])
+
+
+def test_the_trainer_follows_the_schedule(model: Path):
+    trainer = make_trainer(model, schedule="linear", warmup_steps=1, total_steps=3, min_lr_ratio=0.0)
+    rates = [trainer.train_step(example(), SFTLoss())["learning_rate"] for _ in range(4)]
+    assert rates == pytest.approx([1e-3, 1e-3, 5e-4, 0.0])
+
+
+def test_clipping_bounds_the_gradient_and_reports_its_norm(model: Path):
+    """With a first moment of no memory and a large epsilon, AdamW's first step is the gradient times lr / epsilon."""
+    moved = {}
+    for bound in (0.0, 1e6, 0.01):
+        trainer = make_trainer(model, learning_rate=1.0, epsilon=1e3, beta1=0.0, max_grad_norm=bound)
+        before = weights_of(trainer)
+        norm = trainer.train_step(example(), SFTLoss())["grad_norm"]
+        after = weights_of(trainer)
+        assert norm > 1.0
+        moved[bound] = {name: (before[name] - after[name]).double() * 1e3 for name in before}
+    total = {bound: float(sum(m.square().sum() for m in moves.values())) ** 0.5 for bound, moves in moved.items()}
+    assert total[0.0] == pytest.approx(norm, rel=1e-2)
+    assert total[0.01] == pytest.approx(0.01, rel=0.2)  # float32 weights resolve so small a step no better
+    assert largest_difference(moved[0.0], moved[1e6]) == 0.0

@@ -1,0 +1,93 @@
+"""A packed forward pass is every sequence's own forward pass, for each model family, and so are its gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.training.packed_attention import PackedLayout
+from forge.training.policy import Policy
+from forge.types import Batch
+from tests.training.cases import VOCAB, tiny_model
+
+LENGTHS = [5, 1, 12, 3, 12, 2, 1, 9]
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    """Random tokens; all but the first of each sequence are trained."""
+    total = sum(lengths)
+    first = np.cumsum([0, *lengths[:-1]])
+    mask = np.ones(total, dtype=np.bool_)
+    mask[first] = False
+    random = np.random.default_rng(0)
+    zeros = np.zeros(total, dtype=np.float32)
+    return Batch(random.integers(0, VOCAB, total), np.array(lengths), mask, zeros, zeros, zeros, zeros)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("lengths", [LENGTHS, [1, 2], [16]], ids=str)
+def test_packed_equals_plain_transformers(family: str, lengths: list[int]):
+    model = tiny_model(family)
+    plain = copy.deepcopy(model)
+    batch = batch_of(lengths)
+    logprobs, entropy = Policy(model)(batch, temperature=0.8)
+
+    expected_logprobs, expected_entropy = [], []
+    for own in torch.from_numpy(batch.tokens).split(lengths):
+        logp = (plain(own[None]).logits[0, :-1] / 0.8).log_softmax(-1)
+        expected_logprobs.append(logp.gather(1, own[1:, None])[:, 0])
+        expected_entropy.append(-(logp.exp() * logp).sum(-1))
+    expected = torch.cat(expected_logprobs), torch.cat(expected_entropy)
+    torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5)
+
+    share = torch.linspace(-1, 1, len(logprobs)) / len(logprobs)
+    (share @ logprobs + share.flip(0) @ entropy).backward()
+    (share @ expected[0] + share.flip(0) @ expected[1]).backward()
+    own_gradients = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(own_gradients[name].grad, parameter.grad, rtol=0, atol=1e-5, msg=name)
+
+
+def test_a_sequence_does_not_feel_its_neighbours():
+    policy = Policy(tiny_model())
+    alone = policy(batch_of([12]))[0]
+    together = batch_of([12, 12, 10, 3])
+    torch.testing.assert_close(policy(together)[0][:11], alone, rtol=0, atol=1e-5)
+    together.tokens[12:] = (together.tokens[12:] + 1) % VOCAB
+    torch.testing.assert_close(policy(together)[0][:11], alone, rtol=0, atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
+@settings(deadline=None)
+def test_layout_moves_every_token_there_and_back(lengths: list[int]):
+    layout = PackedLayout.of(lengths)
+    pack = torch.arange(sum(lengths))
+    rectangles = pack[layout.gather]
+    assert torch.equal(rectangles[layout.scatter], pack)
+    rows = [row for (n, width), part in zip(layout.shapes, _parts(layout, rectangles), strict=True) for row in part]
+    starts = {sum(lengths[:i]): length for i, length in enumerate(lengths)}
+    assert sorted(int(row[0]) for row in rows) == sorted(starts)
+    for row in rows:
+        length = starts[int(row[0])]
+        # One sequence a row, from the left, then its last token again; at most a quarter is padding.
+        assert row.tolist() == [int(row[0]) + min(i, length - 1) for i in range(len(row))]
+        assert length >= 0.75 * len(row)
+
+
+def _parts(layout: PackedLayout, rectangles: torch.Tensor) -> list[torch.Tensor]:
+    sizes = [rows * width for rows, width in layout.shapes]
+    return [part.view(shape) for part, shape in zip(rectangles.split(sizes), layout.shapes, strict=True)]
+
+
+def test_a_sliding_window_is_refused_where_it_would_matter():
+    policy = Policy(tiny_model("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=0))
+    full = Policy(tiny_model("qwen2"))
+    torch.testing.assert_close(policy(batch_of([6, 4]))[0], full(batch_of([6, 4]))[0])
+    with pytest.raises(ValueError, match="7 tokens exceeds the sliding window of 6"):
+        policy(batch_of([3, 7]))

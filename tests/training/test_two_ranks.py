@@ -1,0 +1,113 @@
+"""Two processes train as one does: FSDP2, HSDP, idle ranks, user-written losses, checkpoints, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forge.training import checkpoint
+from forge.training.distributed import join
+from tests.training import ranks
+from tests.training.cases import example, make_trainer
+
+TwoRanks = Callable[[str], list[Any]]
+LAYOUT = {"micro_batches"}  # how the work is laid out differs with the number of ranks
+
+
+def assert_same_metrics(a: dict[str, float], b: dict[str, float], tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a.keys() - LAYOUT:
+        assert a[name] == pytest.approx(b[name], rel=tolerance, abs=tolerance), name
+
+
+def assert_same_weights(a: dict[str, np.ndarray], b: dict[str, Any], tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(a[name], np.asarray(b[name]), rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "settings"),
+    [
+        ("fsdp", {}),
+        ("hsdp", {}),
+        ("untied", {}),
+        ("accumulated", {}),
+        ("checkpointed", {}),
+        ("seed form", {"loss": ranks.SeedFormLoss(), "second": "token_mean"}),
+    ],
+)
+def test_two_ranks_train_as_one_does(two_ranks: TwoRanks, model: Path, untied: Path, scenario: str, settings: Any):
+    first, second = two_ranks(scenario)
+    one = ranks.five_steps(join(), untied if scenario == "untied" else model, **settings)
+    for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
+        assert mine == other
+        assert_same_metrics(mine, alone, 1e-5)
+    assert_same_weights(first["weights"], second["weights"], 0.0)
+    assert_same_weights(first["weights"], one["weights"], 1e-4)
+    for result in (first, second):
+        np.testing.assert_allclose(result["scores"], one["scores"], atol=1e-4)
+
+
+def test_training_moved_the_weights_far_beyond_the_tolerance(model: Path):
+    one = ranks.five_steps(join(), model)
+    start = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
+    assert all((one["weights"][name] - start[name].detach()).abs().max() > 1e-3 for name in start)
+
+
+def test_accumulation_gives_each_rank_its_micro_batches(two_ranks: TwoRanks):
+    assert [m["micro_batches"] for m in two_ranks("accumulated")[0]["metrics"]] == [3.0] * 5
+
+
+def test_bfloat16_trains_close_to_float32(two_ranks: TwoRanks):
+    half, full = two_ranks("bfloat16")[0], two_ranks("fsdp")[0]
+    for a, b in zip(half["metrics"], full["metrics"], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.1, abs=0.05)
+    assert all(weights.dtype == np.float32 for weights in half["weights"].values())
+
+
+def test_a_value_that_is_not_finite_stops_every_rank_and_changes_nothing(two_ranks: TwoRanks):
+    for result in two_ranks("not finite"):
+        assert result["message"].startswith("step 0: loss nan")
+        assert_same_weights(result["before"], result["after"], 0.0)
+        assert np.isfinite(result["next"]["loss"])
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(two_ranks: TwoRanks, model: Path):
+    first, second = two_ranks("saved")
+    assert first["again"] == first["after"] == second["again"]
+    assert first["extra"] == second["extra"] == {"position": 7}
+    trainer = make_trainer(model)
+    assert checkpoint.load(trainer, first["path"]) == {"position": 7}
+    assert trainer.step == 3
+    for seed, expected in zip((3, 4), first["after"], strict=True):
+        assert_same_metrics(trainer.train_step(example(seed), ranks.LOSS), expected, 1e-5)
+
+
+def test_an_export_of_two_ranks_is_the_trained_model(two_ranks: TwoRanks):
+    result = two_ranks("saved")[0]
+    exported = AutoModelForCausalLM.from_pretrained(result["model"])
+    assert_same_weights(result["weights"], {n: p.detach() for n, p in exported.named_parameters()}, 0.0)
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
+    assert AutoTokenizer.from_pretrained(result["model"]).decode([3, 4]) == "ab"
+
+
+def test_join_names_what_is_wrong():
+    with pytest.raises(ValueError, match="data_parallel_shard_degree = 3 does not divide the trainer's 2 ranks"):
+        join(0, 2, "127.0.0.1:1", shard_degree=3)
+    with pytest.raises(ValueError, match="data_parallel_shard_degree = 2 does not divide the trainer's 1 ranks"):
+        join(shard_degree=2)
+    with pytest.raises(ValueError, match="rendezvous"):
+        join(0, 2)
+
+
+def test_one_rank_needs_no_process_group():
+    ranks_ = join()
+    assert (ranks_.rank, ranks_.world_size, ranks_.mesh) == (0, 1, None)
+    assert torch.equal(ranks_.sum(torch.ones(2)), torch.ones(2))
