@@ -9,6 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+# oneDNN builds a kernel for every shape and keeps it: callers round their number of rows up to a multiple of this, or
+# memory grows with every new length of a batch.
+ROWS = 64
+
 AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 

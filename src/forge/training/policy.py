@@ -6,13 +6,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..types import Batch
-from .cpu_linear import speed_up
+from .cpu_linear import ROWS, speed_up
 from .packed_attention import NAME, PackedLayout
 from .token_logprobs import token_logprobs
 
@@ -41,6 +42,9 @@ class Policy(nn.Module):
         device = next(self.model.parameters()).device
         lengths = batch.lengths.tolist()
         tokens = torch.from_numpy(batch.tokens).to(device)
+        if surplus := -len(tokens) % ROWS:  # one more sequence, of which nothing is trained
+            lengths.append(surplus)
+            tokens = F.pad(tokens, (0, surplus))
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         hidden = self.model.model(
             input_ids=tokens[None],

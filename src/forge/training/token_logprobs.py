@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .cpu_linear import product
+from .cpu_linear import ROWS, product
 
 # Rows of logits that exist at a time: 256 rows of a 152k vocabulary are 156 MB in float32.
 CHUNK = 256
@@ -73,7 +74,10 @@ def token_logprobs(
         # Keeps the graph connected, so that a rank with nothing to train still runs its backward collectives.
         nothing = hidden.float().sum(-1) + weight.float().sum() * 0.0
         return nothing, nothing
+    count, surplus = len(labels), -len(labels) % ROWS
+    hidden, labels = F.pad(hidden, (0, 0, 0, surplus)), F.pad(labels, (0, surplus))
     device = hidden.device.type
     # Backward runs outside autocast and has to compute the logits that forward saw.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    return _TokenLogprobs.apply(hidden.to(dtype), weight, labels, temperature, chunk)
+    logprobs, entropy = _TokenLogprobs.apply(hidden.to(dtype), weight, labels, temperature, chunk)
+    return logprobs[:count], entropy[:count]
