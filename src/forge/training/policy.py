@@ -42,9 +42,9 @@ class Policy(nn.Module):
         device = next(self.model.parameters()).device
         lengths = batch.lengths.tolist()
         tokens = torch.from_numpy(batch.tokens).to(device)
-        if surplus := -len(tokens) % ROWS:  # one more sequence, of which nothing is trained
-            lengths.append(surplus)
-            tokens = F.pad(tokens, (0, surplus))
+        surplus = -len(tokens) % ROWS
+        lengths += [1] * surplus  # sequences of one token, of which nothing is trained
+        tokens = F.pad(tokens, (0, surplus))
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         hidden = self.model.model(
             input_ids=tokens[None],
