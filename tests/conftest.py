@@ -4,8 +4,18 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
+from forge.observability.metrics import drain
+
 ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture(autouse=True)
+def own_metrics():
+    """Components that a test runs in this process leave no metrics to the next test."""
+    drain()

@@ -58,12 +58,14 @@ def test_the_documented_sections_load(config):
 
 
 def test_overrides(config):
-    cfg = read(config, "--trainer.procs", "4", "--generator.procs=2", "--generator.slots", "64", "--seed", "7")
-    assert (cfg.services.trainer.procs, cfg.services.generator.procs) == (4, 2)
+    cfg = read(config, "--trainer.procs", "4", "--generator.num_replicas=2", "--generator.slots", "64", "--seed", "7")
+    assert (cfg.services.trainer.procs, cfg.services.generator.num_replicas) == (4, 2)
     assert cfg.generator.slots == 64
     assert cfg.seed == 7
     assert read(config, "--async.max_policy_age", "3").async_.max_policy_age == 3
     assert read(config, "--training.learning_rate", "3e-5").training.learning_rate == 3e-5
+    assert read(config, "--dataset.prompt_template", "{question}>").dataset.prompt_template == "{question}>"
+    assert read(config, "--dataset.prompt_template", "{question}").dataset.prompt_template == "{question}"
     assert read(config, "--dataset.difficulty", "[3, 7]").dataset.difficulty == [3, 7]
 
 
@@ -83,6 +85,11 @@ def test_overrides(config):
         (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
         (["--dataset.task", "reverse"], "either a path .* or a task"),
         (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1"),
+        (["--generator.procs", "2"], "services.generator.procs must be 1: scale it with num_replicas"),
+        (["--reward.call_timeout", "-1"], "services.reward: call_timeout must be positive"),
+        (["--checkpoint.keep", "0"], "checkpoint.keep must be at least 1"),
+        (["--dataset.max_prompt_tokens", "4096"], "together exceed training.seq_len: at most 3584"),
+        (["--eval.every", "3", "--training.sync_interval", "2"], "a multiple of training.sync_interval"),
         (["--seed"], "--seed needs a value"),
         (["seed"], "overrides are written --section.key VALUE"),
         (["--model.name", "x"], "'model' is a value, not a section"),

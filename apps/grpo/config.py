@@ -70,6 +70,18 @@ class GRPOConfig(RecipeConfig):
         ):
             if bad:
                 raise ConfigError(message)
-        for name in ("trainer", "replay_buffer", "dataset"):
-            if self.services[name].num_replicas != 1:
-                raise ConfigError(f"services.{name}.num_replicas must be 1: it holds state that cannot be split")
+        for name in self.services:
+            self.services[name].validate(
+                name, ranks=name == "trainer", replicas=name not in ("trainer", "replay_buffer", "dataset")
+            )
+        room = self.training.seq_len - self.grpo.max_tokens
+        if self.dataset.max_prompt_tokens is None:
+            self.dataset.max_prompt_tokens = room
+        elif self.dataset.max_prompt_tokens > room:
+            raise ConfigError(
+                f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
+            )
+        if self.eval.every % self.training.sync_interval:
+            raise ConfigError(
+                "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
+            )

@@ -15,7 +15,7 @@ from forge.advantages import group_relative
 from forge.controller import drain_metrics, first_to_end
 from forge.data.packing import pack
 from forge.losses import GRPOLoss
-from forge.observability import Run, record_metric
+from forge.observability import Reduce, Run, record_metric
 from forge.recipe import launch
 from forge.store import VersionStore
 from forge.types import Episode, Group, Sample
@@ -67,26 +67,28 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
 
     async def continuous_training() -> None:
         for version in range(cfg.training.steps):
+            await window.refund(await buffer.expire.route(version))
             groups = await buffer.sample.route(version, batch_size)
             batch = pack(learnable(groups, version), aggregation=cfg.training.aggregation)
             if reference is not None:
                 batch.ref_logprobs = await reference.logprobs.route(batch)
             metrics = await trainer.train_step.route(batch)
-            step = version + 1
-            if step % cfg.training.sync_interval == 0:
+            step, last = version + 1, version + 1 == cfg.training.steps
+            if last or step % cfg.training.sync_interval == 0:
                 await trainer.push_weights.call(step)
                 await policy.update_weights.fanout(step)
-                await window.advance(step, expired=await buffer.expire.route(step))
+                await window.advance(step)
             if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
                 position = {"dataset": await dataset.state_dict.route(), "buffer": await buffer.state_dict.route()}
                 await trainer.save_checkpoint.call(record.checkpoints, position, cfg.checkpoint.keep)
-            if step == cfg.training.steps or (cfg.eval.every and step % cfg.eval.every == 0):
+            if last or (cfg.eval.every and step % cfg.eval.every == 0):
                 metrics |= await evaluate(policy, reward, held_out)
             record.log(step, await drain_metrics(), **metrics)
 
     def learnable(groups: list[Group], version: int) -> list[Episode]:
         for group in groups:
             record_metric("policy_age", version - group.version)
+            record_metric("policy_age", version - group.version, Reduce.MAX)
             record_metric("groups_without_signal", len(set(group.rewards)) == 1)
             for episode, advantage in zip(
                 group.episodes, group_relative(group.rewards, normalize=algo.normalize), strict=True
@@ -95,7 +97,8 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
         signal = [g for g in groups if len(set(g.rewards)) > 1 or not algo.skip_no_signal] or groups
         return [episode for group in sorted(signal, key=lambda g: g.index) for episode in group.episodes]
 
-    record.log(0, await drain_metrics(), **await evaluate(policy, reward, held_out))
+    before = await evaluate(policy, reward, held_out)
+    record.log(0, await drain_metrics(), **before)
     await first_to_end(continuous_training(), continuous_rollouts())
     await trainer.export_model.call(record.model)
 

@@ -32,5 +32,7 @@ class SFTConfig(RecipeConfig):
     def validate(self) -> None:
         super().validate()
         self.parallelism.validate(self.services.trainer.procs)
+        for name in self.services:
+            self.services[name].validate(name, ranks=name == "trainer", replicas=name not in ("trainer", "dataset"))
         if self.training.sync_interval != 1 or self.training.entropy_coef:
             raise ConfigError("training.sync_interval and training.entropy_coef do nothing in supervised training")

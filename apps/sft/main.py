@@ -36,7 +36,8 @@ async def main(cfg: SFTConfig, model: str, held_out: list[Sample], record: Run, 
         ),
         RewardActor.options(**services.reward).as_service(**cfg.reward),
     )
-    record.log(0, await drain_metrics(), **await evaluate(policy, reward, held_out))
+    before = await evaluate(policy, reward, held_out)
+    record.log(0, await drain_metrics(), **before)
     for step in range(1, cfg.training.steps + 1):
         episodes = await dataset.supervised.route(cfg.training.batch_size)
         metrics = await trainer.train_step.route(episodes)

@@ -30,6 +30,9 @@ class Section:
     def keys(self) -> Iterator[str]:
         return (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
 
+    def __iter__(self) -> Iterator[str]:
+        return self.keys()
+
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
@@ -46,7 +49,7 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
     path, overrides = _arguments(argv)
     values = _read(path)
     for name, text in overrides:
-        _set(values, cls, name, yaml.load(text, Loader=_Loader))
+        _set(values, cls, name, _value(text))
     config = build(cls, values)
     if hasattr(config, "validate"):
         config.validate()
@@ -105,6 +108,15 @@ def _arguments(argv: Sequence[str]) -> tuple[Path, list[tuple[str, str]]]:
     if path is None:
         raise ConfigError("--config FILE is missing")
     return path, overrides
+
+
+def _value(text: str) -> Any:
+    """An override as YAML; what is none, or would be a mapping, is the text itself."""
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, dict) and ":" not in text else value
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from .actors.reward import load_reward
@@ -33,6 +34,8 @@ def launch(main: Main, config_type: type[Any], argv: list[str] | None = None) ->
         for name in [*cfg.reward.functions, *filter(None, [cfg.reward.accuracy])]:
             load_reward(name)
         held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
+        if cfg.run.overwrite:
+            check_overwrite(cfg, model)
         record = Run(**cfg.run, config=to_dict(cfg), steps=cfg.training.steps, tensorboard=cfg.metrics.tensorboard)
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from None
@@ -42,8 +45,22 @@ def launch(main: Main, config_type: type[Any], argv: list[str] | None = None) ->
     except ForgeError as error:
         raise SystemExit(f"error: {error}") from error
     finally:
-        record.close()
-        store.close()
+        try:
+            record.close()
+        finally:
+            store.close()
+
+
+def check_overwrite(cfg: Any, model: str) -> None:
+    """Refuse to overwrite a run with something that it is made from.
+
+    Raises:
+        ValueError: the model or the data lie in the folder that would be removed.
+    """
+    folder = (Path(cfg.run.root) / cfg.run.name).resolve()
+    for name in (model, cfg.dataset.path, cfg.eval.path):
+        if name is not None and Path(name).resolve().is_relative_to(folder):
+            raise ValueError(f"run.overwrite would remove {name}, which this run reads: choose another run.name")
 
 
 def check_data(dataset: DatasetConfig, evaluation: EvalConfig, model: str, seed: int) -> list[Sample]:

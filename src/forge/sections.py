@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .config import ConfigError, Section
+from .controller import Options
 
 
 @dataclass
@@ -18,8 +19,19 @@ class ServiceConfig(Section):
     share: str | None = None
     threads: int = 1
     env: dict = field(default_factory=dict)
-    call_timeout: float = 600.0
+    call_timeout: float = 1800.0
     setup_timeout: float = 300.0
+
+    def validate(self, name: str, *, ranks: bool = False, replicas: bool = True) -> None:
+        """Check the placement of service `name`: may it have several ranks, several replicas?"""
+        try:
+            Options(**self)
+        except ValueError as error:
+            raise ConfigError(f"services.{name}: {error}") from None
+        if self.procs != 1 and not ranks:
+            raise ConfigError(f"services.{name}.procs must be 1: scale it with num_replicas")
+        if self.num_replicas != 1 and not replicas:
+            raise ConfigError(f"services.{name}.num_replicas must be 1: it holds state that cannot be split")
 
 
 @dataclass
@@ -216,3 +228,5 @@ class RecipeConfig(Section):
             )
         self.dataset.validate()
         self.training.validate()
+        if self.checkpoint.keep < 1:
+            raise ConfigError(f"checkpoint.keep must be at least 1, got {self.checkpoint.keep}")

@@ -98,7 +98,7 @@ def test_what_expires_is_told_so_that_it_can_be_replaced():
         assert await buffer.expire(2) == 2
         assert not await buffer.add(episode(9, version=0))
         assert await buffer.expire(2) == 0
-        assert await buffer.counts() == {"size": 2, "unscored": 0, "too_old": 3}
+        assert await buffer.counts() == {"size": 2, "unscored": 0, "unscored_episodes": 0, "too_old": 3}
 
     asyncio.run(main())
 
@@ -111,7 +111,8 @@ def test_unscored_is_dropped_and_counted_never_zero():
         assert await buffer.add(Group([episode(3), episode(4, reward=None), episode(5, reward=0.0)], index=7))
         (group,) = await buffer.sample(0, 1)
         assert (group.rewards, group.index) == ([1.0, 0.0], 7)
-        assert (await buffer.counts())["unscored"] == 2
+        counts = await buffer.counts()
+        assert (counts["unscored"], counts["unscored_episodes"]) == (2, 1)
 
     asyncio.run(main())
 

@@ -14,6 +14,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forge.models import build_small_model
+
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
@@ -56,7 +58,9 @@ def rows(folder: Path) -> list[dict]:
     "overrides",
     [
         pytest.param(["--async.max_policy_age", "0", "--grpo.beta", "0.1", "--trainer.procs", "2"], id="lock-step"),
-        pytest.param(["--async.max_policy_age", "2", "--training.sync_interval", "3"], id="asynchronous"),
+        pytest.param(
+            ["--async.max_policy_age", "2", "--training.sync_interval", "3", "--eval.every", "3"], id="asynchronous"
+        ),
     ],
 )
 def test_grpo_leaves_a_whole_run(tmp_path, overrides):
@@ -147,6 +151,10 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "no model": (["--from_scratch", "null", "--model", str(tmp_path / "nowhere")], "does not exist"),
         "one sample": (["--grpo.n_samples", "1"], "n_samples must be at least 2"),
         "unknown reward": (["--reward.functions", "[Nonsense]"], "reward 'Nonsense' was not found"),
+        "overwriting its own model": (
+            ["--from_scratch", "null", "--model", str(tmp_path / "runs/test/model")],
+            "run.overwrite would remove",
+        ),
         "no held-out file": (["--dataset.task", "null", "--dataset.path", str(rows_)], "set eval.path"),
     }
 
@@ -161,6 +169,7 @@ CASES = [
     "no model",
     "one sample",
     "unknown reward",
+    "overwriting its own model",
     "no held-out file",
 ]
 
@@ -168,6 +177,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_one_line_and_starts_nothing(tmp_path, case):
     overrides, message = bad(tmp_path)[case]
+    small_model(tmp_path / "runs/test/model")
     code, output = finish(*command(tmp_path, *overrides))
     assert code == 1
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -186,6 +196,13 @@ def test_long_prompts_are_skipped_by_setting(tmp_path):
     )  # fmt: skip
     code, output = finish(*args)
     assert code == 0, output
+
+
+def small_model(folder: Path) -> str:
+    return build_small_model(
+        folder, seed=0, alphabet=CONFIG["from_scratch"]["alphabet"], hidden_size=32, layers=2, heads=2, kv_heads=2,
+        max_positions=64,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -49,6 +49,10 @@ class Counter(ForgeActor):
         raise KeyError(message)
 
     @endpoint
+    async def leave(self) -> None:
+        raise SystemExit(0)
+
+    @endpoint
     async def fail_oddly(self) -> None:
         raise Odd("a", "b")
 

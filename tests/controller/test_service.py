@@ -80,6 +80,8 @@ def test_exceptions_reach_the_caller_and_the_replica_lives():
         assert "components.py" in str(caught.value.__cause__)  # the remote traceback
         with pytest.raises(RemoteError, match="Odd: ab"):
             await counter.fail_oddly.route()
+        with pytest.raises(RemoteError, match="SystemExit: 0"):
+            await counter.leave.route()
         assert Odd("a", "b").args == ("ab",)
         assert await counter.add.route(2) == 2
 
@@ -189,5 +191,7 @@ def test_a_stopped_service_says_so():
         await service.stop()
         with pytest.raises(ServiceStopped, match="counter was stopped"):
             await service.add.route(1)
+        await drain_metrics()
+        await Counter.as_actor()
 
     run(main())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..controller import ForgeActor, endpoint
 from ..data.prompts import supervised
+from ..observability import Reduce, record_metric
 from ..types import Episode, Sample
 
 if TYPE_CHECKING:
@@ -32,22 +33,25 @@ class DatasetActor(ForgeActor):
         self.dataset = PromptDataset(tokenizer=self.tokenizer, **self.settings)
 
     @endpoint
-    async def sample(self) -> Sample:
-        """The next `(prompt, target)`."""
-        return next(self.dataset)
+    def sample(self) -> Sample:
+        """The next `(prompt, target)`. Rows left out on the way are counted in `data/skipped`."""
+        skipped = self.dataset.skipped
+        sample = next(self.dataset)
+        record_metric("data/skipped", self.dataset.skipped - skipped, Reduce.SUM)
+        return sample
 
     @endpoint
-    async def supervised(self, n: int) -> list[Episode]:
+    def supervised(self, n: int) -> list[Episode]:
         """The next n samples with their targets as responses, to be imitated."""
         return [imitate(next(self.dataset), self.tokenizer) for _ in range(n)]
 
     @endpoint
-    async def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The position in the stream."""
         return self.dataset.state_dict()
 
     @endpoint
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position."""
         self.dataset.load_state_dict(state)
 

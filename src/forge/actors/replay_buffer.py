@@ -44,7 +44,7 @@ class ReplayBuffer(ForgeActor):
             raise ValueError(f"order must be fifo or random, got {order!r}")
         self.capacity, self.max_policy_age, self.order = capacity, max_policy_age, order
         self.items: list[Item] = []
-        self.dropped = {"unscored": 0, "too_old": 0}
+        self.dropped = {"unscored": 0, "unscored_episodes": 0, "too_old": 0}
         self.random = random.Random(seed)
         self.version = 0
         self.changed = asyncio.Condition()
@@ -56,6 +56,8 @@ class ReplayBuffer(ForgeActor):
         if scored is None:
             self._drop("unscored", 1)
             return False
+        if isinstance(item, Group) and isinstance(scored, Group) and len(scored.episodes) < len(item.episodes):
+            self._drop("unscored_episodes", len(item.episodes) - len(scored.episodes))
         if not self._young(scored):
             self._drop("too_old", 1)
             return False

@@ -50,12 +50,13 @@ class RewardActor(ForgeActor):
         if self.accuracy is not self.functions[0]:
             scores[0] = await _score_all(self.accuracy, prompt, responses, target)
         for score in scores[0]:
-            record_metric("accuracy", _right(score))
+            if score is not None:
+                record_metric("accuracy", _right(score))
         return rewards
 
     @endpoint
     async def is_correct(self, prompt: Any, response: str, target: str) -> bool:
-        """Whether a response is right by the accuracy function."""
+        """Whether a response is right by the accuracy function; what it cannot score is not right."""
         return _right((await _score_all(self.accuracy, prompt, [response], target))[0])
 
     async def _score(
@@ -99,7 +100,10 @@ def load_reward(name: str) -> RewardFunction:
         found = getattr(importlib.import_module(module_name or "forge.data.rewards"), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"reward {name!r} was not found ({error}); write package.module:Name") from error
-    made = found() if inspect.isclass(found) else found
+    try:
+        made = found() if inspect.isclass(found) else found
+    except TypeError as error:
+        raise ValueError(f"reward {name!r} cannot be made without arguments ({error}); name a function") from error
     if not callable(made):
         raise ValueError(f"reward {name!r} is not callable")
     return made

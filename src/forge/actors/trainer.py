@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
@@ -60,7 +61,8 @@ class Trainer(ForgeActor):
         Episodes and groups are packed here; an episode without an advantage trains on its reward (REINFORCE without
         a baseline).
         """
-        with phase("train"):
+        # The ranks train at the same time: one of them stands for all in the time by phase.
+        with phase("train") if self.context.rank == 0 else nullcontext():
             metrics = self.trainer.train_step(batch if isinstance(batch, Batch) else self._pack(batch), self.loss)
         return {f"train/{name}": value for name, value in metrics.items()}
 

@@ -22,7 +22,7 @@ class Window:
             raise ValueError(f"max_policy_age must be at least 0, got {max_policy_age}")
         self.batch_size, self.max_policy_age = batch_size, max_policy_age
         self.end = steps * batch_size
-        self.admitted = version * batch_size
+        self.admitted = self.numbered = version * batch_size
         self.version = version
         self._changed = asyncio.Condition()
 
@@ -31,13 +31,13 @@ class Window:
         async with self._changed:
             await self._changed.wait_for(self._open)
             self.admitted += 1
-            return self.admitted - 1
+            self.numbered += 1  # a refunded rollout is replaced under a number of its own
+            return self.numbered - 1
 
-    async def advance(self, version: int, expired: int = 0) -> None:
-        """The policy now serves `version`; `expired` rollouts were too old for it and are admitted anew."""
+    async def advance(self, version: int) -> None:
+        """The policy now serves `version`."""
         async with self._changed:
             self.version = version
-            self.admitted -= expired
             self._changed.notify_all()
 
     async def refund(self, rollouts: int) -> None:

@@ -51,7 +51,8 @@ class RemoteFailure:
     def capture(cls, where: str, error: BaseException) -> RemoteFailure:
         payload: bytes | None
         try:
-            payload = pickle.dumps(error)
+            # What ends a process or a task there (SystemExit, CancelledError) must not end one here.
+            payload = pickle.dumps(error) if isinstance(error, Exception) else b""
             # Some exceptions pickle and then fail to rebuild, because their __init__ takes other arguments.
             pickle.loads(payload)
         except Exception:

@@ -26,7 +26,7 @@ class Options:
     share: str | None = None
     threads: int = 1
     env: dict[str, str] = field(default_factory=dict)
-    call_timeout: float = 600.0
+    call_timeout: float = 1800.0
     setup_timeout: float = 300.0
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ class ProcessGroup:
         self.starting = 0
 
 
-def spawn(name: str, procs: int, *, threads: int, env: dict[str, str], gpus: list[int] | None = None) -> ProcMesh:
+def spawn(name: str, procs: int, *, threads: int, env: dict[str, str], gpus: list[str] | None = None) -> ProcMesh:
     """Start `procs` processes on this host.
 
     Args:
@@ -40,7 +40,7 @@ def spawn(name: str, procs: int, *, threads: int, env: dict[str, str], gpus: lis
         "TOKENIZERS_PARALLELISM": "false",
         # One loading bar from each process at once is noise.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus or [])),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus or []),
         PROCESS_NAME: name,
         **env,
     }
@@ -58,14 +58,15 @@ def _bootstrap(settings: dict[str, str]) -> None:
     libc.signal(signal.SIGINT, ctypes.c_void_p(1))  # SIG_IGN
 
 
-def visible_gpus() -> list[int]:
-    """Indices of the GPUs of this host that this process may use."""
+def visible_gpus() -> list[str]:
+    """The GPUs of this host that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
-    return list(range(torch.cuda.device_count()))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return chosen.split(",") if chosen else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def take_gpus(free: list[int], count: int, component: str) -> list[int]:
+def take_gpus(free: list[str], count: int, component: str) -> list[str]:
     """Take `count` devices from `free`, or say what is missing."""
     if count > len(free):
         raise ForgeError(

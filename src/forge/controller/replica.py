@@ -38,6 +38,7 @@ class Replica:
         name = f"{context.component}_{context.replica}_{next(_spawned)}"
         self.shell = group.mesh.spawn(name, Shell, context)
         self._watch: asyncio.Task | None = None
+        self.stopped = False
 
     def __str__(self) -> str:
         return f"{self.context.component}[{self.context.replica}]"
@@ -85,6 +86,9 @@ class Replica:
 
     async def stop(self) -> None:
         """Run `teardown`, end the processes, and kill what is left of them."""
+        if self.stopped:
+            return
+        self.stopped = True
         if self._watch is not None:
             self._watch.cancel()
         if not self.failed.done():
@@ -147,6 +151,8 @@ class Replica:
                 self.fail(f"it did not answer a ping for {PING_PATIENCE:g} s")
             except ReplicaDied:
                 return
+            except Exception as error:
+                self.fail(f"it could not be watched any more: {error!r}")
 
 
 def _unwrap(answer: Answer) -> Any:

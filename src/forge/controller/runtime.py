@@ -38,14 +38,14 @@ class Runtime:
     def __init__(self) -> None:
         self._replicas: list[Replica] = []
         self._shared: dict[str, processes.ProcessGroup] = {}
-        self._gpus: list[int] | None = None
+        self._gpus: list[str] | None = None
         self._names: dict[str, int] = {}
         self.failure: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
 
     async def start(self, cls: type[ForgeActor], options: Options, args: tuple, kwargs: dict[str, Any]) -> Service:
         """Start `options.num_replicas` replicas of a component and wait until they serve."""
         name = self._name(cls)
-        gpus: list[int] = []
+        gpus: list[str] = []
         if options.with_gpus:
             if self._gpus is None:
                 self._gpus = processes.visible_gpus()
@@ -60,7 +60,7 @@ class Runtime:
             replica.failed.add_done_callback(self._on_failure)
         return Service(name, cls.endpoints(), replicas)
 
-    def _spawn(self, context: ActorContext, options: Options, gpus: list[int]) -> Replica:
+    def _spawn(self, context: ActorContext, options: Options, gpus: list[str]) -> Replica:
         mesh_name = f"{context.component}{context.replica}"
         if options.share is None:
             mesh = processes.spawn(mesh_name, options.procs, threads=options.threads, env=options.env, gpus=gpus)
@@ -86,7 +86,7 @@ class Runtime:
         seen: set[int] = set()
         replicas = []
         for replica in self._replicas:
-            if not seen.intersection(replica.pids):
+            if not replica.stopped and not seen.intersection(replica.pids):
                 seen.update(replica.pids)
                 replicas.append(replica)
         for snapshots in await asyncio.gather(*(replica.drain_metrics() for replica in replicas)):
@@ -96,7 +96,7 @@ class Runtime:
 
     async def shutdown(self) -> None:
         """Stop every component; returns when their processes are gone."""
-        pids = [pid for replica in self._replicas for pid in replica.pids]
+        pids = [pid for replica in self._replicas if not replica.stopped for pid in replica.pids]
         await asyncio.gather(*(replica.stop() for replica in self._replicas), return_exceptions=True)
         await asyncio.gather(*(stop_mesh(group.mesh, name, []) for name, group in self._shared.items()))
         for pid in pids:

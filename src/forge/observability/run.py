@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import time
@@ -42,6 +43,10 @@ class Run:
         tensorboard: bool = False,
     ) -> None:
         self.folder = Path(root) / name
+        if tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError(
+                "metrics.tensorboard needs the tensorboard package: pip install 'torchforge[tensorboard]'"
+            )
         if (self.folder / "metrics.jsonl").exists():
             if not overwrite:
                 raise FileExistsError(
@@ -77,7 +82,7 @@ class Run:
             row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
         self._all.spans.extend(snapshot.spans)
         self.history.append(row)
-        self._metrics.write(json.dumps({k: round(v, 8) for k, v in row.items()}) + "\n")
+        self._metrics.write(json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n")
         self._metrics.flush()
         if self._board is not None:
             for name, value in row.items():
@@ -114,10 +119,6 @@ class Run:
 
 
 def _summary_writer(folder: Path):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "metrics.tensorboard needs the tensorboard package: pip install 'torchforge[tensorboard]'"
-        ) from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder))

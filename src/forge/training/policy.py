@@ -31,7 +31,7 @@ class Policy(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, gradient_checkpointing: bool = False) -> Policy:
-        """Load float32 weights from a folder or a hub id (see `forge.data.checks` for errors before any process)."""
+        """Load float32 weights from a folder or a hub id (see `forge.models.resolve_model`)."""
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
