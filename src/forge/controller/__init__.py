@@ -1,8 +1,16 @@
 """Actors and services on Monarch. Knows processes and messages, nothing of reinforcement learning."""
 
 from .actor import ForgeActor, endpoint
-from .context import ActorContext
-from .errors import CallTimeout, ForgeError, RemoteError, ReplicaDied, ServiceStopped
+from .context import ActorContext, request_id
+from .errors import (
+    CallTimeout,
+    ForgeError,
+    PoisonRequest,
+    RemoteError,
+    ReplicaDied,
+    ServiceStopped,
+    Unrecoverable,
+)
 from .options import Options
 from .runtime import drain_metrics, first_to_end, run, runtime, shutdown
 from .service import Service
@@ -13,13 +21,16 @@ __all__ = [
     "ForgeActor",
     "ForgeError",
     "Options",
+    "PoisonRequest",
     "RemoteError",
     "ReplicaDied",
     "Service",
     "ServiceStopped",
+    "Unrecoverable",
     "drain_metrics",
     "endpoint",
     "first_to_end",
+    "request_id",
     "run",
     "runtime",
     "shutdown",

@@ -77,5 +77,9 @@ class ForgeActor:
     def setup(self) -> None:
         """Prepare to serve; called once in the component's process. May be async."""
 
+    def on_respawn(self) -> None:
+        """Take up the state of the lost process; called after `setup` in a process that replaces another, before it
+        serves. May be async. Raise `Unrecoverable` if nothing can be taken up: the run then ends with that error."""
+
     def teardown(self) -> None:
         """Give back what `setup` took; called once at shutdown. May be async."""

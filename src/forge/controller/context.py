@@ -1,14 +1,18 @@
-"""What an actor knows about its own place: which component, replica and rank it is."""
+"""What code in a component can know of its surroundings: its own place, and the request that it is serving."""
 
 from __future__ import annotations
 
+import contextvars
 from dataclasses import dataclass
+
+_request: contextvars.ContextVar[str | None] = contextvars.ContextVar("forge_request", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class ActorContext:
     """The place of one process within a component.
 
+    `incarnation` counts the processes that have stood in this place: 0 is the first, each respawn adds one.
     `rendezvous` is the `host:port` of a TCPStore that rank 0 holds open for torch.distributed; None for a replica of
     one process.
     """
@@ -18,7 +22,17 @@ class ActorContext:
     rank: int = 0
     world_size: int = 1
     rendezvous: str | None = None
+    incarnation: int = 0
 
     def __str__(self) -> str:
         rank = f" rank {self.rank}" if self.world_size > 1 else ""
         return f"{self.component}[{self.replica}]{rank}"
+
+
+def request_id() -> str | None:
+    """The id of the request that is being served; None outside of one.
+
+    A request keeps its id when it is sent again after a replica was lost: an endpoint that must not act twice writes
+    the id down together with what it did.
+    """
+    return _request.get()

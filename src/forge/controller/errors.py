@@ -23,6 +23,14 @@ class ServiceStopped(ForgeError):
     """A call on a service that was shut down."""
 
 
+class PoisonRequest(ForgeError):
+    """A request that was being served when two replicas died, one after the other: it is not tried a third time."""
+
+
+class Unrecoverable(ForgeError):
+    """A replaced process cannot take up the state of the lost one: there is no point in trying again."""
+
+
 class RemoteTraceback(Exception):
     """Carries the traceback text of another process; shown as the cause of the exception raised there."""
 
