@@ -3,9 +3,11 @@
 import asyncio
 import ctypes
 import os
+import signal
 import time
+from pathlib import Path
 
-from forge.controller import ForgeActor, endpoint
+from forge.controller import ForgeActor, Unrecoverable, endpoint, request_id
 from forge.observability import Reduce, phase, record_metric
 
 
@@ -40,9 +42,15 @@ class Counter(ForgeActor):
     async def overlap(self, seconds: float) -> int:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(seconds)
-        self.running -= 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.running -= 1
         return self.most_running
+
+    @endpoint
+    async def running_now(self) -> int:
+        return self.running
 
     @endpoint
     def fail(self, message: str) -> None:
@@ -66,6 +74,26 @@ class Counter(ForgeActor):
         os._exit(3)
 
     @endpoint
+    async def once(self, fault: str, flag: Path) -> int:
+        """Misbehaves for the one call that finds the file `flag`; afterwards answers with its pid."""
+        if found(flag):
+            if fault == "loop":
+                while True:
+                    pass
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
+            await asyncio.sleep(60)
+        return os.getpid()
+
+    @endpoint
+    def hoard(self, gigabytes: float) -> None:
+        self.held = bytearray(int(gigabytes * 1e9))
+
+    @endpoint
+    def loop_in_thread(self) -> None:
+        while True:
+            pass
+
+    @endpoint
     def record(self, value: float) -> None:
         with phase("recording"):
             record_metric("value", value)
@@ -74,6 +102,85 @@ class Counter(ForgeActor):
     @endpoint
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
+
+
+def found(flag: Path) -> bool:
+    """Whether the file is there; it is not afterwards."""
+    try:
+        flag.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+class Replayed(ForgeActor):
+    """Shows what a replaced replica is given before it serves."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.version = 0
+        self.calls: list[str] = []
+
+    def setup(self) -> None:
+        self.calls.append("setup")
+        broken = self.folder / "broken"
+        if broken.exists():
+            broken.write_text(str(int(broken.read_text()) - 1))
+            if broken.read_text() == "0":
+                broken.unlink()
+            raise RuntimeError("the disk is on fire")
+
+    def on_respawn(self) -> None:
+        self.calls.append(f"on_respawn {self.context.incarnation}")
+        if (self.folder / "hopeless").exists():
+            raise Unrecoverable("nothing was saved")
+
+    @endpoint(catch_up=True)
+    async def update(self, version: int) -> int:
+        self.version = version
+        self.calls.append(f"update {version}")
+        return version
+
+    @endpoint
+    async def state(self) -> tuple[int, list[str], int]:
+        return self.version, self.calls, os.getpid()
+
+    @endpoint
+    def act(self) -> str | None:
+        """Writes its request id down, and dies the first time."""
+        with (self.folder / "acts").open("a") as acts:
+            acts.write(f"{request_id()}\n")
+        if len((self.folder / "acts").read_text().splitlines()) == 1:
+            os._exit(1)
+        return request_id()
+
+
+class Caller(ForgeActor):
+    """Calls another service from inside its own process."""
+
+    def __init__(self, counter) -> None:
+        self.counter = counter
+
+    @endpoint
+    async def add_through(self, n: int) -> int:
+        return await self.counter.add.route(n)
+
+    @endpoint
+    async def places(self, calls: int) -> list[str]:
+        async with self.counter.session():
+            return [(await self.counter.where.route())[0] for _ in range(calls)]
+
+    @endpoint
+    async def everyone(self) -> list[tuple[str, int]]:
+        return await self.counter.where.fanout()
+
+    @endpoint
+    async def fail_through(self) -> None:
+        await self.counter.fail.route("far away")
+
+    @endpoint
+    async def impatient(self) -> None:
+        await self.counter.overlap.options(timeout=0.2).route(30)
 
 
 class Odd(Exception):

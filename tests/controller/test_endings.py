@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -17,7 +18,8 @@ SCRIPT = """
 
     async def main():
         service, helper = await asyncio.gather(
-            Counter.options(num_replicas=2).as_service(), Counter.options(share="helpers").as_actor()
+            Counter.options(max_restarts=0).as_service(),
+            Counter.options(share="helpers", max_restarts=0).as_actor(),
         )
         pids = [pid for _, pid in await service.where.fanout()] + [(await helper.where.route())[1]]
         print("READY", *pids, flush=True)
@@ -99,35 +101,42 @@ def test_ctrl_c_in_a_terminal_reaches_every_process_and_is_handled_once():
     assert gone_within(pids, 10)
 
 
-def test_killing_the_controller_ends_its_processes():
+def test_killing_the_controller_ends_its_processes_and_its_files():
     process, pids = start(WAIT)
+    mine = f"forge-run-{process.pid}-*"
+    folder = Path(os.environ.get("TMPDIR", tempfile.gettempdir()))
+    assert list(folder.glob(mine))
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
     assert gone_within(pids, 20)
+    deadline = time.monotonic() + 10
+    while list(folder.glob(mine)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not list(folder.glob(mine))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("which", [1, 2])
-def test_a_component_that_dies_ends_the_run_with_its_name(number, which):
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_component_that_is_not_replaced_ends_the_run_with_its_name(number, which):
     process, pids = start(WAIT)
     os.kill(pids[which], number)
     _, error = process.communicate(timeout=15)
     assert process.returncode == 1
-    name = {1: "counter[1]", 2: "counter2[0]"}[which]
-    assert f"ReplicaDied: {name} is dead (pid {pids[which]})" in error
+    name = ["counter", "counter2"][which]
+    assert f"ReplicaDied: no replica of {name} is left. {name}[0] is dead (pid {pids[which]})" in error
     assert gone_within(pids, 10)
 
 
 def test_a_component_that_dies_in_a_call_ends_the_run_with_its_name():
     process, pids = start("await service.exit.route()")
     _, error = process.communicate(timeout=15)
-    assert "ReplicaDied: counter[" in error
+    assert "ReplicaDied: no replica of counter is left" in error
     assert gone_within(pids, 10)
 
 
 def test_a_component_that_holds_the_interpreter_ends_the_run_with_its_name():
     process, pids = start("await service.hold_the_interpreter.route()")
     _, error = process.communicate(timeout=15)
-    assert "ReplicaDied: counter[" in error
+    assert "ReplicaDied: no replica of counter is left" in error
     assert "did not answer a ping" in error
     assert gone_within(pids, 10)

@@ -38,7 +38,7 @@ def test_routing_balances_and_sessions_stick():
     async def main():
         service = await Counter.options(num_replicas=2).as_service()
         await asyncio.gather(*(service.overlap.route(0.05) for _ in range(20)))
-        assert [row["served"] for row in service.status()] == [10, 10]
+        assert [row.served for row in service.status().replicas] == [10, 10]
         async with service.session():
             assert len({(await service.where.route())[1] for _ in range(6)}) == 1
         async with service.session("mine"):
@@ -123,9 +123,14 @@ def test_bad_options(options, message):
 def test_a_call_has_a_time_limit_that_says_who_waited_for_whom():
     async def main():
         counter = await Counter.options(call_timeout=0.5).as_actor()
-        with pytest.raises(CallTimeout, match=r"counter\[0\].overlap gave no answer to the controller within"):
+        with pytest.raises(CallTimeout, match=r"^main \(test_service.*counter\[0\]\.overlap gave no answer within 0.5"):
             await counter.overlap.route(30)
+        with pytest.raises(CallTimeout, match=r"within 0\.1"):
+            await counter.overlap.options(timeout=0.1).route(30)
         assert await counter.add.route(1) == 1
+        # The work was stopped there, and the replica is the one that it was.
+        assert await counter.running_now.route() == 0
+        assert counter.status().restarts == 0
 
     run(main())
 

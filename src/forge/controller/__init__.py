@@ -11,9 +11,10 @@ from .errors import (
     ServiceStopped,
     Unrecoverable,
 )
+from .lifetime import first_to_end, run
 from .options import Options
-from .runtime import drain_metrics, first_to_end, run, runtime, shutdown
-from .service import Service
+from .runtime import drain_metrics, runtime, shutdown
+from .service import ReplicaStatus, Service, ServiceStatus
 
 __all__ = [
     "ActorContext",
@@ -24,7 +25,9 @@ __all__ = [
     "PoisonRequest",
     "RemoteError",
     "ReplicaDied",
+    "ReplicaStatus",
     "Service",
+    "ServiceStatus",
     "ServiceStopped",
     "Unrecoverable",
     "drain_metrics",

@@ -18,23 +18,33 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
+    HostMesh,
     MeshFailure,
     ProcMesh,
+    attach_to_workers,
     concurrent_endpoint,
     current_rank,
+    run_worker_loop_forever,
     this_host,
+    this_proc,
 )
+from monarch.job import new_service_proc_id  # noqa: E402
 
 __all__ = [
     "Actor",
     "ActorError",
+    "HostMesh",
     "MeshFailure",
     "ProcMesh",
     "SupervisionError",
+    "attach_to_workers",
     "concurrent_endpoint",
     "current_rank",
+    "new_service_proc_id",
+    "run_worker_loop_forever",
     "set_fault_hook",
     "this_host",
+    "this_proc",
 ]
 
 

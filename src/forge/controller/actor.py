@@ -11,24 +11,43 @@ await counter.add.route(1)
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
 
 from .context import ActorContext
 from .options import Options
+from .routers import resolve_router
 from .runtime import runtime
 from .service import Service
 
 F = TypeVar("F")
 
 
-def endpoint(method: F) -> F:
+@overload
+def endpoint(method: F) -> F: ...
+
+
+@overload
+def endpoint(*, catch_up: bool = False) -> Callable[[F], F]: ...
+
+
+def endpoint(method: F | None = None, *, catch_up: bool = False) -> F | Callable[[F], F]:
     """Make a method callable through a service.
 
     `async def` endpoints interleave with one another; plain `def` endpoints run in the component's own thread, one at
     a time, in the order of their calls.
+
+    Args:
+        catch_up: a replica that is away during a `fanout` of this endpoint gets the latest one before it serves (new
+            weights). Without it, a fanout waits for replicas that are being replaced.
     """
-    method.__forge_endpoint__ = True  # type: ignore[attr-defined]
-    return method
+
+    def mark(method: F) -> F:
+        method.__forge_endpoint__ = True  # type: ignore[attr-defined]
+        method.__forge_catch_up__ = catch_up  # type: ignore[attr-defined]
+        return method
+
+    return mark if method is None else mark(method)
 
 
 class Launcher:
@@ -41,6 +60,7 @@ class Launcher:
     async def as_service(self, *args: Any, **kwargs: Any) -> Service:
         """Start the replicas, each built with these arguments, and return once all are ready."""
         inspect.signature(self._cls).bind(*args, **kwargs)
+        resolve_router(self._options.router)
         return await runtime().start(self._cls, self._options, args, kwargs)
 
     async def as_actor(self, *args: Any, **kwargs: Any) -> Service:
@@ -70,9 +90,21 @@ class ForgeActor:
         return await cls.options().as_actor(*args, **kwargs)
 
     @classmethod
-    def endpoints(cls) -> frozenset[str]:
-        """Names of the `@endpoint` methods."""
-        return frozenset(n for n, m in inspect.getmembers(cls) if getattr(m, "__forge_endpoint__", False))
+    def endpoints(cls) -> dict[str, bool]:
+        """The `@endpoint` methods by name, and whether a replica must catch up on each.
+
+        Raises:
+            TypeError: an endpoint has the name of something that every service has.
+        """
+        found = {
+            name: method.__forge_catch_up__
+            for name, method in inspect.getmembers(cls)
+            if getattr(method, "__forge_endpoint__", False)
+        }
+        for name in found:
+            if hasattr(Service, name):
+                raise TypeError(f"{cls.__name__}.{name} cannot be an endpoint: a service has a {name} of its own")
+        return found
 
     def setup(self) -> None:
         """Prepare to serve; called once in the component's process. May be async."""

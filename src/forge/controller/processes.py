@@ -1,40 +1,160 @@
-"""Starting processes: one Monarch process mesh per replica, with its environment set before anything is imported."""
+"""The processes of a replica, started with their environment and watched until they end."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import functools
 import os
+import resource
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from ..observability.metrics import PROCESS_NAME
-from ._monarch import ProcMesh, this_host
+from ._monarch import HostMesh, ProcMesh
 from .errors import ForgeError
+from .options import Options
+
+# How long a process mesh may take to stop by itself.
+STOP_PATIENCE = 8.0
+PR_SET_PTRACER = 0x59616D61
+PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class Process:
+    """One process by its pid file descriptor: what happens to it is never confused with a later process of its pid."""
+
+    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
+        self.pid = pid
+        self._ended = ended
+        self._handle: int | None = None
+        try:
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            asyncio.get_running_loop().call_soon(ended)
+            return
+        asyncio.get_running_loop().add_reader(self._handle, self._on_end)
+
+    @property
+    def stopped(self) -> bool:
+        """It was stopped by a signal (SIGSTOP), and still exists."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return False
+        return state == "T"
+
+    def kill(self) -> None:
+        """SIGKILL, if it has not ended yet."""
+        if self._handle is not None:
+            try:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+    def _on_end(self) -> None:
+        self.close()  # the handle of an ended process stays readable
+        self._ended()
+
+    def close(self) -> None:
+        """Stop watching it."""
+        if self._handle is not None:
+            asyncio.get_running_loop().remove_reader(self._handle)
+            os.close(self._handle)
+            self._handle = None
 
 
 class ProcessGroup:
     """The processes of one replica, or the one process that light components share.
 
     `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
-    for seconds, and silence then is no sign of a hang.
+    for seconds, and silence then is no sign of a hang. When a process is lost all `members` are told by `fail`.
     """
 
-    def __init__(self, mesh: ProcMesh, *, shared: bool) -> None:
-        self.mesh = mesh
-        self.shared = shared
+    def __init__(self, name: str, mesh: ProcMesh, options: Options, *, shared: bool = False) -> None:
+        self.name, self.mesh, self.options, self.shared = name, mesh, options, shared
+        self.members: list[Any] = []
         self.starting = 0
+        self.dead: str | None = None
+        self.stopped_by_signal = False
+        self._processes: list[Process] = []
+        self._pinging: asyncio.Task | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def check_agrees(self, component: str, options: Options) -> None:
+        """Raises ValueError if a component that comes to live here was promised other processes than these."""
+        for name in ("threads", "env", "memory_gb"):
+            mine, wanted = getattr(self.options, name), getattr(options, name)
+            if mine != wanted:
+                raise ValueError(
+                    f"{component} shares the process {self.name!r}, which was started with {name} = {mine!r}; "
+                    f"it asks for {wanted!r}"
+                )
+
+    def watch(self, pids: list[int]) -> None:
+        """Notice from now on when one of these processes ends or stops answering."""
+        if not self._processes:
+            self._processes = [Process(pid, lambda pid=pid: self.fail(f"process {pid} ended")) for pid in pids]  # type: ignore[misc]
+            self._pinging = asyncio.get_running_loop().create_task(self._ping())
+
+    def fail(self, reason: str) -> None:
+        """These processes are lost: so is every component in them."""
+        if self.dead is None:
+            self.dead = reason
+            self.stopped_by_signal = any(process.stopped for process in self._processes)
+            if self.stopped_by_signal:
+                self.dead += ": it was stopped by a signal"
+            self.kill()
+            for member in list(self.members):
+                member.fail(self.dead)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    async def stop(self) -> None:
+        """End the processes, by force where they do not listen."""
+        if self._pinging is not None:
+            self._pinging.cancel()
+        gentle, self.dead = self.dead is None, self.dead or "it was shut down"
+        if not gentle:
+            self.kill()
+        try:
+            await asyncio.wait_for(self.mesh.stop().as_asyncio(), STOP_PATIENCE)
+        except Exception as error:
+            # A mesh with a dead process refuses to stop; its processes are what must go.
+            if gentle:
+                print(f"{self.name}: could not be stopped gently ({type(error).__name__}); killed it")
+        for process in self._processes:
+            process.kill()
+            process.close()
+
+    async def _ping(self) -> None:
+        """Two pings in a row without an answer are a hang. One alone may be the controller's own slowness."""
+        missed = 0
+        while self.dead is None:
+            await asyncio.sleep(min(1.0, self.options.ping_timeout / 4))
+            if self.starting or not self.members:
+                missed = 0
+                continue
+            missed = 0 if await self.members[0].ping(self.options.ping_timeout / 2) else missed + 1
+            if missed == 2 and not self.starting:
+                self.fail(f"it did not answer a ping for {self.options.ping_timeout:g} s")
 
 
-def spawn(name: str, procs: int, *, threads: int, env: dict[str, str], gpus: list[str] | None = None) -> ProcMesh:
-    """Start `procs` processes on this host.
+def spawn(host: HostMesh, name: str, procs: int, options: Options, gpus: list[str] | None = None) -> ProcMesh:
+    """Start `procs` processes on each host of a host mesh.
 
     Args:
-        threads: compute threads of each process (OMP_NUM_THREADS).
-        env: further environment variables.
-        gpus: the devices that the processes may see, `len(gpus) // procs` for each.
+        gpus: the devices that the processes may see.
     """
     settings = {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(options.threads),
         # Idle OpenMP workers otherwise spin on the cores that another process is computing on.
         "GOMP_SPINCOUNT": "2000",
         "TOKENIZERS_PARALLELISM": "false",
@@ -42,17 +162,23 @@ def spawn(name: str, procs: int, *, threads: int, env: dict[str, str], gpus: lis
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(gpus or []),
         PROCESS_NAME: name,
-        **env,
+        **options.env,
     }
-    return this_host().spawn_procs({"procs": procs}, bootstrap=functools.partial(_bootstrap, settings), name=name)
+    bootstrap = functools.partial(_bootstrap, settings, options.memory_gb)
+    return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name)
 
 
-def _bootstrap(settings: dict[str, str]) -> None:
-    """Runs in each new process before its actors: environment, and no reaction of its own to Ctrl-C."""
+def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
+    """Runs in each new process before its actors: environment, limits, and no reaction of its own to Ctrl-C."""
     os.environ.update(settings)
+    if memory_gb is not None:
+        limit = int(memory_gb * 1e9)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    libc = ctypes.CDLL(None)
+    # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
+    libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
     # A terminal sends Ctrl-C to every process; only the controller acts on it, so that the shutdown has one owner.
     # Python's signal module refuses outside the main thread, and this is not the main thread.
-    libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
     libc.signal(signal.SIGINT, ctypes.c_void_p(1))  # SIG_IGN
@@ -75,11 +201,3 @@ def take_gpus(free: list[str], count: int, component: str) -> list[str]:
         )
     taken, free[:] = free[:count], free[count:]
     return taken
-
-
-def kill(pid: int) -> None:
-    """SIGKILL a process that may already be gone."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

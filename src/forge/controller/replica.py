@@ -1,189 +1,242 @@
-"""One replica of a component: its processes, the calls in flight on them, and the watch over their health."""
+"""One life of a replica: a component built in its processes, the calls in flight on it, and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from . import processes
-from ._monarch import ActorError, ProcMesh, SupervisionError
+from ._monarch import ActorError, SupervisionError
 from .context import ActorContext
 from .errors import CallTimeout, RemoteFailure, ReplicaDied
 from .options import Options
+from .processes import ProcessGroup
+from .request import Request
 from .shell import Answer, Shell
 
-# Supervision reports a dead process in under a second and a stopped one in three; the ping is for what supervision
-# cannot see (a component that holds the interpreter lock). Its patience is long because imports hold the lock too.
-PING_EVERY = 1.0
-PING_PATIENCE = 8.0
+# How long a component may take over its teardown, and a process over its word on a cancelled call.
+TEARDOWN_PATIENCE = 5.0
+CANCEL_PATIENCE = 5.0
 
 _spawned = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """What every replica of a service is: a class with its arguments, and where it is placed."""
+
+    name: str
+    cls: type
+    options: Options
+    args: tuple
+    kwargs: dict[str, Any]
 
 
 class Replica:
     """`options.procs` processes that act as one: a call goes to every rank, rank 0 speaks for all."""
 
-    def __init__(self, context: ActorContext, options: Options, group: processes.ProcessGroup) -> None:
-        self.context = context
-        self.options = options
-        self.group = group
-        self.in_flight = 0
+    def __init__(self, component: Component, index: int, incarnation: int, group: ProcessGroup) -> None:
+        self.component, self.options, self.group, self.index = component, component.options, group, index
+        self.context = ActorContext(component.name, index, 0, self.options.procs, incarnation=incarnation)
+        self.flights: dict[str, Request] = {}
         self.served = 0
-        self.pids: list[int] = []
+        self.latencies: deque[float] = deque(maxlen=512)
+        self.last_answer = time.monotonic()
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
-        name = f"{context.component}_{context.replica}_{next(_spawned)}"
-        self.shell = group.mesh.spawn(name, Shell, context)
-        self._watch: asyncio.Task | None = None
-        self.stopped = False
+        self.blameless = False
+        self.died = 0.0
+        self.suspects: set[str] = set()
+        self._answers: set[asyncio.Future[Any]] = set()
+        self.shell = group.mesh.spawn(f"{component.name}_{index}_{next(_spawned)}", Shell, self.context)
 
     def __str__(self) -> str:
-        return f"{self.context.component}[{self.context.replica}]"
+        return f"{self.component.name}[{self.index}]"
 
-    async def start(self, definition: tuple[type, tuple, dict[str, Any]]) -> None:
+    @property
+    def in_flight(self) -> int:
+        return len(self.flights)
+
+    @property
+    def alive(self) -> bool:
+        return not self.failed.done()
+
+    @property
+    def pids(self) -> list[int]:
+        return self.group.pids
+
+    async def start(self) -> None:
         """Build the component on every rank.
 
         Raises:
-            the exception that the component's `__init__` or `setup` raised; CallTimeout or ReplicaDied otherwise.
+            the exception that the component's `__init__`, `setup` or `on_respawn` raised; CallTimeout or ReplicaDied.
         """
+        limit = self.options.setup_timeout
+        definition = cloudpickle.dumps((self.component.cls, self.component.args, self.component.kwargs))
         self.group.starting += 1
         try:
-            await self._build(definition)
+            try:
+                self.group.watch(_unwrap(await self._all_ranks("start", limit, "ping")))
+            except ReplicaDied as error:
+                raise ReplicaDied(f"{self} did not come up: {error}") from error
+            self.group.members.append(self)
+            rendezvous = None
+            if self.options.procs > 1:
+                first = self.shell.slice(**dict.fromkeys(self.shell._labels, 0)).open_rendezvous
+                answer = await self._wait("rendezvous", first.call_one("127.0.0.1").as_asyncio(), limit)
+                rendezvous = _unwrap([answer[1]])[0]
+            _unwrap(await self._all_ranks("setup", limit, "start", definition, rendezvous))
         finally:
             self.group.starting -= 1
-        self._watch = asyncio.get_running_loop().create_task(self._watch_health())
 
-    async def _build(self, definition: tuple[type, tuple, dict[str, Any]]) -> None:
-        limit = self.options.setup_timeout
-        try:
-            self.pids = await self._all_ranks("start", "ping", timeout=limit)
-        except ReplicaDied as error:
-            raise ReplicaDied(f"{self} did not come up: {error}") from error
-        rendezvous = None
-        if self.options.procs > 1:
-            first = self.shell.slice(procs=0).open_rendezvous.call_one("127.0.0.1").as_asyncio()
-            rendezvous = _unwrap(await self._wait("rendezvous", first, limit))
-        await self._all_ranks("setup", "start", cloudpickle.dumps(definition), rendezvous, timeout=limit)
-
-    async def call(self, method: str, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-        """Call `method` on every rank; their values in rank order.
+    async def serve(self, request: Request, limit: float | None = None) -> list[Any]:
+        """Call a request's endpoint on every rank; their values in rank order.
 
         Raises:
-            what the method raised, ReplicaDied, or CallTimeout after `options.call_timeout` seconds.
+            what the endpoint raised, ReplicaDied, or CallTimeout after the request's time limit.
         """
-        self.in_flight += 1
+        limit = request.left if limit is None else limit
         try:
-            return await self._all_ranks(method, "invoke", method, args, kwargs, timeout=self.options.call_timeout)
-        finally:
-            self.in_flight -= 1
-            self.served += 1
+            values = await self._all_ranks(
+                request.endpoint, limit, "invoke", request.id, request.endpoint, request.args, request.kwargs
+            )
+        except CallTimeout as error:
+            await self._abandon(request)
+            raise CallTimeout(f"{request.caller} waited in vain: {error}") from None
+        except asyncio.CancelledError:
+            if not self.failed.done():
+                self.shell.cancel.broadcast(request.id)
+            raise
+        self._answered(request)
+        return _unwrap(values)
 
     async def drain_metrics(self) -> list[Any]:
-        return await self._all_ranks("drain_metrics", "drain_metrics", timeout=self.options.call_timeout)
+        return _unwrap(await self._all_ranks("drain_metrics", 30.0, "drain_metrics"))
+
+    async def ping(self, patience: float) -> bool:
+        """Whether every rank answers in time."""
+        try:
+            await self._all_ranks("ping", patience, "ping")
+        except CallTimeout:
+            return False
+        except ReplicaDied:
+            return True  # known already
+        return True
+
+    def fail(self, reason: str, *, blameless: bool = False) -> ReplicaDied:
+        """Declare this replica dead: every call in flight on it ends now.
+
+        Args:
+            blameless: what happened cannot be the doing of a request.
+        """
+        if not self.failed.done():
+            pids = ", ".join(map(str, self.pids)) or "unknown"
+            self.blameless = blameless or self.group.stopped_by_signal
+            self.died = time.monotonic()
+            suspects = {flight.id for flight in self.flights.values() if flight.suspected(self.died)}
+            self.suspects = suspects or set(self.flights)
+            self.failed.set_result(ReplicaDied(f"{self} is dead (pid {pids}): {reason}"))
+            for answer in list(self._answers):
+                answer.cancel()
+        return self.failed.result()
 
     async def stop(self) -> None:
-        """Run `teardown`, end the processes, and kill what is left of them."""
-        if self.stopped:
-            return
-        self.stopped = True
-        if self._watch is not None:
-            self._watch.cancel()
+        """Run `teardown`, and end the processes unless others live in them."""
         if not self.failed.done():
             try:
-                await self._all_ranks("teardown", "close", timeout=5.0)
+                _unwrap(await self._all_ranks("teardown", TEARDOWN_PATIENCE, "close"))
             except Exception as error:
-                # The run is over whatever a teardown does; what it raised is still told.
+                # The replica goes whatever its teardown does; what it raised is still told.
                 print(f"{self}: teardown failed: {error}")
-        if not self.group.shared:
-            await stop_mesh(self.group.mesh, str(self), self.pids, gentle=not self.failed.done())
+            self.fail("it was stopped", blameless=True)
+        if self in self.group.members:
+            self.group.members.remove(self)
+        if not self.group.shared or not self.group.members:
+            await self.group.stop()
 
-    async def _all_ranks(self, label: str, endpoint: str, *args: Any, timeout: float) -> list[Any]:
-        """One message to every rank; the values in rank order. The first failure ends the wait for the others, which
-        may be stuck in a collective with the rank that failed."""
+    def _answered(self, request: Request) -> None:
+        self.last_answer = time.monotonic()
+        self.served += 1
+        self.latencies.append(self.last_answer - request.sent)
+
+    async def _abandon(self, request: Request) -> None:
+        """Stop work on a request that ran out of time. Work that cannot be stopped may go on until the component's own
+        `call_timeout`; then the replica counts as hung, because nothing else could ever run in its thread."""
+        if await self._cancelled(request):
+            return
+        left = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
+        asyncio.get_running_loop().call_later(left, lambda: asyncio.ensure_future(self._give_up_on(request)))
+
+    async def _give_up_on(self, request: Request) -> None:
+        if not await self._cancelled(request):
+            self.group.fail(f"{request.endpoint} ran past call_timeout ({self.options.call_timeout:g} s)")
+
+    async def _cancelled(self, request: Request) -> bool:
+        label = f"cancel of {request.endpoint}"
+        try:
+            return all(await self._all_ranks(label, CANCEL_PATIENCE, "cancel", request.id))
+        except (ReplicaDied, CallTimeout):
+            return True  # a replica that does not even answer this is the ping's to judge
+
+    async def _all_ranks(self, label: str, limit: float, endpoint: str, *args: Any) -> list[Any]:
+        """One message to every rank; the values in rank order, or one RemoteFailure. The first failure ends the wait
+        for the others, which may be stuck in a collective with the rank that failed."""
         send = getattr(self.shell, endpoint)
         if self.options.procs == 1:
-            return [_unwrap(await self._wait(label, send.call_one(*args).as_asyncio(), timeout))]
+            return [(await self._wait(label, send.call_one(*args).as_asyncio(), limit))[1]]
         answers = [answer.as_asyncio() for answer in send.stream(*args)]
-        by_rank = await self._wait(label, _gather_by_rank(answers), timeout)
-        return [by_rank[rank] for rank in range(self.options.procs)]
+        return await self._wait(label, asyncio.ensure_future(_in_rank_order(answers)), limit)
 
-    async def _wait(self, label: str, answer, timeout: float) -> Any:
+    async def _wait(self, label: str, answer: asyncio.Future[Any], limit: float) -> Any:
         """Wait for `answer`, the replica's failure, or the time limit, whichever is first."""
-        since = time.monotonic()
-        answer = asyncio.ensure_future(answer)
+        if self.failed.done():
+            answer.cancel()
+            raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
+        self._answers.add(answer)
         try:
-            await asyncio.wait({answer, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return answer.result()
-            if self.failed.done():
-                raise ReplicaDied(f"{self.failed.result()} (while {label} was in flight)")
+            async with asyncio.timeout(limit):
+                return await answer
+        except TimeoutError:
             raise CallTimeout(
-                f"{self}.{label} gave no answer to the controller within {time.monotonic() - since:.0f} s "
-                f"(limit {timeout:g} s, pids {self.pids})"
-            )
+                f"{self}.{label} gave no answer within {limit:.3g} s (pid {', '.join(map(str, self.pids))})"
+            ) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.failed.done() and task is not None and not task.cancelling():
+                raise ReplicaDied(f"{self.failed.result()} (while {label} was in flight)") from None
+            raise
         except SupervisionError as error:
-            raise self.fail(f"its process ended or stopped answering (seen while {label} was in flight)") from error
+            self.group.fail(f"its process ended or stopped answering (seen while {label} was in flight)")
+            raise self.fail("its process ended or stopped answering") from error
         except ActorError as error:
-            raise self.fail(f"its process can no longer handle {label}") from error
+            raise self.fail(f"its process can no longer handle {label}: {error}") from error
         finally:
+            self._answers.discard(answer)
             # An answer that nobody waits for any more may still fail; that is not news.
             answer.add_done_callback(lambda late: late.cancelled() or late.exception())
             answer.cancel()
 
-    def fail(self, reason: str) -> ReplicaDied:
-        """Declare this replica dead: every call in flight on it ends now."""
-        if not self.failed.done():
-            pids = ", ".join(map(str, self.pids)) or "unknown"
-            self.failed.set_result(ReplicaDied(f"{self} is dead (pid {pids}): {reason}"))
-        return self.failed.result()
 
-    async def _watch_health(self) -> None:
-        while not self.failed.done():
-            await asyncio.sleep(PING_EVERY)
-            try:
-                await self._all_ranks("ping", "ping", timeout=PING_PATIENCE)
-            except CallTimeout:
-                if self.group.starting:
-                    continue
-                self.fail(f"it did not answer a ping for {PING_PATIENCE:g} s")
-            except ReplicaDied:
-                return
-            except Exception as error:
-                self.fail(f"it could not be watched any more: {error!r}")
+def _unwrap(values: list[Any]) -> list[Any]:
+    """The values; or raise what the component raised."""
+    for value in values:
+        if isinstance(value, RemoteFailure):
+            raise value.to_exception()
+    return values
 
 
-def _unwrap(answer: Answer) -> Any:
-    _rank, value = answer
-    if isinstance(value, RemoteFailure):
-        raise value.to_exception()
-    return value
-
-
-async def _gather_by_rank(answers: list[Any]) -> dict[int, Any]:
+async def _in_rank_order(answers: list[asyncio.Future[Answer]]) -> list[Any]:
     by_rank = {}
     try:
         for answer in asyncio.as_completed(answers):
-            arrived = await answer
-            by_rank[arrived[0]] = _unwrap(arrived)
+            rank, by_rank[rank] = await answer
+            if isinstance(by_rank[rank], RemoteFailure):
+                return [by_rank[rank]]
     finally:
         for answer in answers:
             answer.cancel()
-    return by_rank
-
-
-async def stop_mesh(mesh: ProcMesh, name: str, pids: list[int], *, gentle: bool = True) -> None:
-    """End a process mesh; SIGKILL first where a process cannot be expected to listen."""
-    if not gentle:
-        for pid in pids:
-            processes.kill(pid)
-    try:
-        await asyncio.wait_for(mesh.stop().as_asyncio(), 8.0)
-    except Exception as error:
-        # A mesh with a dead process refuses to stop; its processes are what must go.
-        if gentle:
-            print(f"{name}: could not be stopped gently ({type(error).__name__}); killing it")
-        for pid in pids:
-            processes.kill(pid)
+    return [by_rank[rank] for rank in sorted(by_rank)]

@@ -1,115 +1,194 @@
-"""The controller's side of a run: what was started, what failed, and how everything ends.
-
-`run(main())` owns the event loop. However `main` ends (return, exception, Ctrl-C, SIGTERM, death of a component),
-every service is stopped and every process is gone before `run` returns.
-"""
+"""Everything that one controller has started: services, the processes they live in, hosts, devices."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
-import signal
-import sys
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+import tempfile
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from ..janitor import Scratch
 from ..observability.metrics import Snapshot, drain
-from . import processes
+from . import board, processes
 from ._monarch import set_fault_hook
-from .context import ActorContext
-from .errors import ForgeError, ReplicaDied
+from .errors import ReplicaDied
+from .hosts import Hosts, LoopbackHosts, ThisHost
 from .options import Options
-from .replica import Replica, stop_mesh
+from .processes import ProcessGroup
+from .replica import Component, Replica
 from .service import Service
+from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .actor import ForgeActor
 
-T = TypeVar("T")
-
-# How long `main` may take over its own clean-up after it was told to stop.
-STOP_PATIENCE = 5.0
-
 
 class Runtime:
-    """Everything that one controller has started."""
+    """Made on first use by `runtime()`, inside a running event loop."""
 
     def __init__(self) -> None:
-        self._replicas: list[Replica] = []
-        self._shared: dict[str, processes.ProcessGroup] = {}
+        self.services: dict[str, Service] = {}
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._groups: dict[str, ProcessGroup] = {}
+        self.hosts: dict[str, list[Hosts]] = {}
         self._gpus: list[str] | None = None
+        self._held: dict[tuple[str, int], list[str]] = {}
         self._names: dict[str, int] = {}
-        self.failure: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
+        self._watchdog = asyncio.get_running_loop().create_task(Watchdog().watch(_Live(self.services)))
+        board.open_board(self.services.__getitem__)
 
     async def start(self, cls: type[ForgeActor], options: Options, args: tuple, kwargs: dict[str, Any]) -> Service:
-        """Start `options.num_replicas` replicas of a component and wait until they serve."""
-        name = self._name(cls)
-        gpus: list[str] = []
-        if options.with_gpus:
-            if self._gpus is None:
-                self._gpus = processes.visible_gpus()
-            gpus = processes.take_gpus(self._gpus, options.procs * options.num_replicas, name)
-        replicas = []
-        for index in range(options.num_replicas):
-            mine = gpus[index * options.procs : (index + 1) * options.procs]
-            replicas.append(self._spawn(ActorContext(name, index, 0, options.procs), options, mine))
-        self._replicas += replicas
-        await asyncio.gather(*(replica.start((cls, args, kwargs)) for replica in replicas))
-        for replica in replicas:
-            replica.failed.add_done_callback(self._on_failure)
-        return Service(name, cls.endpoints(), replicas)
+        """Start `options.num_replicas` replicas of a component and wait until they serve.
 
-    def _spawn(self, context: ActorContext, options: Options, gpus: list[str]) -> Replica:
-        mesh_name = f"{context.component}{context.replica}"
-        if options.share is None:
-            mesh = processes.spawn(mesh_name, options.procs, threads=options.threads, env=options.env, gpus=gpus)
-            return Replica(context, options, processes.ProcessGroup(mesh, shared=False))
-        if options.share not in self._shared:
-            mesh = processes.spawn(options.share, 1, threads=options.threads, env=options.env)
-            self._shared[options.share] = processes.ProcessGroup(mesh, shared=True)
-        return Replica(context, options, self._shared[options.share])
+        Raises:
+            what a replica's `__init__` or `setup` raised; nothing of the service is left then.
+        """
+        component = Component(self._name(cls, options), cls, options, args, kwargs)
+        service = Service(component, cls.endpoints(), self._launcher(component), self._on_dead)
+        self.services[component.name] = service
+        try:
+            await service.scale(options.num_replicas)
+        except BaseException:
+            del self.services[component.name]
+            await self._give_back(component.name)
+            raise
+        return service
 
-    def _name(self, cls: type[ForgeActor]) -> str:
-        """`ReplayBuffer` -> `replay_buffer`, numbered from the second on."""
-        base = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
-        self._names[base] = self._names.get(base, 0) + 1
-        return base if self._names[base] == 1 else f"{base}{self._names[base]}"
-
-    def _on_failure(self, failed: asyncio.Future[ReplicaDied]) -> None:
-        if not self.failure.done():
-            self.failure.set_result(failed.result())
+    def find(self, name: str) -> Service:
+        """A service by its name."""
+        return self.services[name]
 
     async def drain_metrics(self) -> Snapshot:
-        """Everything recorded since the last call, in every process, merged."""
+        """Everything recorded since the last call, in every process that lives, merged."""
         merged = drain()
-        seen: set[int] = set()
-        replicas = []
-        for replica in self._replicas:
-            if not replica.stopped and not seen.intersection(replica.pids):
-                seen.update(replica.pids)
-                replicas.append(replica)
-        for snapshots in await asyncio.gather(*(replica.drain_metrics() for replica in replicas)):
+        by_process = {
+            slot.replica.group: slot.replica
+            for service in self.services.values()
+            for slot in service._slots
+            if slot.replica is not None and slot.state == "up"
+        }
+        drained = await asyncio.gather(*(r.drain_metrics() for r in by_process.values()), return_exceptions=True)
+        for snapshots in drained:
+            if isinstance(snapshots, ReplicaDied):
+                continue  # what it had recorded went with it
+            if isinstance(snapshots, BaseException):
+                raise snapshots
             for snapshot in snapshots:
                 merged.merge(snapshot)
         return merged
 
     async def shutdown(self) -> None:
         """Stop every component; returns when their processes are gone."""
-        pids = [pid for replica in self._replicas if not replica.stopped for pid in replica.pids]
-        await asyncio.gather(*(replica.stop() for replica in self._replicas), return_exceptions=True)
-        await asyncio.gather(*(stop_mesh(group.mesh, name, []) for name, group in self._shared.items()))
-        for pid in pids:
-            processes.kill(pid)
+        self._watchdog.cancel()
+        await asyncio.gather(*(service.stop() for service in self.services.values()), return_exceptions=True)
+        await asyncio.gather(*(hosts.stop() for group in self.hosts.values() for hosts in group))
+        board.close_board()
+
+    def _launcher(self, component: Component) -> Callable[[int, int], Any]:
+        async def launch(index: int, incarnation: int) -> Replica:
+            group = await self._group(component, index)
+            replica = Replica(component, index, incarnation, group)
+            try:
+                await replica.start()
+            except BaseException as error:
+                replica.fail(f"its start failed: {error}")
+                await replica.stop()
+                raise
+            return replica
+
+        return launch
+
+    async def _group(self, component: Component, index: int) -> ProcessGroup:
+        """The processes for a replica: new ones, or those that it shares if they live."""
+        options, name = component.options, f"{component.name}{index}"
+        shared = options.share is not None or options.per_process > 1
+        if shared:
+            name = options.share or f"{component.name}_{index // options.per_process}"
+            group = self._groups.get(name)
+            if group is not None and group.dead is None:
+                group.check_agrees(component.name, options)
+                return group
+        hosts = self._hosts_of(component, index)
+        gpus = self._gpus_of(component, index)
+        procs = max(1, options.procs // hosts.size)
+        mesh = await hosts.mesh()
+        group = self._groups.get(name) if shared else None
+        if group is None or group.dead is not None:
+            group = ProcessGroup(name, processes.spawn(mesh, name, procs, options, gpus), options, shared=shared)
+            if shared:
+                self._groups[name] = group
+        return group
+
+    def _hosts_of(self, component: Component, index: int) -> Hosts:
+        options = component.options
+        if options.hosts is None:
+            return ThisHost()
+        known = self.hosts.setdefault(component.name, [])
+        spread = options.procs == 1
+        place = index % options.hosts if spread else index
+        while len(known) <= place:
+            known.append(LoopbackHosts(f"{component.name}_host{len(known)}", 1 if spread else options.hosts))
+        return known[place]
+
+    def _gpus_of(self, component: Component, index: int) -> list[str]:
+        """The devices of a replica: the same ones for each process that takes this place."""
+        if not component.options.with_gpus:
+            return []
+        if self._gpus is None:
+            self._gpus = processes.visible_gpus()
+        key = (component.name, index)
+        if key not in self._held:
+            self._held[key] = processes.take_gpus(self._gpus, component.options.procs, component.name)
+        return self._held[key]
+
+    async def _give_back(self, name: str) -> None:
+        for key in [key for key in self._held if key[0] == name]:
+            assert self._gpus is not None
+            self._gpus += self._held.pop(key)
+        await asyncio.gather(*(hosts.stop() for hosts in self.hosts.pop(name, [])))
+
+    def _name(self, cls: type[ForgeActor], options: Options) -> str:
+        """`ReplayBuffer` -> `replay_buffer`, numbered from the second on."""
+        base = options.mesh_name or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        self._names[base] = self._names.get(base, 0) + 1
+        return base if self._names[base] == 1 else f"{base}{self._names[base]}"
+
+    def _on_dead(self, error: BaseException) -> None:
+        if not self.failure.done():
+            self.failure.set_result(error)
+
+
+class _Live:
+    """The services of the moment, as often as they are asked for."""
+
+    def __init__(self, services: dict[str, Service]) -> None:
+        self._services = services
+
+    def __iter__(self):
+        return iter(list(self._services.values()))
 
 
 _runtime: Runtime | None = None
+_scratch: Scratch | None = None
+
+
+def _own_temporary_files() -> None:
+    """Monarch leaves its sockets in the folder for temporary files, from its first use on: let that folder be one
+    that goes with this process. Python's own temporary files of this process stay where they were."""
+    global _scratch
+    if _scratch is None:
+        tempfile.tempdir = tempfile.gettempdir()
+        _scratch = Scratch("forge-run-")
+        os.environ["TMPDIR"] = str(_scratch.path)
 
 
 def runtime() -> Runtime:
     """The runtime of this controller; made on first use inside a running event loop."""
     global _runtime
     if _runtime is None:
+        _own_temporary_files()
         set_fault_hook(lambda failure: None)  # the replica's own watch sees it and names it
         _runtime = Runtime()
     return _runtime
@@ -124,63 +203,6 @@ async def shutdown() -> None:
 
 
 async def drain_metrics() -> Snapshot:
-    """Everything recorded in any process since the last call, merged."""
+    """Everything recorded in any process since the last call, merged. What a process had recorded and not yet handed
+    over when it died is lost."""
     return await runtime().drain_metrics()
-
-
-async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
-    """Run loops side by side until one ends, then cancel the others. An exception in any of them ends all, and is
-    raised as itself."""
-    tasks = [asyncio.ensure_future(loop) for loop in loops]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        try:
-            task.result()
-        except BaseExceptionGroup as group:
-            # A task group wraps even a single failure; the first one is the cause of the rest.
-            raise group.exceptions[0] from None
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a recipe to its end and leave no process behind.
-
-    Raises:
-        what `main` raised; ReplicaDied when a component died; SystemExit(130 or 143) after SIGINT or SIGTERM.
-    """
-    return asyncio.run(_run(main))
-
-
-async def _run(main: Coroutine[Any, Any, T]) -> T:
-    loop = asyncio.get_running_loop()
-    interrupted: asyncio.Future[signal.Signals] = loop.create_future()
-
-    def on_signal(number: signal.Signals) -> None:
-        if interrupted.done():
-            os._exit(128 + number)  # asked twice: the children end with this process
-        print(f"\n{number.name}: stopping (once more to stop at once)", file=sys.stderr)
-        interrupted.set_result(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-    task = loop.create_task(main)
-    try:
-        waits: set[asyncio.Future[Any]] = {task, interrupted, runtime().failure}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        died = runtime().failure
-        if task.done() and not isinstance(task.exception(), ForgeError):
-            return task.result()
-        task.cancel()
-        await asyncio.wait({task}, timeout=STOP_PATIENCE)
-        if died.done():
-            # The component that died first is the cause; what its callers saw follows from it.
-            raise died.result()
-        if interrupted.done():
-            raise SystemExit(128 + interrupted.result())
-        return task.result()
-    finally:
-        await shutdown()

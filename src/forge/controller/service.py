@@ -1,130 +1,270 @@
-"""A component as its callers see it: `await policy.generate.route(prompt)`, `await policy.update_weights.fanout(3)`.
-
-The verbs: `route` sends to one replica (the least loaded, or the session's), `fanout` to every replica, `call` to
-every rank of a component that has one replica, `call_one` to a component of one process. A replica of several
-processes runs a routed call on every rank; rank 0's value is the answer.
-"""
+"""The service itself, in the controller: its slots, and what happens to a call whose replica is lost."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import difflib
-import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from .errors import ForgeError, ReplicaDied, ServiceStopped
-from .replica import Replica
+from ..observability.metrics import Reduce, record_metric
+from .board import reference
+from .dispatch import Dispatcher
+from .errors import CallTimeout, ForgeError, PoisonRequest, ReplicaDied, ServiceStopped
+from .handle import Call, Handle
+from .replica import Component, Replica
+from .request import Request, new_id
+from .routers import resolve_router
+from .slot import Slot
 
-_session: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forge_sessions")
-_session_ids = itertools.count()
+# How long a replica that `scale` removes may work on what it has begun.
+DRAIN_PATIENCE = 30.0
+# Before a request of a lost replica goes elsewhere: replicas that were lost at the same moment are known by then, and
+# a request is not blamed for two deaths that it only saw.
+DUST = 0.1
 
 
-class Service:
-    """A handle on the replicas of one component. Made by `Component.options(...).as_service(...)`."""
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica as it is now. Latencies are over its last 512 calls, in milliseconds; NaN before the first."""
 
-    def __init__(self, name: str, endpoints: frozenset[str], replicas: list[Replica]) -> None:
-        self._name = name
-        self._endpoints = endpoints
-        self._replicas = replicas
-        self._sticky: dict[str, Replica] = {}
+    name: str
+    state: str
+    pids: list[int]
+    in_flight: int
+    served: int
+    restarts: int
+    latency_p50: float
+    latency_p99: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """A service as it is now; `queued` calls wait for a replica, `quarantined` names those that killed."""
+
+    name: str
+    replicas: list[ReplicaStatus]
+    queued: int
+    restarts: int
+    retried: int
+    quarantined: list[str]
+
+
+class Service(Handle):
+    """The replicas of one component. Made by `Component.options(...).as_service(...)`.
+
+    Pickled, it becomes a handle with the same verbs: a component may be given other services as arguments.
+    """
+
+    def __init__(
+        self,
+        component: Component,
+        endpoints: dict[str, bool],
+        launch: Callable[[int, int], Any],
+        on_dead: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(component.name, frozenset(endpoints))
+        self._component, self._options = component, component.options
+        self._launch, self._on_dead = launch, on_dead
+        self._catch_up = frozenset(name for name, catch_up in endpoints.items() if catch_up)
+        self._latest: dict[str, Call] = {}
+        self._dispatcher = Dispatcher(resolve_router(self._options.router), self._options.max_in_flight)
+        self._slots: list[Slot] = []
+        self._scaling = asyncio.Lock()
+        self._retried = 0
+        self._quarantined: list[str] = []
         self._stopped = False
 
-    def __getattr__(self, name: str) -> Endpoint:
-        if name in self.__dict__.get("_endpoints", ()):
-            return Endpoint(self, name)
-        near = difflib.get_close_matches(name, self.__dict__.get("_endpoints", ()), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{hint}")
+    def __reduce__(self):
+        return reference(self)
 
-    @asynccontextmanager
-    async def session(self, session_id: str | None = None) -> AsyncIterator[str]:
-        """Within the block, `route` keeps going to one replica (where it keeps a cache or a conversation)."""
-        session_id = session_id or f"{self._name}-{next(_session_ids)}"
-        token = _session.set({**_session.get({}), self._name: session_id})
-        try:
-            yield session_id
-        finally:
-            _session.reset(token)
-            self._sticky.pop(session_id, None)
+    async def scale(self, num_replicas: int) -> None:
+        """Have this many replicas from now on. New ones serve as soon as they are ready; removed ones finish what they
+        have begun, within thirty seconds.
 
-    def status(self) -> list[dict[str, Any]]:
-        """One row a replica: its name, pids, whether it is up, calls in flight and calls answered."""
-        return [
-            {
-                "replica": str(replica),
-                "pids": replica.pids,
-                "up": not replica.failed.done(),
-                "in_flight": replica.in_flight,
-                "served": replica.served,
-            }
-            for replica in self._replicas
-        ]
+        Raises:
+            what a new replica's setup raised; the service then keeps the replicas it had.
+        """
+        if num_replicas < 1:
+            raise ValueError(f"{self._name} needs at least one replica, got {num_replicas}: use stop to end it")
+        async with self._scaling:
+            added = [self._slot(index) for index in range(len(self._slots), num_replicas)]
+            results = await asyncio.gather(*(slot.start() for slot in added), return_exceptions=True)
+            for error in results:
+                if isinstance(error, BaseException):
+                    await asyncio.gather(*(slot.stop() for slot in added))
+                    raise error
+            self._slots += added
+            removed, self._slots = self._slots[num_replicas:], self._slots[:num_replicas]
+            await asyncio.gather(*(self._retire(slot) for slot in removed))
+
+    def status(self) -> ServiceStatus:
+        """How every replica is, and the queue."""
+        rows = []
+        for slot in self._slots:
+            replica = slot.replica
+            times = sorted(replica.latencies) if replica else []
+            rows.append(
+                ReplicaStatus(
+                    slot.name,
+                    slot.state,
+                    replica.pids if replica else [],
+                    replica.in_flight if replica else 0,
+                    replica.served if replica else 0,
+                    slot.restarts,
+                    1e3 * statistics.median(times) if times else float("nan"),
+                    1e3 * times[int(0.99 * len(times))] if times else float("nan"),
+                    str(slot.error or ""),
+                )
+            )
+        restarts = sum(row.restarts for row in rows)
+        return ServiceStatus(
+            self._name, rows, self._dispatcher.queued, restarts, self._retried, list(self._quarantined)
+        )
 
     async def stop(self) -> None:
         """Stop every replica. Later calls raise ServiceStopped."""
         self._stopped = True
-        await asyncio.gather(*(replica.stop() for replica in self._replicas))
+        self._dispatcher.close(ServiceStopped(f"{self._name} was stopped"))
+        await asyncio.gather(*(slot.stop() for slot in self._slots))
 
-    def _pick(self) -> Replica:
-        alive = self._alive()
-        session = _session.get({}).get(self._name)
-        if session is None:
-            return _least_loaded(alive)
-        replica = self._sticky.get(session)
-        if replica is None or replica not in alive:
-            replica = self._sticky[session] = _least_loaded(alive)
-        return replica
-
-    def _alive(self) -> list[Replica]:
+    async def _dispatch(self, call: Call) -> Any:
         if self._stopped:
             raise ServiceStopped(f"{self._name} was stopped")
-        alive = [replica for replica in self._replicas if not replica.failed.done()]
-        if not alive:
-            raise ReplicaDied(f"no replica of {self._name} is alive: {self._replicas[-1].failed.result()}")
-        return alive
-
-
-class Endpoint:
-    """One endpoint of a service, to be sent with one of the verbs."""
-
-    __slots__ = ("_name", "_service")
-
-    def __init__(self, service: Service, name: str) -> None:
-        self._service = service
-        self._name = name
-
-    async def route(self, *args: Any, **kwargs: Any) -> Any:
-        """Send to one replica and return its answer."""
-        return (await self._service._pick().call(self._name, args, kwargs))[0]
-
-    async def fanout(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Send to every replica; one answer each, in replica order. Raises if any replica fails."""
-        replicas = self._service._replicas
-        self._service._alive()
-        answers = await asyncio.gather(*(replica.call(self._name, args, kwargs) for replica in replicas))
-        return [values[0] for values in answers]
-
-    async def call(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Send to every rank of a component with one replica; one value each, in rank order."""
-        self._service._alive()
-        replicas = self._service._replicas
-        if len(replicas) != 1:
+        if call.verb == "route":
+            return (await self._route(self._request(call)))[0]
+        if call.verb == "fanout":
+            return await self._fanout(call)
+        if len(self._slots) != 1:
             raise ForgeError(
-                f"call addresses one actor mesh and {self._service._name} has {len(replicas)} replicas: "
+                f"{call.verb} addresses one actor mesh and {self._name} has {len(self._slots)} replicas: "
                 "use route (one replica) or fanout (all)"
             )
-        return await replicas[0].call(self._name, args, kwargs)
+        if call.verb == "call_one" and self._options.procs != 1:
+            raise ForgeError(f"call_one needs one process and {self._name} has {self._options.procs}: use call")
+        values = await self._route(self._request(call))
+        return values[0] if call.verb == "call_one" else values
 
-    async def call_one(self, *args: Any, **kwargs: Any) -> Any:
-        """Send to a component of one process."""
-        values = await self.call(*args, **kwargs)
-        if len(values) != 1:
-            raise ForgeError(f"call_one needs one process and {self._service._name} has {len(values)}: use call")
-        return values[0]
+    def _end_session(self, session: str) -> None:
+        self._dispatcher.end_session(session)
 
+    async def _route(self, request: Request) -> list[Any]:
+        while True:
+            try:
+                replica: Replica = await self._dispatcher.acquire(request)  # type: ignore[assignment]
+            except TimeoutError:
+                raise CallTimeout(
+                    f"{request.caller} waited {request.limit:g} s for {self._name}.{request.endpoint} and no replica "
+                    f"had room: {', '.join(f'{slot.name} {slot.state}' for slot in self._slots)}"
+                ) from None
+            if not replica.alive:  # it died between the choice and this moment
+                request.attempts -= 1
+                self._dispatcher.release(replica, request)
+                continue
+            try:
+                return await replica.serve(request)
+            except ReplicaDied as died:
+                if replica.alive:
+                    raise  # the endpoint itself raised it, about another service
+                self._lost(request, replica, died)
+            finally:
+                self._dispatcher.release(replica, request)
+            await asyncio.sleep(DUST)
 
-def _least_loaded(replicas: list[Replica]) -> Replica:
-    return min(replicas, key=lambda replica: (replica.in_flight, replica.served))
+    def _lost(self, request: Request, replica: Replica, died: ReplicaDied) -> None:
+        """Decide whether a request may be sent again after its replica died; raise if not."""
+        request.avoid.add(replica.index)
+        if not replica.blameless:
+            request.saw_death(replica.died, len(replica.suspects))
+            if request.deaths >= self._options.quarantine_after and replica.suspects == {request.id}:
+                what = f"{self._name}.{request.endpoint} (request {request.id}, from {request.caller})"
+                self._quarantined.append(what)
+                raise PoisonRequest(
+                    f"{what} was being served when {request.deaths} replicas died, the last time as the only one under "
+                    f"suspicion: it is not tried again. {died}"
+                ) from died
+        if request.attempts > self._options.retries or self._stopped:
+            raise ReplicaDied(f"{request.endpoint} was sent {request.attempts} times, and its replica died: {died}")
+        self._retried += 1
+        record_metric(f"retries/{self._name}", 1.0, Reduce.SUM)
+
+    async def _fanout(self, call: Call) -> list[Any]:
+        catch_up = call.endpoint in self._catch_up
+        if catch_up:
+            # Replicas that are away get it before they serve again.
+            self._latest[call.endpoint] = call
+        slots = [s for s in self._slots if s.state == "up" or (s.state != "failed" and not catch_up)]
+        legs = [self._leg(slot, self._request(call), catch_up) for slot in slots]
+        answers = await asyncio.gather(*legs, return_exceptions=True)
+        values = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer is not None:
+                values.append(answer[0])
+        return values
+
+    async def _leg(self, slot: Slot, request: Request, catch_up: bool) -> list[Any] | None:
+        """One replica's part of a fanout. None if it will catch up instead."""
+        while True:
+            try:
+                replica = await slot.when_up(request.left)
+            except TimeoutError:
+                raise CallTimeout(
+                    f"{request.caller} waited {request.limit:g} s for {slot.name}.{request.endpoint}, "
+                    f"which is {slot.state}: {slot.error}"
+                ) from None
+            request.sent, request.attempts = time.monotonic(), request.attempts + 1
+            replica.flights[request.id] = request
+            try:
+                return await replica.serve(request)
+            except ReplicaDied as died:
+                if replica.alive:
+                    raise
+                self._lost(request, replica, died)
+                if catch_up:
+                    return None
+            finally:
+                self._dispatcher.release(replica, request)
+            await asyncio.sleep(DUST)
+
+    def _request(self, call: Call) -> Request:
+        limit = self._options.call_timeout if call.timeout is None else call.timeout
+        request_id = call.request_id or new_id(self._name)
+        return Request(request_id, call.endpoint, call.args, call.kwargs, call.caller, limit, call.session)
+
+    def _slot(self, index: int) -> Slot:
+        async def launch(incarnation: int) -> Replica:
+            replica = await self._launch(index, incarnation)
+            await self._bring_up_to_date(replica)
+            return replica
+
+        name = f"{self._name}[{index}]"
+        return Slot(name, self._options, launch, self._dispatcher.join, self._dispatcher.leave, self._on_slot_failed)
+
+    async def _bring_up_to_date(self, replica: Replica) -> None:
+        """Repeat the last call of each endpoint that a replica must not miss, until none came meanwhile."""
+        done: dict[str, Call] = {}
+        while missed := [call for call in self._latest.values() if done.get(call.endpoint) is not call]:
+            for call in missed:
+                done[call.endpoint] = call
+                try:
+                    await replica.serve(self._request(call), self._options.setup_timeout)
+                except BaseException:
+                    await replica.stop()
+                    raise
+
+    async def _retire(self, slot: Slot) -> None:
+        if slot.replica is not None:
+            await self._dispatcher.drain(slot.replica, DRAIN_PATIENCE)
+        await slot.stop()
+
+    def _on_slot_failed(self, slot: Slot) -> None:
+        if all(other.state in ("failed", "stopped") for other in self._slots):
+            error = ReplicaDied(f"no replica of {self._name} is left. {slot.error}")
+            error.__cause__ = slot.error
+            self._dispatcher.close(error)
+            self._on_dead(error)

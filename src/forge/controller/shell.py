@@ -8,16 +8,18 @@ thread, one at a time, in the order in which calls arrived.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import os
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from ..observability.metrics import drain
 from ._monarch import Actor, concurrent_endpoint, current_rank
-from .context import ActorContext
+from .context import ActorContext, _request
 from .errors import RemoteFailure
 
 Answer = tuple[int, Any]
@@ -31,6 +33,8 @@ class Shell(Actor):
         self._instance: Any = None
         self._store: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
+        self._serving: dict[str, asyncio.Task] = {}
+        self._in_thread_now: str | None = None
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
@@ -50,7 +54,8 @@ class Shell(Actor):
 
     @concurrent_endpoint
     async def start(self, definition: bytes, rendezvous: str | None) -> Answer:
-        """Build the component from its pickled (class, args, kwargs) and run its `setup`."""
+        """Build the component from its pickled (class, args, kwargs) and run its `setup`; in a replaced process, its
+        `on_respawn` too."""
 
         def build() -> Any:
             cls, args, kwargs = pickle.loads(definition)
@@ -63,12 +68,31 @@ class Shell(Actor):
             self._context = replace(self._context, rendezvous=rendezvous)
             self._instance = await self._in_thread(build)
             await self._run(self._instance.setup)
+            if self._context.incarnation:
+                await self._run(self._instance.on_respawn)
 
         return await self._guarded("setup", start)
 
     @concurrent_endpoint
-    async def invoke(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Answer:
-        return await self._guarded(method, lambda: self._run(getattr(self._instance, method), *args, **kwargs))
+    async def invoke(self, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Answer:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[request_id] = task
+        _request.set(request_id)
+        try:
+            return await self._guarded(method, lambda: self._run(getattr(self._instance, method), *args, **kwargs))
+        finally:
+            del self._serving[request_id]
+
+    @concurrent_endpoint
+    async def cancel(self, request_id: str) -> Answer:
+        """Stop work on a request that nobody waits for any more. Its value is False if it cannot be stopped: a plain
+        endpoint that has begun."""
+        if request_id == self._in_thread_now:
+            return self._context.rank, False
+        if request_id in self._serving:
+            self._serving[request_id].cancel()
+        return self._context.rank, True
 
     @concurrent_endpoint
     async def drain_metrics(self) -> Answer:
@@ -85,15 +109,24 @@ class Shell(Actor):
 
         return await self._guarded("teardown", close)
 
-    async def _run(self, function, *args, **kwargs) -> Any:
+    async def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         return await self._in_thread(lambda: function(*args, **kwargs))
 
-    async def _in_thread(self, function) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        context = contextvars.copy_context()
 
-    async def _guarded(self, call: str, make) -> Answer:
+        def work() -> Any:
+            self._in_thread_now = _request.get()
+            try:
+                return function()
+            finally:
+                self._in_thread_now = None
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, context.run, work)
+
+    async def _guarded(self, call: str, make: Callable[[], Any]) -> Answer:
         try:
             return self._context.rank, await make()
         # The caller decides what an error means; raising here would end this actor, and with it every other call.

@@ -1,0 +1,97 @@
+"""Services from inside other actors: a handle that sends each call to the controller, which routes it as its own.
+
+One place decides where calls go, so that balance, sessions and quarantine are exact whoever calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..observability.metrics import PROCESS_NAME
+from ._monarch import Actor, concurrent_endpoint, this_proc
+from .errors import CallTimeout, RemoteFailure
+from .handle import Call, Handle
+
+if TYPE_CHECKING:
+    from .service import Service
+
+# What a call over the board may take beyond its own limit before the controller counts as unreachable.
+GRACE = 15.0
+
+_find: Callable[[str], Service] | None = None
+_loop: asyncio.AbstractEventLoop | None = None
+_board: Any = None
+
+
+class Board(Actor):
+    """Lives in the controller's process; takes calls on behalf of other actors."""
+
+    @concurrent_endpoint
+    async def dispatch(self, service: str, call: Call, where: str) -> Any:
+        async def here() -> Any:
+            assert _find is not None
+            return await _find(service)._dispatch(call)
+
+        try:
+            assert _loop is not None
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(here(), _loop))
+        except BaseException as error:
+            return RemoteFailure.capture(f"{service}.{call.endpoint}, called by {where},", error)
+
+    @concurrent_endpoint
+    async def end_session(self, service: str, session: str) -> None:
+        assert _find is not None and _loop is not None
+        _loop.call_soon_threadsafe(_find(service)._end_session, session)
+
+
+class RemoteService(Handle):
+    """A service of another process. Its verbs are for `async def` endpoints."""
+
+    def __init__(self, name: str, endpoints: frozenset[str], call_timeout: float, board: Any) -> None:
+        super().__init__(name, endpoints)
+        self._call_timeout, self._board = call_timeout, board
+
+    def __reduce__(self):
+        return RemoteService, (self._name, self._endpoints, self._call_timeout, self._board)
+
+    async def _dispatch(self, call: Call) -> Any:
+        limit = (call.timeout or self._call_timeout) + GRACE
+        where = os.environ.get(PROCESS_NAME, "another process")
+        answer = self._board.dispatch.call_one(self._name, call, where).as_asyncio()
+        try:
+            value = await asyncio.wait_for(answer, limit)
+        except TimeoutError:
+            raise CallTimeout(
+                f"{where} waited {limit:g} s for the controller to call {self._name}.{call.endpoint}"
+            ) from None
+        if isinstance(value, RemoteFailure):
+            raise value.to_exception()
+        return value
+
+    def _end_session(self, session: str) -> None:
+        self._board.end_session.broadcast(self._name, session)
+
+
+def open_board(find: Callable[[str], Service]) -> None:
+    """Let other actors call the services that `find` knows by name, on the running event loop."""
+    global _find, _loop
+    _find, _loop = find, asyncio.get_running_loop()
+
+
+def close_board() -> None:
+    """Let nobody call any more."""
+    global _find, _loop, _board
+    _find = _loop = _board = None
+
+
+def reference(service: Service) -> tuple[Any, ...]:
+    """How a service is pickled: as a handle for another process."""
+    global _board
+    if _find is None:
+        raise RuntimeError(f"{service._name} cannot be sent anywhere: its run is over")
+    if _board is None:
+        _board = this_proc().spawn(f"board_{os.getpid()}_{id(_loop)}", Board)
+    return RemoteService, (service._name, service._endpoints, service._options.call_timeout, _board)

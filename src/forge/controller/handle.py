@@ -1,0 +1,130 @@
+"""A component as its callers see it: `await policy.generate.route(prompt)`, `await policy.update_weights.fanout(3)`.
+
+The verbs: `route` sends to one replica (the least loaded, or the session's), `fanout` to every replica, `call` to
+every rank of a component that has one replica, `call_one` to a component of one process. A replica of several
+processes runs a routed call on every rank; rank 0's value is the answer.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import difflib
+import itertools
+import os
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .request import caller
+
+_session: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forge_sessions")
+_session_ids = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is asked of a service: an endpoint with its arguments, and how to send it."""
+
+    verb: str
+    endpoint: str
+    args: tuple
+    kwargs: dict[str, Any]
+    caller: str
+    timeout: float | None = None
+    session: str | None = None
+    request_id: str | None = None
+
+
+class Handle:
+    """What can be done with a service from anywhere: its endpoints, and sessions."""
+
+    def __init__(self, name: str, endpoints: frozenset[str]) -> None:
+        self._name, self._endpoints = name, endpoints
+
+    async def _dispatch(self, call: Call) -> Any:
+        raise NotImplementedError
+
+    def _end_session(self, session: str) -> None:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Endpoint:
+        if name in self.__dict__.get("_endpoints", ()):
+            return Endpoint(self, name)
+        near = difflib.get_close_matches(name, self.__dict__.get("_endpoints", ()), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{hint}")
+
+    @asynccontextmanager
+    async def session(self, session_id: str | None = None) -> AsyncIterator[str]:
+        """Within the block, `route` keeps going to one replica (where it keeps a cache or a conversation).
+
+        If that replica is lost, the session moves to another; whatever it kept there is gone.
+
+        Args:
+            session_id: name of the session, so that several callers can share one.
+        """
+        session_id = session_id or f"{self._name}-{os.getpid()}-{next(_session_ids)}"
+        token = _session.set({**_session.get({}), self._name: session_id})
+        try:
+            yield session_id
+        finally:
+            _session.reset(token)
+            self._end_session(session_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One endpoint of a service, to be sent with one of the verbs."""
+
+    service: Handle
+    name: str
+    timeout: float | None = None
+    session: str | None = None
+    request_id: str | None = None
+
+    def options(
+        self, *, timeout: float | None = None, session: str | None = None, request_id: str | None = None
+    ) -> Endpoint:
+        """The endpoint with settings of its own: `policy.generate.options(timeout=30).route(prompt)`.
+
+        Args:
+            timeout: seconds until the call is an error, waiting for a replica included; None is `call_timeout`.
+            session: id of a session, instead of a `session()` block.
+            request_id: what `forge.controller.request_id()` gives in the endpoint; None makes one.
+        """
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout must be positive (seconds), got {timeout}")
+        return replace(self, timeout=timeout, session=session, request_id=request_id)
+
+    def route(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """Send to one replica and return its answer.
+
+        If the replica is lost meanwhile, another one gets the call: an endpoint may see a call twice.
+
+        Raises:
+            what the endpoint raised; CallTimeout, PoisonRequest, or ReplicaDied when there is no more to try.
+        """
+        return self._send("route", args, kwargs)
+
+    def fanout(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
+        """Send to every replica, also to those that are just being replaced; one answer each, in replica order.
+
+        Raises:
+            the first failure, once every replica has answered or failed.
+        """
+        return self._send("fanout", args, kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
+        """Send to every rank of a component with one replica; one value each, in rank order."""
+        return self._send("call", args, kwargs)
+
+    def call_one(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """Send to a component of one process."""
+        return self._send("call_one", args, kwargs)
+
+    def _send(self, verb: str, args: tuple, kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
+        # Not a coroutine itself: the call, its caller and its session are those of the moment when it is written.
+        session = self.session or _session.get({}).get(self.service._name)
+        call = Call(verb, self.name, args, kwargs, caller(), self.timeout, session, self.request_id)
+        return self.service._dispatch(call)

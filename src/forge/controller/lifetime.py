@@ -1,0 +1,81 @@
+"""The beginning and the end of a run.
+
+`run(main())` owns the event loop. However `main` ends (return, exception, Ctrl-C, SIGTERM, a component that cannot be
+replaced), every service is stopped and every process is gone before `run` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from .errors import ForgeError
+from .runtime import runtime, shutdown
+
+T = TypeVar("T")
+
+# How long `main` may take over its own clean-up after it was told to stop.
+STOP_PATIENCE = 5.0
+
+
+async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
+    """Run loops side by side until one ends, then cancel the others. An exception in any of them ends all, and is
+    raised as itself."""
+    tasks = [asyncio.ensure_future(loop) for loop in loops]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        try:
+            task.result()
+        except BaseExceptionGroup as group:
+            # A task group wraps even a single failure; the first one is the cause of the rest.
+            raise group.exceptions[0] from None
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a recipe to its end and leave no process behind.
+
+    Raises:
+        what `main` raised; ReplicaDied when a component was lost for good; SystemExit(130 or 143) after SIGINT or
+        SIGTERM.
+    """
+    return asyncio.run(_run(main))
+
+
+async def _run(main: Coroutine[Any, Any, T]) -> T:
+    loop = asyncio.get_running_loop()
+    interrupted: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def on_signal(number: signal.Signals) -> None:
+        if interrupted.done():
+            os._exit(128 + number)  # asked twice: the children end with this process
+        print(f"\n{number.name}: stopping (once more to stop at once)", file=sys.stderr)
+        interrupted.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    task = loop.create_task(main)
+    try:
+        dead = runtime().failure
+        waits: set[asyncio.Future[Any]] = {task, interrupted, dead}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and not isinstance(task.exception(), ForgeError):
+            return task.result()
+        task.cancel()
+        await asyncio.wait({task}, timeout=STOP_PATIENCE)
+        if dead.done():
+            # The component that was lost first is the cause; what its callers saw follows from it.
+            raise dead.result()
+        if interrupted.done():
+            raise SystemExit(128 + interrupted.result())
+        return task.result()
+    finally:
+        await shutdown()

@@ -1,0 +1,194 @@
+"""Services that grow, shrink, call one another, live on several hosts, and say how they are."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from forge.controller import CallTimeout, run, runtime
+from tests.controller.components import Caller, Counter
+from tests.controller.test_endings import gone_within
+from tests.controller.test_recovery import states, until
+
+
+def pids_of(service):
+    return [pid for replica in service.status().replicas for pid in replica.pids]
+
+
+def test_scale_while_it_runs():
+    async def main():
+        service = await Counter.as_service(5)
+        working = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(4)]
+        await service.scale(3)
+        assert sorted(place for place, _ in await service.where.fanout()) == [f"counter[{i}]" for i in range(3)]
+        working += [asyncio.create_task(service.overlap.route(1.0)) for _ in range(6)]
+        await asyncio.sleep(0.2)
+        removed = pids_of(service)[1:]
+        await service.scale(1)  # lets them finish what they have begun
+        assert len(await asyncio.gather(*working)) == 10
+        assert len(service.status().replicas) == 1
+        assert service.status().retried == 0
+        assert gone_within(removed, 10)
+        with pytest.raises(ValueError, match="at least one replica"):
+            await service.scale(0)
+
+    run(main())
+
+
+def test_a_failing_scale_keeps_what_was_there():
+    class Once(Counter):
+        def setup(self) -> None:
+            if self.context.replica > 0:
+                raise OSError("only one licence")
+
+    async def main():
+        service = await Once.as_service()
+        with pytest.raises(OSError, match="only one licence"):
+            await service.scale(3)
+        assert states(service) == ["up"]
+        assert await service.add.route(1) == 1
+
+    run(main())
+
+
+def test_a_failing_start_leaves_no_process():
+    async def main():
+        before = set(children())
+        with pytest.raises(ValueError, match="below zero"):
+            await Counter.options(num_replicas=2).as_service(-1)
+        await until(lambda: set(children()) <= before, 10)
+
+    run(main())
+
+
+def children():
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def test_status_says_how_everything_is():
+    async def main():
+        service = await Counter.options(num_replicas=2, mesh_name="tally", max_in_flight=1).as_service()
+        calls = [asyncio.create_task(service.overlap.route(0.5)) for _ in range(5)]
+        await asyncio.sleep(0.2)
+        status = service.status()
+        assert status.name == "tally"
+        assert [replica.in_flight for replica in status.replicas] == [1, 1]
+        assert status.queued == 3
+        await asyncio.gather(*calls)
+        status = service.status()
+        assert status.queued == 0
+        assert sum(replica.served for replica in status.replicas) == 5
+        assert all(500 <= replica.latency_p50 <= replica.latency_p99 < 5000 for replica in status.replicas)
+        assert [replica.name for replica in status.replicas] == ["tally[0]", "tally[1]"]
+
+    run(main())
+
+
+def test_named_sessions_are_shared_and_move_when_their_replica_is_lost():
+    async def main():
+        service = await Counter.options(num_replicas=3).as_service()
+        mine = service.where.options(session="mine")
+        (home,) = {await mine.route() for _ in range(6)}
+        os.kill(home[1], signal.SIGKILL)
+        await until(lambda: "restarting" in states(service))
+        (moved,) = {await mine.route() for _ in range(6)}
+        assert moved != home
+
+    run(main())
+
+
+def test_light_replicas_live_together():
+    async def main():
+        service = await Counter.options(num_replicas=8, per_process=4).as_service()
+        places = await service.where.fanout()
+        assert len({pid for _, pid in places}) == 2
+        os.kill(places[0][1], signal.SIGKILL)
+        assert len(await service.where.fanout()) == 8
+
+    run(main())
+
+
+def test_sharers_must_agree_on_their_process():
+    async def main():
+        await Counter.options(share="helpers").as_actor()
+        with pytest.raises(ValueError, match=r"counter2 shares the process 'helpers', .* threads = 1; it asks for 3"):
+            await Counter.options(share="helpers", threads=3).as_actor()
+
+    run(main())
+
+
+def test_a_service_can_be_called_from_inside_another_actor():
+    async def main():
+        counter = await Counter.options(num_replicas=2).as_service()
+        caller = await Caller.as_service(counter)
+        assert await caller.add_through.route(3) == 3
+        assert len(set(await caller.places.route(5))) == 1
+        assert len(await caller.everyone.route()) == 2
+        with pytest.raises(KeyError, match="far away") as caught:
+            await caller.fail_through.route()
+        assert any("counter" in note and "fail" in note for note in caught.value.__notes__)
+        with pytest.raises(CallTimeout, match=r"impatient \(components.py:\d+\) waited in vain: counter"):
+            await caller.impatient.route()
+        assert caller.status().restarts == 0
+        # A call from there is saved as one from here is.
+        os.kill(pids_of(counter)[0], signal.SIGKILL)
+        assert len(await asyncio.gather(*(caller.add_through.route(0) for _ in range(8)))) == 8
+        (place,) = {await caller.places.options(session="one").route(1) and "served" for _ in range(2)}
+        assert place == "served"
+
+    run(main())
+
+
+def test_hosts_are_processes_of_their_own_and_come_back():
+    async def main():
+        service = await Counter.options(num_replicas=2, hosts=2).as_service()
+        hosts = [host for hosts in runtime().hosts["counter"] for host in hosts.pids()]
+        assert len(hosts) == 2
+        lost = pids_of(service)[0]
+        waiting = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(6)]
+        await asyncio.sleep(0.2)
+        os.kill(hosts[0], signal.SIGKILL)
+        assert len(await asyncio.gather(*waiting)) == 6
+        await until(lambda: states(service) == ["up", "up"])
+        assert service.status().restarts == 1
+        assert gone_within([hosts[0], lost], 10)
+        assert len(await service.where.fanout()) == 2
+        return [host for hosts in runtime().hosts["counter"] for host in hosts.pids()]
+
+    assert gone_within(run(main()), 10)
+
+
+def test_a_replica_spans_its_hosts():
+    async def main():
+        actor = await Counter.options(procs=2, hosts=2).as_actor()
+        assert [place for place, _ in await actor.where.call()] == ["counter[0] rank 0", "counter[0] rank 1"]
+        hosts = [host for hosts in runtime().hosts["counter"] for host in hosts.pids()]
+        os.kill(hosts[1], signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        assert await actor.add.call(1) == [1, 1]
+
+    run(main())
+
+
+def test_who_waits_for_whom_is_told_when_nothing_moves(capfd):
+    async def main():
+        service = await Counter.options(stall_after=1.0).as_actor()
+        await service.slow_add.route(1, 3.5)
+
+    run(main())
+    told = capfd.readouterr().err
+    assert "no answer from counter[0] for " in told
+    assert "main (test_placement.py:" in told
+    assert "waits for counter[0].slow_add since" in told
+    assert "slow_add (components.py:" in told or "slow_add" in told.split("stands:")[1]
+
+
+def test_waiting_for_a_replica_is_told_too(capfd):
+    async def main():
+        service = await Counter.options(stall_after=0.5, max_in_flight=1).as_actor()
+        await asyncio.gather(service.overlap.route(3.0), service.overlap.route(0.0))
+
+    run(main())
+    assert "no replica of counter takes a call: counter[0] up" in capfd.readouterr().err

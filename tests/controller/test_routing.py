@@ -1,0 +1,236 @@
+"""Which replica serves which call: routers, sessions, queues, and what holds whatever comes and goes."""
+
+import asyncio
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.controller import ReplicaDied
+from forge.controller.dispatch import Dispatcher
+from forge.controller.request import Request
+from forge.controller.routers import PrefixAffine, RoundRobin, least_loaded, resolve_router
+
+numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Place:
+    """What the dispatcher knows of a replica."""
+
+    index: int
+    served: int = 0
+    alive: bool = True
+    flights: dict = field(default_factory=dict)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.flights)
+
+
+def request(*args, session=None, limit=60.0):
+    return Request(f"r{next(numbers)}", "work", args, {}, "a test", limit, session)
+
+
+def loads(*in_flight):
+    return [Place(i, flights=dict.fromkeys(range(n))) for i, n in enumerate(in_flight)]
+
+
+def test_least_loaded():
+    assert least_loaded(loads(3, 1, 2), request()).index == 1
+
+
+def test_round_robin_takes_turns_whatever_the_load():
+    router = RoundRobin()
+    places = loads(9, 0, 5)
+    assert [router(places, request()).index for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert router(places[2:], request()).index == 2
+
+
+@given(st.lists(st.text(min_size=1), min_size=20, max_size=40, unique=True), st.integers(2, 8))
+def test_prefixes_stay_together_and_only_those_of_a_lost_replica_move(prompts, replicas):
+    router = PrefixAffine(length=1000)
+    places = loads(*[0] * replicas)
+    before = {prompt: router(places, request(prompt)).index for prompt in prompts}
+    assert all(router(places, request(prompt)).index == before[prompt] for prompt in prompts)
+    after = {prompt: router(places[1:], request(prompt)).index for prompt in prompts}
+    assert all(after[prompt] == before[prompt] for prompt in prompts if before[prompt] != 0)
+
+
+def test_prefix_affinity_gives_way_to_load():
+    router = PrefixAffine(length=4, slack=2)
+    places = loads(0, 0)
+    home = router(places, request("same beginning"))
+    assert router(places, request("same ending")) is home
+    home.flights = dict.fromkeys(range(3))
+    assert router(places, request("same middle")) is not home
+
+
+@pytest.mark.parametrize("name", ["no_such_router", "os:no_such_function", "os:name", 7])
+def test_unknown_routers_are_refused(name):
+    with pytest.raises(ValueError, match="router"):
+        resolve_router(name)
+
+
+def test_a_router_of_ones_own():
+    async def main():
+        dispatcher = Dispatcher(lambda candidates, request: candidates[request.args[0]], 10)
+        for place in loads(0, 0, 0):
+            dispatcher.join(place)
+        assert [(await dispatcher.acquire(request(i))).index for i in (2, 0, 1)] == [2, 0, 1]
+        with pytest.raises(IndexError):
+            await dispatcher.acquire(request(3))
+        dispatcher.router = lambda candidates, request: "the first"
+        with pytest.raises(TypeError, match="none of the candidates"):
+            await dispatcher.acquire(request())
+
+    asyncio.run(main())
+
+
+def test_no_more_than_max_in_flight_and_first_come_first_served():
+    async def main():
+        dispatcher = Dispatcher(least_loaded, 2)
+        place = Place(0)
+        dispatcher.join(place)
+        running = [request() for _ in range(2)]
+        for r in running:
+            await dispatcher.acquire(r)
+        order = []
+
+        async def wait(number):
+            await dispatcher.acquire(request())
+            order.append(number)
+
+        tasks = [asyncio.create_task(wait(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        assert dispatcher.queued == 3
+        for r in running:
+            dispatcher.release(place, r)
+            await asyncio.sleep(0)
+            assert place.in_flight == 2
+        await asyncio.sleep(0)
+        assert order == [0, 1]
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert dispatcher.queued == 0
+
+    asyncio.run(main())
+
+
+def test_waiting_ends_at_the_time_limit():
+    async def main():
+        with pytest.raises(TimeoutError):
+            await Dispatcher(least_loaded, 1).acquire(request(limit=0.05))
+
+    asyncio.run(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["least_loaded", "round_robin"]))
+def test_no_request_is_lost_or_answered_twice_and_sessions_stay(seed, replicas, max_in_flight, router):
+    """Replicas join and die at random while calls of several sessions run; a call whose replica died is sent again."""
+    rng = random.Random(seed)
+
+    async def main():
+        dispatcher = Dispatcher(resolve_router(router), max_in_flight)
+        places = {i: Place(i) for i in range(replicas)}
+        for place in places.values():
+            dispatcher.join(place)
+        answers, homes = [], {}
+
+        async def call(number, session):
+            r = request(number, session=session)
+            while True:
+                place = await dispatcher.acquire(r)
+                assert place.in_flight <= max_in_flight
+                if session is not None and place.alive:
+                    home = homes.setdefault(session, place)
+                    assert home is place or not home.alive
+                    homes[session] = place
+                for _ in range(rng.randrange(4)):
+                    await asyncio.sleep(0)
+                dispatcher.release(place, r)
+                if place.alive:
+                    answers.append(number)
+                    return
+                r.avoid.add(place.index)
+
+        async def chaos():
+            for _ in range(40):
+                await asyncio.sleep(0)
+                index = rng.randrange(replicas)
+                if rng.random() < 0.5:
+                    places[index].alive = False
+                    dispatcher.leave(places[index])
+                elif not places[index].alive:
+                    places[index] = Place(index)
+                    dispatcher.join(places[index])
+            for index, place in places.items():
+                if not place.alive:
+                    dispatcher.join(Place(index))
+
+        calls = [call(n, rng.choice([None, "a", "b", "c"])) for n in range(60)]
+        await asyncio.wait_for(asyncio.gather(chaos(), *calls), 20)
+        assert sorted(answers) == list(range(60))
+        assert dispatcher.queued == 0
+        assert all(not place.flights for place in dispatcher.up)
+
+    asyncio.run(main())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 30))
+def test_of_a_crowd_that_saw_a_death_only_the_killer_is_ever_alone_with_one(seed, crowd):
+    """The killer of a replica is found among the requests that were there, and no other is taken for it."""
+    rng = random.Random(seed)
+    killer = rng.randrange(crowd)
+
+    async def main():
+        dispatcher = Dispatcher(least_loaded, 100)
+        dispatcher.join(Place(0))
+        dispatcher.join(Place(1))
+        deaths = 0
+
+        async def call(number):
+            nonlocal deaths
+            r = request(number)
+            while True:
+                place = await dispatcher.acquire(r)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                    if number == killer and place.alive:
+                        deaths += 1
+                        place.alive, place.suspects = False, {f.id for f in place.flights.values() if f.deaths}
+                        dispatcher.leave(place)
+                        dispatcher.join(Place(place.index))
+                    if not place.alive:
+                        break
+                dispatcher.release(place, r)
+                if place.alive:
+                    return "answered"
+                if r.deaths and place.suspects == {r.id}:
+                    return "killer"
+                r.saw_death(r.sent + 0.01, len(place.suspects) or crowd)
+
+        results = await asyncio.wait_for(asyncio.gather(*map(call, range(crowd))), 20)
+        assert results[killer] == "killer"
+        assert results.count("killer") == 1
+        assert deaths <= 3 if crowd > 16 else deaths == 2
+
+    asyncio.run(main())
+
+
+def test_a_closed_dispatcher_answers_everyone():
+    async def main():
+        dispatcher = Dispatcher(least_loaded, 1)
+        waiting = asyncio.create_task(dispatcher.acquire(request()))
+        await asyncio.sleep(0)
+        dispatcher.close(ReplicaDied("all gone"))
+        for attempt in (waiting, dispatcher.acquire(request())):
+            with pytest.raises(ReplicaDied, match="all gone"):
+                await attempt
+
+    asyncio.run(main())
