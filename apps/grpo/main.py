@@ -25,7 +25,9 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
     services, algo, batch_size = cfg.services, cfg.grpo, cfg.training.batch_size
     loss = GRPOLoss(algo.clip_low, algo.clip_high, algo.beta, cfg.training.entropy_coef)
     dataset, policy, trainer, reward, buffer, reference = await asyncio.gather(
-        DatasetActor.options(**services.dataset).as_actor(model, seed=cfg.seed, **cfg.dataset),
+        DatasetActor.options(**services.dataset).as_actor(
+            model, seed=cfg.seed, journal=f"{record.recovery}/dataset", **cfg.dataset
+        ),
         Generator.options(**services.generator).as_service(
             model, store=store, temperature=algo.temperature, max_tokens=algo.max_tokens, **cfg.generator
         ),
@@ -36,11 +38,15 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
             optimizer=cfg.training.optimizer(),
             temperature=algo.temperature,
             shard_degree=cfg.parallelism.data_parallel_shard_degree,
+            recovery=record.checkpoints if cfg.checkpoint.every else None,
             **cfg.training.trainer(),
         ),
         RewardActor.options(**services.reward).as_service(**cfg.reward),
         ReplayBuffer.options(**services.replay_buffer).as_actor(
-            2 * batch_size * (cfg.async_.max_policy_age + 1), seed=cfg.seed, **cfg.async_
+            2 * batch_size * (cfg.async_.max_policy_age + 1),
+            seed=cfg.seed,
+            journal=f"{record.recovery}/buffer",
+            **cfg.async_,
         ),
         ReferenceModel.options(**services.ref_model).as_service(
             model, seq_len=cfg.training.seq_len, temperature=algo.temperature
@@ -55,10 +61,8 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
         completions = await policy.generate.route(prompt, n=algo.n_samples, seed=cfg.seed + 1_000_003 * index)
         rewards = await reward.evaluate_group.route(prompt, [c.text for c in completions], target)
         episodes = [Episode(completion, r) for completion, r in zip(completions, rewards, strict=True)]
-        if not await buffer.add.route(Group(episodes, index, target)):
+        if not await buffer.add.route(Group(episodes, index, target, prompt.text)):
             await window.refund(1)
-        if index % batch_size < cfg.metrics.rollouts:
-            record.log_rollout(window.version, prompt=prompt.text, response=completions[0].text, reward=rewards[0])
 
     async def continuous_rollouts() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -69,6 +73,7 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
         for version in range(cfg.training.steps):
             await window.refund(await buffer.expire.route(version))
             groups = await buffer.sample.route(version, batch_size)
+            record.log_rollouts(version + 1, groups[: cfg.metrics.rollouts])
             batch = pack(learnable(groups, version), aggregation=cfg.training.aggregation)
             if reference is not None:
                 batch.ref_logprobs = await reference.logprobs.route(batch)

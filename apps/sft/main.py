@@ -21,7 +21,9 @@ from forge.types import Sample
 async def main(cfg: SFTConfig, model: str, held_out: list[Sample], record: Run, store: VersionStore) -> None:
     services = cfg.services
     dataset, policy, trainer, reward = await asyncio.gather(
-        DatasetActor.options(**services.dataset).as_actor(model, seed=cfg.seed, **cfg.dataset),
+        DatasetActor.options(**services.dataset).as_actor(
+            model, seed=cfg.seed, journal=f"{record.recovery}/dataset", **cfg.dataset
+        ),
         Generator.options(**services.generator).as_service(
             model, store=store, max_tokens=cfg.eval.max_tokens, **cfg.generator
         ),
@@ -32,6 +34,7 @@ async def main(cfg: SFTConfig, model: str, held_out: list[Sample], record: Run, 
             optimizer=cfg.training.optimizer(),
             aggregation=cfg.training.aggregation,
             shard_degree=cfg.parallelism.data_parallel_shard_degree,
+            recovery=record.checkpoints if cfg.checkpoint.every else None,
             **cfg.training.trainer(),
         ),
         RewardActor.options(**services.reward).as_service(**cfg.reward),

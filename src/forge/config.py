@@ -74,13 +74,21 @@ def build(cls: type[T], values: Any, where: str = "") -> T:
             raise ConfigError(f"unknown key {_join(where, name)!r}{_nearest(name, fields)}")
     hints = typing.get_type_hints(cls)
     known = {
-        fields[name].name: _convert(hints[fields[name].name], value, _join(where, name))
+        fields[name].name: _convert(hints[fields[name].name], _over_default(fields[name], value), _join(where, name))
         for name, value in values.items()
     }
     missing = [n for n, f in fields.items() if f.name not in known and _required(f)]
     if missing:
         raise ConfigError(f"{_join(where, missing[0])!r} must be set")
     return cls(**known)
+
+
+def _over_default(field: dataclasses.Field, value: Any) -> Any:
+    """A section that is given in part keeps the rest of its default, which may not be that of its type."""
+    if not isinstance(value, dict) or field.default_factory is dataclasses.MISSING:
+        return value
+    default = field.default_factory()
+    return {**to_dict(default), **value} if dataclasses.is_dataclass(default) else value
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -7,25 +7,21 @@ from typing import Any, Literal
 
 from .config import ConfigError, Section
 from .controller import Options
+from .controller.routers import resolve_router
 
 
 @dataclass
-class ServiceConfig(Section):
-    """Placement of one component, see `forge.controller.Options`."""
+class ServiceConfig(Section, Options):
+    """Placement and supervision of one component, see `forge.controller.Options`."""
 
-    procs: int = 1
-    num_replicas: int = 1
-    with_gpus: bool = False
-    share: str | None = None
-    threads: int = 1
-    env: dict = field(default_factory=dict)
-    call_timeout: float = 1800.0
-    setup_timeout: float = 300.0
+    def __post_init__(self) -> None:
+        """Checked by `validate`, which knows the service's name."""
 
     def validate(self, name: str, *, ranks: bool = False, replicas: bool = True) -> None:
         """Check the placement of service `name`: may it have several ranks, several replicas?"""
         try:
-            Options(**self)
+            self.check()
+            resolve_router(self.router)
         except ValueError as error:
             raise ConfigError(f"services.{name}: {error}") from None
         if self.procs != 1 and not ranks:

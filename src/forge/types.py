@@ -147,11 +147,12 @@ class Episode:
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one prompt, scored together. `index` orders groups within a run."""
+    """The episodes of one prompt, scored together. `index` orders groups within a run; the texts are for people."""
 
     episodes: list[Episode]
     index: int = 0
     target: str = ""
+    prompt: str = ""
 
     @property
     def version(self) -> int:

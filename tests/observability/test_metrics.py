@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from forge.observability import Reduce, Run, phase, record_metric
 from forge.observability.metrics import Snapshot, drain
+from forge.types import Episode, Group
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,10 @@ def test_a_run_folder(tmp_path, capsys):
         record_metric("reward", 0.25)
     run.log(0, Snapshot(), **{"eval/accuracy": 0.1})
     run.log(1, drain(), **{"train/tokens": 10.0})
-    run.log_rollout(1, prompt="<b>", response="y", reward=1.0)
+    group = Group(
+        [Episode(prompt_ids=[1], response_ids=[2], reward=r, versions=[4]) for r in (1.0, 0.0)], 7, "t", "<b>"
+    )
+    run.log_rollouts(1, [group])
     run.log(2, Snapshot(), **{"eval/accuracy": 0.9})
     run.close()
     rows = [json.loads(line) for line in (tmp_path / "one/metrics.jsonl").read_text().splitlines()]
@@ -69,6 +73,9 @@ def test_a_run_folder(tmp_path, capsys):
     assert rows[1]["reward"] == 0.25
     assert rows[1]["train/tokens_per_second"] > 0
     assert rows[1]["seconds/step"] >= rows[1]["seconds/train"]
+    (rollout,) = (json.loads(line) for line in (tmp_path / "one/rollouts.jsonl").read_text().splitlines())
+    assert (rollout["step"], rollout["index"], rollout["version"]) == (1, 7, 4)
+    assert (rollout["prompt"], rollout["rewards"]) == ("<b>", [1.0, 0.0])
     page = (tmp_path / "one/report.html").read_text()
     assert "&lt;b&gt;" in page
     assert "seed: 3" in page

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
+from forge.actors import Trainer
+from forge.controller import ActorContext
 from forge.data.packing import Aggregation
 from forge.losses import GRPOLoss
 from forge.training import checkpoint
 from forge.training.distributed import Ranks, join, leave
+from tests.actors.respawn import request
 from tests.training.cases import example, make_trainer, weights_of
 
 LOSS = GRPOLoss(0.2, 0.3, beta=0.05, entropy_coef=0.01)
@@ -91,6 +94,37 @@ def not_finite(ranks: Ranks, model: Path) -> dict[str, Any]:
     return {"message": message, "before": before, "after": after, "next": trainer.train_step(example(1), LOSS)}
 
 
+def replaced(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
+    """Three steps with a checkpoint after the first, and the trainer that replaces the one that made them."""
+
+    def make(incarnation: int) -> Trainer:
+        actor = Trainer(str(model), loss=LOSS, recovery=str(folder))
+        actor.context = ActorContext("Trainer", rank=ranks.rank, world_size=2, incarnation=incarnation)
+        actor.ledger.begin()
+        actor.trainer = make_trainer(model, ranks)
+        return actor
+
+    def train(actor: Trainer, seed: int) -> dict[str, float]:
+        with request(str(seed)):
+            return actor.train_step(example(seed))
+
+    lost = make(0)
+    train(lost, 0)
+    lost.save_checkpoint(str(folder))
+    metrics = [train(lost, seed) for seed in (1, 2)]
+    actor = make(1)
+    actor.on_respawn()
+    again = [train(actor, seed) for seed in (1, 2)]
+    step, weights = actor.trainer.step, weights_of(actor.trainer)
+    return {
+        "metrics": metrics,
+        "again": again,
+        "step": step,
+        "weights": weights,
+        "lost": weights_of(lost.trainer),
+    }
+
+
 def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, Callable[[], Any]]:
     return {
         "fsdp": partial(five_steps, ranks, model),
@@ -99,6 +133,7 @@ def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, 
         "checkpointed": partial(five_steps, ranks, model, gradient_checkpointing=True),
         "bfloat16": partial(five_steps, ranks, model, dtype="bfloat16"),
         "seed form": partial(five_steps, ranks, model, SeedFormLoss(), "token_mean", seq_len=16),
+        "replaced": partial(replaced, ranks, model, folder / "recovery"),
         "saved": partial(saved, ranks, model, folder),
         "not finite": partial(not_finite, ranks, model),
     }

@@ -90,6 +90,13 @@ def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(two_ranks: TwoRan
         assert_same_metrics(trainer.train_step(example(seed), ranks.LOSS), expected, 1e-5)
 
 
+def test_two_replaced_ranks_have_the_weights_of_those_they_replace(two_ranks: TwoRanks):
+    for result in two_ranks("replaced"):
+        assert result["step"] == 3
+        assert result["again"] == result["metrics"]
+        assert_same_weights(result["weights"], result["lost"], 0.0)
+
+
 def test_an_export_of_two_ranks_is_the_trained_model(two_ranks: TwoRanks):
     result = two_ranks("saved")[0]
     exported = AutoModelForCausalLM.from_pretrained(result["model"])

@@ -81,9 +81,11 @@ class Generator(ForgeActor):
         record_metric("generation/tokens", sum(len(c.token_ids) for c in completions), Reduce.SUM)
         return completions[0] if n is None else completions
 
-    @endpoint
+    @endpoint(catch_up=True)
     async def update_weights(self, version: int) -> int:
         """Load a published version; sequences under way go on with it. Returns the version now in use.
+
+        A generator that was away during a fanout of this loads that version before it serves.
 
         Raises:
             KeyError: the store does not hold the version.

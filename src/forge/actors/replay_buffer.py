@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import random
 from typing import Any, Literal
 
 from ..controller import ForgeActor, endpoint
 from ..observability import Reduce, phase, record_metric
-from ..types import Episode, Group
-
-Item = Episode | Group
+from .contents import Contents, Item
+from .ledger import Ledger
 
 
 class ReplayBuffer(ForgeActor):
@@ -26,6 +24,8 @@ class ReplayBuffer(ForgeActor):
             any age.
         order: "fifo" or "random" (without replacement).
         seed: of the random order.
+        journal: file from which a replaced buffer takes up what was held; None makes the loss of its process the end
+            of the run.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class ReplayBuffer(ForgeActor):
         max_policy_age: int | None = None,
         order: Literal["fifo", "random"] = "fifo",
         seed: int = 0,
+        journal: str | None = None,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
@@ -42,94 +43,88 @@ class ReplayBuffer(ForgeActor):
             raise ValueError(f"max_policy_age must be None or at least 0, got {max_policy_age}")
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
-        self.capacity, self.max_policy_age, self.order = capacity, max_policy_age, order
-        self.items: list[Item] = []
-        self.dropped = {"unscored": 0, "unscored_episodes": 0, "too_old": 0}
-        self.random = random.Random(seed)
-        self.version = 0
+        self.capacity = capacity
+        self.contents = Contents(max_policy_age, order, seed)
         self.changed = asyncio.Condition()
+        lost = "the items in the replay buffer are lost: give ReplayBuffer a journal= to keep them"
+        self.ledger = Ledger(self, journal, lost=lost, state=self.contents.state_dict)
+
+    def setup(self) -> None:
+        self.ledger.begin()
+
+    def on_respawn(self) -> None:
+        self.ledger.replay(self.contents.load_state_dict, self._apply)
 
     @endpoint
     async def add(self, item: Item) -> bool:
-        """Put one item in, waiting for room. Returns False if it was dropped: unscored, or too old already."""
-        scored = _scored(item)
-        if scored is None:
-            self._drop("unscored", 1)
-            return False
-        if isinstance(item, Group) and isinstance(scored, Group) and len(scored.episodes) < len(item.episodes):
-            self._drop("unscored_episodes", len(item.episodes) - len(scored.episodes))
-        if not self._young(scored):
-            self._drop("too_old", 1)
-            return False
+        """Put one item in, waiting for room. Returns False if it was dropped: unscored, or too old by then."""
+        if self.ledger.repeated:
+            return self.ledger.answer
         async with self.changed:
-            await self.changed.wait_for(lambda: len(self.items) < self.capacity)
-            self.items.append(scored)
-            self.changed.notify_all()
-        return True
+            await self.changed.wait_for(lambda: self._size < self.capacity or not self.contents.admits(item))
+            return self._complete("add", item)
 
     @endpoint
     async def sample(self, version: int, batch_size: int) -> list[Item]:
         """Take `batch_size` items to train `version`, waiting until they are there. Each item is taken once."""
         if batch_size > self.capacity:
             raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
-        await self.expire(version)
+        if self.ledger.repeated:
+            return self.ledger.answer
         async with self.changed:
+            self.ledger.enter(("expire", version))
+            self._change("expire", version)
             with phase("wait_for_batch"):
-                await self.changed.wait_for(lambda: len(self.items) >= batch_size)
-            if self.order == "random":
-                self.random.shuffle(self.items)
-            taken, self.items = self.items[:batch_size], self.items[batch_size:]
-            self.changed.notify_all()
-        record_metric("buffer/size", len(self.items))
+                await self.changed.wait_for(lambda: self._size >= batch_size)
+            taken = self._complete("take", batch_size)
+        record_metric("buffer/size", self._size)
         return taken
 
     @endpoint
     async def expire(self, version: int) -> int:
         """Drop what is too old to train `version`, now and from here on; returns how many items that were."""
+        if self.ledger.repeated:
+            return self.ledger.answer
         async with self.changed:
-            self.version = max(self.version, version)
-            young = [item for item in self.items if self._young(item)]
-            expired = len(self.items) - len(young)
-            if expired:
-                self._drop("too_old", expired)
-                self.items = young
-                self.changed.notify_all()
-        return expired
+            return self._complete("expire", version)
 
     @endpoint
     async def counts(self) -> dict[str, int]:
         """Items held, and items dropped since the start by reason."""
-        return {"size": len(self.items), **self.dropped}
+        return {"size": self._size, **self.contents.dropped}
 
     @endpoint
     async def state_dict(self) -> dict[str, Any]:
         """Everything held, the counters and the random state."""
-        return copy.deepcopy(
-            {"items": self.items, "dropped": self.dropped, "version": self.version, "random": self.random.getstate()}
-        )
+        return copy.deepcopy(self.contents.state_dict())
 
     @endpoint
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a saved state in place of the current one."""
+        if self.ledger.repeated:
+            return
         async with self.changed:
-            self.items, self.dropped = list(state["items"]), dict(state["dropped"])
-            self.version = state["version"]
-            self.random.setstate(state["random"])
+            self.contents.load_state_dict(state)
             self.changed.notify_all()
+            self.ledger.restart(state, None)
 
-    def _young(self, item: Item) -> bool:
-        # Version -1 says that nobody knows who sampled it: age cannot be judged, the trainer takes it as on-policy.
-        return self.max_policy_age is None or item.version == -1 or item.version >= self.version - self.max_policy_age
+    @property
+    def _size(self) -> int:
+        return len(self.contents.items)
 
-    def _drop(self, reason: str, number: int) -> None:
-        self.dropped[reason] += number
-        record_metric(f"dropped/{reason}", number, Reduce.SUM)
+    def _complete(self, operation: str, argument: Any) -> Any:
+        return self.ledger.complete((operation, argument), self._change(operation, argument))
 
+    def _change(self, operation: str, argument: Any) -> Any:
+        """Apply an operation and tell of it; holds the condition."""
+        before = dict(self.contents.dropped)
+        answer = self._apply((operation, argument))
+        for reason, number in self.contents.dropped.items():
+            if number > before[reason]:
+                record_metric(f"dropped/{reason}", number - before[reason], Reduce.SUM)
+        self.changed.notify_all()
+        return answer
 
-def _scored(item: Item) -> Item | None:
-    if isinstance(item, Episode):
-        return item if item.reward is not None else None
-    episodes = [episode for episode in item.episodes if episode.reward is not None]
-    if len(episodes) < min(2, len(item.episodes)):
-        return None
-    return Group(episodes, item.index, item.target)
+    def _apply(self, change: tuple[str, Any]) -> Any:
+        operation, argument = change
+        return getattr(self.contents, operation)(argument)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
@@ -11,6 +12,9 @@ from ..data.packing import Aggregation, pack
 from ..observability import phase
 from ..store import VersionStore
 from ..types import Batch, Episode, Group
+from .ledger import Ledger
+
+JOURNAL = "trainer.journal"
 
 
 class Trainer(ForgeActor):
@@ -23,6 +27,9 @@ class Trainer(ForgeActor):
         optimizer: fields of `forge.training.optimizer.OptimizerSettings`.
         aggregation: how tokens share the loss when a batch arrives as episodes, see `forge.data.packing.pack`.
         shard_degree: ranks that share one copy of the weights, -1 for all.
+        recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
+            share: it loads the checkpoint that was last saved there, or restored, and trains the batches since then
+            again, from a journal beside it. None makes the loss of a process the end of the run.
         **settings: further settings of `forge.training.trainer.PolicyTrainer`.
     """
 
@@ -35,19 +42,35 @@ class Trainer(ForgeActor):
         optimizer: dict[str, Any] | None = None,
         aggregation: Aggregation = "token_mean",
         shard_degree: int = -1,
+        recovery: str | None = None,
         **settings: Any,
     ) -> None:
         self.model, self.loss, self.store, self.aggregation = model, loss, store, aggregation
         self.optimizer, self.shard_degree, self.settings = optimizer or {}, shard_degree, settings
+        self.recovery = None if recovery is None else Path(recovery).resolve()
+        lost = "what it had learned is lost: set checkpoint.every, or give Trainer a recovery= folder"
+        journal = None if self.recovery is None else str(self.recovery / JOURNAL)
+        self.ledger = Ledger(self, journal, lost=lost, shared=True)
 
     def setup(self) -> None:
         from ..training.distributed import join
         from ..training.optimizer import OptimizerSettings
         from ..training.trainer import PolicyTrainer
 
+        self.ledger.begin()
         place = self.context
         ranks = join(place.rank, place.world_size, place.rendezvous, self.shard_degree)
         self.trainer = PolicyTrainer(self.model, ranks, OptimizerSettings(**self.optimizer), **self.settings)
+
+    def on_respawn(self) -> None:
+        from ..training import checkpoint
+
+        def train(step: tuple[Batch, dict[str, float]]) -> dict[str, float]:
+            batch, metrics = step
+            self.trainer.train_step(batch, self.loss)
+            return metrics
+
+        self.ledger.replay(lambda path: checkpoint.load(self.trainer, path), train)
 
     def teardown(self) -> None:
         from ..training.distributed import leave
@@ -61,10 +84,14 @@ class Trainer(ForgeActor):
         Episodes and groups are packed here; an episode without an advantage trains on its reward (REINFORCE without
         a baseline).
         """
+        if self.ledger.repeated:
+            return self.ledger.answer
         # The ranks train at the same time: one of them stands for all in the time by phase.
         with phase("train") if self.context.rank == 0 else nullcontext():
-            metrics = self.trainer.train_step(batch if isinstance(batch, Batch) else self._pack(batch), self.loss)
-        return {f"train/{name}": value for name, value in metrics.items()}
+            batch = batch if isinstance(batch, Batch) else self._pack(batch)
+            metrics = {f"train/{name}": value for name, value in self.trainer.train_step(batch, self.loss).items()}
+        # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
+        return self.ledger.complete((batch, metrics), metrics)
 
     @endpoint
     def push_weights(self, version: int) -> None:
@@ -84,15 +111,27 @@ class Trainer(ForgeActor):
         """Write a checkpoint, see `forge.training.checkpoint.save`; returns its path."""
         from ..training import checkpoint
 
+        if self.ledger.repeated:
+            return self.ledger.answer
         with phase("checkpoint"):
-            return str(checkpoint.save(self.trainer, folder, extra=extra, keep=keep))
+            path = str(checkpoint.save(self.trainer, folder, extra=extra, keep=None))
+            if Path(folder).resolve() == self.recovery:
+                self.ledger.restart(str(Path(path).resolve()), path)
+            # Not before: until then the journal may stand on a checkpoint that is now to go.
+            if self.context.rank == 0:
+                checkpoint.prune(folder, keep, path)
+        return path
 
     @endpoint
     def load_checkpoint(self, path: str) -> dict[str, Any]:
         """Restore a checkpoint; returns its `extra`."""
         from ..training import checkpoint
 
-        return checkpoint.load(self.trainer, path)
+        if self.ledger.repeated:
+            return checkpoint.extra(path)
+        extra = checkpoint.load(self.trainer, path)
+        self.ledger.restart(str(Path(path).resolve()), None)
+        return extra
 
     @endpoint
     def export_model(self, folder: str) -> None:

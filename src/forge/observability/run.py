@@ -6,11 +6,13 @@ import importlib.util
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ..types import Group
 from .console import Progress
 from .metrics import Snapshot
 from .report import write_report
@@ -68,6 +70,11 @@ class Run:
         return str(self.folder / "checkpoints")
 
     @property
+    def recovery(self) -> str:
+        """Folder of what components need to go on after the loss of a process; removed by `close`."""
+        return str((self.folder / "recovery").resolve())
+
+    @property
     def model(self) -> str:
         return str(self.folder / "model")
 
@@ -90,9 +97,20 @@ class Run:
         self._progress.update(step, row)
         return row
 
-    def log_rollout(self, step: int, **fields: Any) -> None:
-        """Keep one sampled rollout as it was."""
-        self._rollouts.write(json.dumps({"step": step, **fields}) + "\n")
+    def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep these groups as they were, with the step that trains on them: one line each, the first response in
+        full and the rewards of all."""
+        for group in groups:
+            line = {
+                "step": step,
+                "index": group.index,
+                "version": group.version,
+                "prompt": group.prompt,
+                "response": group.episodes[0].text,
+                "target": group.target,
+                "rewards": group.rewards,
+            }
+            self._rollouts.write(json.dumps(line) + "\n")
         self._rollouts.flush()
 
     def say(self, text: str) -> None:
@@ -102,6 +120,7 @@ class Run:
     def close(self) -> None:
         """Write the report and the trace from whatever was logged, also after an interruption."""
         self._progress.close()
+        shutil.rmtree(self.recovery, ignore_errors=True)
         evaluated = [row for row in self.history if "eval/accuracy" in row]
         if evaluated:
             first, last = evaluated[0], evaluated[-1]

@@ -11,9 +11,12 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from ..janitor import Scratch
 
 PREFIX = "forge-weights-"
 
@@ -29,16 +32,23 @@ class VersionStore:
     def __init__(self, root: str | Path, keep: int = 2) -> None:
         self.root = Path(root)
         self.keep = keep
+        self._scratch: Scratch | None = None
 
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
-        """Make an empty store that belongs to this process, and remove those whose process is gone."""
+        """Make an empty store that goes with this process, and remove what is left of others whose process is gone."""
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         for stale in base.glob(f"{PREFIX}*"):
             owner = re.match(rf"{PREFIX}(\d+)-", stale.name)
             if owner and not Path(f"/proc/{owner[1]}").exists():
                 shutil.rmtree(stale, ignore_errors=True)
-        return cls(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base), keep)
+        scratch = Scratch(PREFIX, base)
+        store = cls(scratch.path, keep)
+        store._scratch = scratch
+        return store
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"root": self.root, "keep": self.keep, "_scratch": None}
 
     def put(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publish a version, then drop the oldest beyond `keep`.
@@ -80,6 +90,8 @@ class VersionStore:
     def close(self) -> None:
         """Remove the store and everything in it."""
         shutil.rmtree(self.root, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _path(self, version: int) -> Path:
         return self.root / f"v{version}.safetensors"

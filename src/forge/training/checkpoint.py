@@ -16,24 +16,29 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from .trainer import PolicyTrainer
 
 UNFINISHED = ".unfinished"
+REPLACED = ".replaced"
 
 
-def save(trainer: PolicyTrainer, folder: str | Path, *, extra: dict[str, Any] | None = None, keep: int = 2) -> Path:
+def save(
+    trainer: PolicyTrainer, folder: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = 2
+) -> Path:
     """Write weights, optimiser, step and random state of every rank to `folder/step_<n>`; every rank must call it.
 
     Args:
         extra: picklable state of other components (data position, replay buffer), stored by rank 0.
-        keep: how many of the newest checkpoints stay.
+        keep: how many of the newest checkpoints stay; None leaves them all, for `prune` to remove.
 
     Returns:
-        the checkpoint's path. It exists under this name only once it is complete.
+        the checkpoint's path. It exists under this name only once it is complete, and what it replaces stays readable
+        until then: a process that is killed here loses neither.
     """
     folder = Path(folder)
     final = folder / f"step_{trainer.step:06d}"
     aside = final.with_suffix(UNFINISHED)
     lead = trainer.ranks.rank == 0
     if lead:
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in folder.glob(f"step_*{UNFINISHED}"):
+            shutil.rmtree(left)
         aside.mkdir(parents=True)
     _barrier(trainer)
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
@@ -43,12 +48,24 @@ def save(trainer: PolicyTrainer, folder: str | Path, *, extra: dict[str, Any] | 
         torch.save(extra or {}, aside / "extra.pt")
     _barrier(trainer)
     if lead:
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = final.with_suffix(REPLACED)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(final, replaced)
         os.replace(aside, final)
-        for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if keep is not None:
+            prune(folder, keep, final)
     _barrier(trainer)
     return final
+
+
+def prune(folder: str | Path, keep: int, written: str | Path) -> None:
+    """Remove all but the newest `keep` checkpoints, and never the one that was just written."""
+    for old in checkpoints(folder)[:-keep]:
+        if old != Path(written):
+            # Renamed first, so that a half-removed checkpoint does not look like one.
+            shutil.rmtree(old.rename(old.with_suffix(UNFINISHED)))
 
 
 def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
@@ -57,9 +74,7 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: there is no complete checkpoint at this path.
     """
-    checkpoint = Path(checkpoint)
-    if checkpoint.suffix == UNFINISHED or not (checkpoint / "extra.pt").exists():
-        raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint")
+    checkpoint = _complete(checkpoint)
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
     dcp.load(state, checkpoint_id=checkpoint)
@@ -76,13 +91,21 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     trainer.step = saved["step"]
     if own.exists():
         torch.set_rng_state(saved["rng"])
-    return torch.load(checkpoint / "extra.pt", weights_only=False)
+    return extra(checkpoint)
+
+
+def extra(checkpoint: str | Path) -> dict[str, Any]:
+    """The state of other components that was stored with a checkpoint; FileNotFoundError as in `load`."""
+    return torch.load(_complete(checkpoint) / "extra.pt", weights_only=False)
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
-    complete = [path for path in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
+    complete: dict[int, Path] = {}
+    for path in sorted(Path(folder).glob("step_*")):  # a checkpoint comes before what it replaced
+        if match := re.fullmatch(rf"step_(\d+)({re.escape(REPLACED)})?", path.name):
+            complete.setdefault(int(match[1]), path)
+    return [path for _, path in sorted(complete.items())]
 
 
 def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) -> None:
@@ -105,6 +128,16 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
     _barrier(trainer)
+
+
+def _complete(checkpoint: str | Path) -> Path:
+    """The checkpoint of this name, or what it was about to replace when its writer was killed."""
+    checkpoint = Path(checkpoint)
+    replaced = checkpoint.with_suffix(REPLACED)
+    found = replaced if replaced.exists() and not checkpoint.exists() else checkpoint
+    if found.suffix == UNFINISHED or not (found / "extra.pt").exists():
+        raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint")
+    return found
 
 
 def _barrier(trainer: PolicyTrainer) -> None:

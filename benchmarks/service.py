@@ -1,0 +1,145 @@
+"""What a service costs on top of Monarch: latency of one call, calls per second, memory of a long queue, many replicas.
+
+    OMP_NUM_THREADS=1 python benchmarks/service.py
+
+Latencies of raw calls and of each verb are taken in turns within one run, so that the machine is the same for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from forge.controller import ForgeActor, endpoint, run
+from forge.controller._monarch import Actor, concurrent_endpoint, this_host
+
+Call = Callable[[], Awaitable[Any]]
+
+
+class Echo(ForgeActor):
+    @endpoint
+    async def echo(self, value: int) -> int:
+        return value
+
+    @endpoint
+    async def pause(self, seconds: float) -> int:
+        await asyncio.sleep(seconds)
+        return os.getpid()
+
+
+class RawEcho(Actor):
+    @concurrent_endpoint
+    async def echo(self, value: int) -> int:
+        return value
+
+
+async def milliseconds(call: Call, times: int) -> list[float]:
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        await call()
+        taken.append(1e3 * (time.perf_counter() - start))
+    return taken
+
+
+async def per_second(call: Call, calls: int, at_once: int = 64) -> float:
+    start = time.perf_counter()
+    left = iter(range(calls))
+
+    async def worker() -> None:
+        for _ in left:
+            await call()
+
+    await asyncio.gather(*(worker() for _ in range(at_once)))
+    return calls / (time.perf_counter() - start)
+
+
+def megabytes(pid: int) -> float:
+    """Resident memory of a process."""
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+async def calls(rounds: int, times: int) -> None:
+    raw = this_host().spawn_procs({"procs": 1}, name="raw").spawn("raw", RawEcho)
+    services = {n: await Echo.options(num_replicas=n, mesh_name=f"echo{n}").as_service() for n in (1, 2, 4, 8)}
+    one = services[1]
+    sides: dict[str, Call] = {
+        "raw Monarch call_one": lambda: raw.echo.call_one(1).as_asyncio(),
+        "route": lambda: one.echo.route(1),
+        "route in a session": lambda: services[2].echo.options(session="mine").route(1),
+        **{f"fanout to {n}": (lambda n=n: services[n].echo.fanout(1)) for n in (2, 4, 8)},
+    }
+    latencies: dict[str, list[float]] = {name: [] for name in sides}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for call in sides.values():
+        await milliseconds(call, 50)
+    for _ in range(rounds):
+        for name, call in sides.items():
+            latencies[name] += await milliseconds(call, times)
+        for name, call in sides.items():
+            rates[name].append(await per_second(call, times))
+    base = statistics.median(latencies["raw Monarch call_one"])
+    print("| call | p50, ms | p99, ms | over raw at p50, ms | calls/s, 64 at once |\n|---|---|---|---|---|")
+    for name, taken in latencies.items():
+        taken.sort()
+        middle, late = statistics.median(taken), taken[int(0.99 * len(taken))]
+        print(f"| {name} | {middle:.2f} | {late:.2f} | {middle - base:+.2f} | {statistics.median(rates[name]):.0f} |")
+    await queue(one)
+    for service in services.values():
+        await service.stop()
+
+
+async def queue(service: Any) -> None:
+    """10,000 calls at once to one replica, three times over: memory must not grow from one time to the next."""
+    pids = [os.getpid(), *service.status().replicas[0].pids]
+    sizes = [[megabytes(pid) for pid in pids]]
+    for _ in range(4):
+        await asyncio.gather(*(service.echo.route(number) for number in range(10_000)))
+        gc.collect()
+        sizes.append([megabytes(pid) for pid in pids])
+    for number, side in enumerate(("controller", "replica")):
+        print(f"\n10,000 queued calls, {side}: {', '.join(f'{s[number]:.0f}' for s in sizes)} MB before and after each")
+
+
+async def many(replicas: int, per_process: int) -> None:
+    start = time.perf_counter()
+    service = await Echo.options(num_replicas=replicas, per_process=per_process, mesh_name="light").as_service()
+    started = time.perf_counter() - start
+    calls = 100 * replicas
+    start = time.perf_counter()
+    await asyncio.gather(*(service.pause.route(0.01) for _ in range(calls)))
+    served = [replica.served for replica in service.status().replicas]
+    rate = calls / (time.perf_counter() - start)
+    start = time.perf_counter()
+    await service.stop()
+    stopped = time.perf_counter() - start
+    print(
+        f"\n{replicas} replicas, {per_process} a process: up in {started:.1f} s; {calls} calls at {rate:.0f}/s, "
+        f"{min(served)} to {max(served)} a replica; stopped in {stopped:.1f} s"
+    )
+
+
+async def main(args: argparse.Namespace) -> None:
+    await calls(args.rounds, args.times)
+    for per_process in args.per_process:
+        await many(args.replicas, per_process)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--times", type=int, default=400, help="calls of each kind in a round")
+    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--per-process", type=int, nargs="*", default=[16])
+    # Components are sent by the name of their module: this one must have one that their processes can import.
+    sys.path.insert(0, str(Path(__file__).parent))
+    run(main(parser.parse_args()))

@@ -1,0 +1,89 @@
+"""What a replay buffer holds, and the rules by which items come and go."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any, Literal
+
+from ..types import Episode, Group
+
+Item = Episode | Group
+
+
+class Contents:
+    """Items in order, counters and a random state: no waiting, no messages, no metrics.
+
+    The same operations in the same order give the same answers and leave the same contents. A journal of operations
+    relies on that.
+    """
+
+    def __init__(self, max_policy_age: int | None, order: Literal["fifo", "random"], seed: int) -> None:
+        self.max_policy_age, self.order = max_policy_age, order
+        self.items: list[Item] = []
+        self.dropped = {"unscored": 0, "unscored_episodes": 0, "too_old": 0}
+        self.random = random.Random(seed)
+        self.version = 0
+
+    def admits(self, item: Item) -> bool:
+        """Whether `add` would keep something of this item now."""
+        scored = _scored(item)
+        return scored is not None and self._young(scored)
+
+    def add(self, item: Item) -> bool:
+        """Keep what is scored of an item; False and counted if it is dropped."""
+        scored = _scored(item)
+        if scored is None:
+            self.dropped["unscored"] += 1
+            return False
+        if isinstance(item, Group) and isinstance(scored, Group):
+            self.dropped["unscored_episodes"] += len(item.episodes) - len(scored.episodes)
+        if not self._young(scored):
+            self.dropped["too_old"] += 1
+            return False
+        self.items.append(scored)
+        return True
+
+    def take(self, number: int) -> list[Item]:
+        """Remove and return this many items in the buffer's order; there must be as many."""
+        if self.order == "random":
+            self.random.shuffle(self.items)
+        taken, self.items = self.items[:number], self.items[number:]
+        return taken
+
+    def expire(self, version: int) -> int:
+        """Drop what is too old to train `version`, now and from here on; how many items that were."""
+        self.version = max(self.version, version)
+        young = [item for item in self.items if self._young(item)]
+        expired = len(self.items) - len(young)
+        self.dropped["too_old"] += expired
+        self.items = young
+        return expired
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, not copied."""
+        return {
+            "items": self.items,
+            "dropped": self.dropped,
+            "version": self.version,
+            "random": self.random.getstate(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state in place of the current one."""
+        self.items, self.dropped = list(state["items"]), dict(state["dropped"])
+        self.version = state["version"]
+        self.random.setstate(state["random"])
+
+    def _young(self, item: Item) -> bool:
+        # Version -1 says that nobody knows who sampled it: age cannot be judged, the trainer takes it as on-policy.
+        return self.max_policy_age is None or item.version == -1 or item.version >= self.version - self.max_policy_age
+
+
+def _scored(item: Item) -> Item | None:
+    if isinstance(item, Episode):
+        return item if item.reward is not None else None
+    episodes = [episode for episode in item.episodes if episode.reward is not None]
+    if len(episodes) < min(2, len(item.episodes)):
+        return None
+    return replace(item, episodes=episodes)
