@@ -25,7 +25,7 @@ class Options:
         router: how a replica is chosen for a routed call, see `forge.controller.routers`: a name, or a function.
         call_timeout: seconds after which a call without an answer is an error.
         setup_timeout: the same for the component's start.
-        ping_timeout: seconds without an answer to a ping after which a replica counts as hung and is replaced.
+        ping_timeout: seconds within which a replica that answers no ping is found to be hung, and is replaced.
         stall_after: seconds without an answer to any call after which it is printed who waits for whom.
         max_in_flight: most calls at one replica at a time; further callers wait their turn.
         max_restarts: replacements in a row that fail, or die within ten seconds, before a replica is given up.

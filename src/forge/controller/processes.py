@@ -137,14 +137,15 @@ class ProcessGroup:
     async def _ping(self) -> None:
         """Two pings in a row without an answer are a hang. One alone may be the controller's own slowness."""
         missed = 0
+        every, patience = self.options.ping_timeout / 8, 3 * self.options.ping_timeout / 8
         while self.dead is None:
-            await asyncio.sleep(min(1.0, self.options.ping_timeout / 4))
+            await asyncio.sleep(every)
             if self.starting or not self.members:
                 missed = 0
                 continue
-            missed = 0 if await self.members[0].ping(self.options.ping_timeout / 2) else missed + 1
+            missed = 0 if await self.members[0].ping(patience) else missed + 1
             if missed == 2 and not self.starting:
-                self.fail(f"it did not answer a ping for {self.options.ping_timeout:g} s")
+                self.fail(f"it did not answer a ping for {2 * patience:g} s")
 
 
 def spawn(host: HostMesh, name: str, procs: int, options: Options, gpus: list[str] | None = None) -> ProcMesh:

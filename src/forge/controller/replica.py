@@ -49,7 +49,7 @@ class Replica:
         self.last_answer = time.monotonic()
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
         self.blameless = False
-        self.died = 0.0
+        self.died, self.casualties = 0.0, 0
         self.suspects: set[str] = set()
         self._answers: set[asyncio.Future[Any]] = set()
         self.shell = group.mesh.spawn(f"{component.name}_{index}_{next(_spawned)}", Shell, self.context)
@@ -136,7 +136,7 @@ class Replica:
         if not self.failed.done():
             pids = ", ".join(map(str, self.pids)) or "unknown"
             self.blameless = blameless or self.group.stopped_by_signal
-            self.died = time.monotonic()
+            self.died, self.casualties = time.monotonic(), len(self.flights)
             suspects = {flight.id for flight in self.flights.values() if flight.suspected(self.died)}
             self.suspects = suspects or set(self.flights)
             self.failed.set_result(ReplicaDied(f"{self} is dead (pid {pids}): {reason}"))

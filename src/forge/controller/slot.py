@@ -93,7 +93,7 @@ class Slot:
             self._on_down(lost)
             self.error = died
             failures = 0 if time.monotonic() - self._up_since > SOUND_AFTER else failures + 1
-            _say(f"{died}; in flight there: {len(lost.flights)}")
+            _say(f"{died}; calls in flight there: {lost.casualties}")
             burial = asyncio.ensure_future(lost.stop())
             while failures <= self.options.max_restarts and self.options.max_restarts:
                 await asyncio.sleep(0.0 if not failures else min(MOST_BACK_OFF, 0.25 * 2.0**failures))
