@@ -225,7 +225,7 @@ async def harm(system: System, cell: Cell) -> None:
 
 
 def call_of_harm(replica: Any) -> bool:
-    return any(flight.endpoint == "harm" for flight in replica.flights.values())
+    return any(flight.endpoint == "harm" for flight in replica.flights)
 
 
 async def losses(service: Service, before: int, cell: Cell) -> tuple[float, float]:

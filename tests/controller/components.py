@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -85,6 +86,18 @@ class Counter(ForgeActor):
         return os.getpid()
 
     @endpoint
+    async def unsendable(self) -> threading.Lock:
+        return threading.Lock()
+
+    @endpoint
+    async def unprintable(self) -> None:
+        raise Unprintable
+
+    @endpoint
+    def stop_iterating(self) -> None:
+        next(iter(()))
+
+    @endpoint
     def hoard(self, gigabytes: float) -> None:
         self.held = bytearray(int(gigabytes * 1e9))
 
@@ -137,6 +150,8 @@ class Replayed(ForgeActor):
 
     @endpoint(catch_up=True)
     async def update(self, version: int) -> int:
+        if version < 0:
+            raise ValueError("no such version")
         self.version = version
         self.calls.append(f"update {version}")
         return version
@@ -179,8 +194,17 @@ class Caller(ForgeActor):
         await self.counter.fail.route("far away")
 
     @endpoint
+    async def wait_through(self, seconds: float) -> None:
+        await self.counter.overlap.route(seconds)
+
+    @endpoint
     async def impatient(self) -> None:
         await self.counter.overlap.options(timeout=0.2).route(30)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words for it")
 
 
 class Odd(Exception):

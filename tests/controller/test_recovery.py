@@ -179,6 +179,67 @@ def test_a_call_that_is_sent_again_keeps_its_request_id(tmp_path):
     run(main())
 
 
+def test_the_same_request_id_twice_harms_nobody():
+    async def main():
+        service = await Counter.as_actor()
+        twin = service.overlap.options(request_id="twin")
+        assert await asyncio.gather(twin.route(0.3), twin.route(0.3)) == [2, 2]
+        assert service.status().restarts == 0
+
+    run(main())
+
+
+def test_who_only_waits_in_a_process_that_another_call_kills_is_not_blamed():
+    async def main():
+        one, two = await asyncio.gather(*(Counter.options(share="helpers").as_actor() for _ in range(2)))
+        waiting = asyncio.create_task(two.overlap.route(6.0))
+        await asyncio.sleep(1.0)
+        with pytest.raises(PoisonRequest, match=r"^counter\.exit "):
+            await one.exit.route()
+        assert await waiting == 1
+
+    run(main())
+
+
+def test_a_poison_call_that_has_to_stand_in_line_kills_no_more_than_two():
+    async def main():
+        service = await Counter.options(num_replicas=2).as_service()
+        busy = asyncio.create_task(service.slow_add.route(1, 3.0))
+        await asyncio.sleep(0.2)
+        with pytest.raises(PoisonRequest):
+            await service.exit.route()
+        await busy
+        assert service.status().restarts <= 2
+
+    run(main())
+
+
+def test_a_caller_that_goes_away_leaves_no_hung_replica():
+    async def main():
+        service = await Counter.options(call_timeout=2.0).as_actor()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(service.loop_in_thread.route(), 0.5)
+        assert await service.add.options(timeout=20).route(1) == 1
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(service.overlap.route(30), 0.5)
+        assert await service.running_now.route() == 0
+
+    run(main())
+
+
+def test_a_fanout_that_was_refused_is_not_repeated_to_replacements(tmp_path):
+    async def main():
+        service = await Replayed.as_actor(str(tmp_path))
+        await service.update.fanout(3)
+        with pytest.raises(ValueError, match="no such version"):
+            await service.update.fanout(-1)
+        os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        assert (await service.state.route())[0] == 3
+
+    run(main())
+
+
 def test_a_plain_endpoint_that_runs_past_call_timeout_is_a_hang():
     async def main():
         service = await Counter.options(call_timeout=1.0).as_actor()

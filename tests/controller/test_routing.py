@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from forge.controller import ReplicaDied
 from forge.controller.dispatch import Dispatcher
+from forge.controller.replica import suspects
 from forge.controller.request import Request
 from forge.controller.routers import PrefixAffine, RoundRobin, least_loaded, resolve_router
 
@@ -24,11 +26,25 @@ class Place:
     index: int
     served: int = 0
     alive: bool = True
-    flights: dict = field(default_factory=dict)
+    flights: set = field(default_factory=set)
 
     @property
     def in_flight(self) -> int:
         return len(self.flights)
+
+    def enter(self, request):
+        request.send()
+        request.began = request.sent
+        self.flights.add(request)
+
+    def leave(self, request):
+        self.flights.discard(request)
+
+    def has_line_for(self, request):
+        return False
+
+    def isolated(self, now, within):
+        return sum(flight.isolated(now) and now - flight.sent < within for flight in self.flights)
 
 
 def request(*args, session=None, limit=60.0):
@@ -36,7 +52,7 @@ def request(*args, session=None, limit=60.0):
 
 
 def loads(*in_flight):
-    return [Place(i, flights=dict.fromkeys(range(n))) for i, n in enumerate(in_flight)]
+    return [Place(i, flights=set(range(n))) for i, n in enumerate(in_flight)]
 
 
 def test_least_loaded():
@@ -65,7 +81,7 @@ def test_prefix_affinity_gives_way_to_load():
     places = loads(0, 0)
     home = router(places, request("same beginning"))
     assert router(places, request("same ending")) is home
-    home.flights = dict.fromkeys(range(3))
+    home.flights = set(range(3))
     assert router(places, request("same middle")) is not home
 
 
@@ -203,7 +219,7 @@ def test_of_a_crowd_that_saw_a_death_only_the_killer_is_ever_alone_with_one(seed
                     await asyncio.sleep(0)
                     if number == killer and place.alive:
                         deaths += 1
-                        place.alive, place.suspects = False, {f.id for f in place.flights.values() if f.deaths}
+                        place.alive, place.suspects = False, suspects([place], time.monotonic())
                         dispatcher.leave(place)
                         dispatcher.join(Place(place.index))
                     if not place.alive:
@@ -211,9 +227,9 @@ def test_of_a_crowd_that_saw_a_death_only_the_killer_is_ever_alone_with_one(seed
                 dispatcher.release(place, r)
                 if place.alive:
                     return "answered"
-                if r.deaths and place.suspects == {r.id}:
+                if r.deaths and place.suspects == {r}:
                     return "killer"
-                r.saw_death(r.sent + 0.01, len(place.suspects) or crowd)
+                r.saw_death(time.monotonic(), len(place.suspects))
 
         results = await asyncio.wait_for(asyncio.gather(*map(call, range(crowd))), 20)
         assert results[killer] == "killer"
@@ -228,7 +244,7 @@ def test_a_closed_dispatcher_answers_everyone():
         dispatcher = Dispatcher(least_loaded, 1)
         waiting = asyncio.create_task(dispatcher.acquire(request()))
         await asyncio.sleep(0)
-        dispatcher.close(ReplicaDied("all gone"))
+        dispatcher.close(lambda: ReplicaDied("all gone"))
         for attempt in (waiting, dispatcher.acquire(request())):
             with pytest.raises(ReplicaDied, match="all gone"):
                 await attempt

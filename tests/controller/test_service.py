@@ -7,7 +7,7 @@ import time
 import pytest
 
 from forge.controller import CallTimeout, ForgeError, RemoteError, ServiceStopped, drain_metrics, run
-from tests.controller.components import Counter, Joined, Odd
+from tests.controller.components import Counter, Joined, Odd, Unprintable
 
 
 def test_the_verbs():
@@ -84,6 +84,23 @@ def test_exceptions_reach_the_caller_and_the_replica_lives():
             await counter.leave.route()
         assert Odd("a", "b").args == ("ab",)
         assert await counter.add.route(2) == 2
+
+    run(main())
+
+
+def test_what_cannot_be_sent_back_is_an_error_of_the_call():
+    async def main():
+        counter = await Counter.as_actor()
+        for endpoint, message in (
+            (counter.unsendable, "could not be called or answered"),
+            (counter.stop_iterating, "StopIteration"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                await endpoint.options(timeout=20).route()
+        with pytest.raises(Unprintable):
+            await counter.unprintable.options(timeout=20).route()
+        assert await counter.add.route(1) == 1
+        assert counter.status().restarts == 0
 
     run(main())
 

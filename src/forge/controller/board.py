@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..observability.metrics import PROCESS_NAME
 from ._monarch import Actor, concurrent_endpoint, this_proc
-from .errors import CallTimeout, RemoteFailure
+from .errors import CallTimeout, RemoteFailure, ServiceStopped
 from .handle import Call, Handle
+from .request import new_id
 
 if TYPE_CHECKING:
     from .service import Service
@@ -29,22 +30,37 @@ _board: Any = None
 class Board(Actor):
     """Lives in the controller's process; takes calls on behalf of other actors."""
 
+    def __init__(self) -> None:
+        self._calls: dict[str, asyncio.Future[Any]] = {}
+
     @concurrent_endpoint
-    async def dispatch(self, service: str, call: Call, where: str) -> Any:
+    async def dispatch(self, call_id: str, service: str, call: Call, where: str) -> Any:
         async def here() -> Any:
-            assert _find is not None
+            if _find is None:
+                raise ServiceStopped(f"{service} cannot be called: its run is over")
             return await _find(service)._dispatch(call)
 
+        work = here()
         try:
-            assert _loop is not None
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(here(), _loop))
+            if _loop is None:
+                return await work
+            self._calls[call_id] = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop))
+            return await self._calls[call_id]
         except BaseException as error:
             return RemoteFailure.capture(f"{service}.{call.endpoint}, called by {where},", error)
+        finally:
+            self._calls.pop(call_id, None)
+
+    @concurrent_endpoint
+    async def cancel(self, call_id: str) -> None:
+        """Nobody waits for this call any more."""
+        if call_id in self._calls:
+            self._calls[call_id].cancel()
 
     @concurrent_endpoint
     async def end_session(self, service: str, session: str) -> None:
-        assert _find is not None and _loop is not None
-        _loop.call_soon_threadsafe(_find(service)._end_session, session)
+        if _find is not None and _loop is not None:
+            _loop.call_soon_threadsafe(_find(service)._end_session, session)
 
 
 class RemoteService(Handle):
@@ -60,13 +76,18 @@ class RemoteService(Handle):
     async def _dispatch(self, call: Call) -> Any:
         limit = (call.timeout or self._call_timeout) + GRACE
         where = os.environ.get(PROCESS_NAME, "another process")
-        answer = self._board.dispatch.call_one(self._name, call, where).as_asyncio()
+        call_id = new_id(where)
+        answer = self._board.dispatch.call_one(call_id, self._name, call, where).as_asyncio()
         try:
             value = await asyncio.wait_for(answer, limit)
         except TimeoutError:
+            self._board.cancel.broadcast(call_id)
             raise CallTimeout(
                 f"{where} waited {limit:g} s for the controller to call {self._name}.{call.endpoint}"
             ) from None
+        except asyncio.CancelledError:
+            self._board.cancel.broadcast(call_id)
+            raise
         if isinstance(value, RemoteFailure):
             raise value.to_exception()
         return value

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Protocol
 
-from .request import MARGIN, Request
+from .request import Request
 from .routers import Router
 
 # Requests that were being served when their replica died start anew one by one: if one of them kills again, it is known
@@ -15,6 +16,7 @@ from .routers import Router
 # into question they start in small groups, at the price of one more death if the killer is among them.
 ISOLATION = 1.0
 SMALL_CROWD = 16
+LOOK_EVERY = 0.1
 # Sessions that were opened without a block to close them are forgotten beyond this many, the oldest first.
 MOST_SESSIONS = 65_536
 
@@ -24,12 +26,23 @@ class Place(Protocol):
 
     index: int
     served: int
-    flights: dict[str, Request]
+    flights: set[Request]
 
     @property
     def in_flight(self) -> int: ...
     @property
     def alive(self) -> bool: ...
+    def enter(self, request: Request) -> None:
+        """The request is sent there now."""
+
+    def leave(self, request: Request) -> None:
+        """The request has its answer, or will get none there."""
+
+    def has_line_for(self, request: Request) -> bool:
+        """Whether the request would have to wait there for the component's thread."""
+
+    def isolated(self, now: float, within: float) -> int:
+        """Requests that are being found out about in the same process, sent at most so many seconds ago."""
 
 
 class Dispatcher:
@@ -46,8 +59,9 @@ class Dispatcher:
         self.up: list[Place] = []
         self._sessions: OrderedDict[str, Place] = OrderedDict()
         self._queue: deque[tuple[Request, asyncio.Future[Place]]] = deque()
-        self._closed: BaseException | None = None
+        self._closed: Callable[[], BaseException] | None = None
         self._emptied: dict[int, asyncio.Event] = {}
+        self._later: asyncio.TimerHandle | None = None
 
     @property
     def queued(self) -> int:
@@ -71,17 +85,28 @@ class Dispatcher:
         """Let a replica finish what it has begun, and nothing more; return after `patience` seconds in any case."""
         self.leave(place)
         emptied = self._emptied[id(place)] = asyncio.Event()
-        if place.flights:
-            await asyncio.wait([asyncio.ensure_future(emptied.wait())], timeout=patience)
-        del self._emptied[id(place)]
+        try:
+            async with asyncio.timeout(patience):
+                while place.flights:
+                    emptied.clear()
+                    await emptied.wait()
+        except TimeoutError:
+            return
+        finally:
+            del self._emptied[id(place)]
 
-    def close(self, error: BaseException) -> None:
-        """No replica will ever come up again: whoever waits, or comes later, gets `error`."""
+    def close(self, error: Callable[[], BaseException]) -> None:
+        """No replica will ever come up again: whoever waits, or comes later, gets what `error` makes."""
         self._closed = error
         for _, waiter in self._queue:
             if not waiter.done():
-                waiter.set_exception(error)
+                waiter.set_exception(error())
         self._queue.clear()
+
+    def check_open(self) -> None:
+        """Raises what `close` was given, if it was called."""
+        if self._closed is not None:
+            raise self._closed()
 
     def end_session(self, session: str) -> None:
         self._sessions.pop(session, None)
@@ -93,8 +118,7 @@ class Dispatcher:
             TimeoutError: the request's time limit passed.
             what `close` was given.
         """
-        if self._closed is not None:
-            raise self._closed
+        self.check_open()
         place = self._choose(request)
         if place is not None:
             return self._enter(place, request)
@@ -105,14 +129,15 @@ class Dispatcher:
                 return await waiter
         except BaseException:
             if not waiter.done() or waiter.cancelled():
-                self._queue.remove((request, waiter))
+                if (request, waiter) in self._queue:  # unless it was closed meanwhile
+                    self._queue.remove((request, waiter))
             elif waiter.exception() is None:  # given a place at the moment when it stopped waiting
                 self.release(waiter.result(), request)
             raise
 
     def release(self, place: Place, request: Request) -> None:
         """The request has its answer, or will get none here."""
-        place.flights.pop(request.id, None)
+        place.leave(request)
         if not place.flights and id(place) in self._emptied:
             self._emptied[id(place)].set()
         self._settle()
@@ -137,12 +162,7 @@ class Dispatcher:
         self._queue.extendleft(reversed(held))
 
     def _enter(self, place: Place, request: Request) -> Place:
-        request.sent = time.monotonic()
-        request.attempts += 1
-        place.flights[request.id] = request
-        if request.deaths:
-            isolated = min(ISOLATION, request.fatal_age + MARGIN)
-            asyncio.get_running_loop().call_later(isolated + 0.01, self._settle)
+        place.enter(request)
         return place
 
     def _choose(self, request: Request) -> Place | None:
@@ -150,11 +170,18 @@ class Dispatcher:
         if request.session is not None:
             held = self._sessions.get(request.session)
             if held is not None and held.alive and held in self.up:
+                self._sessions.move_to_end(request.session)
                 return held if self._has_room(held) else None
         free = [place for place in self.up if self._has_room(place)]
         if request.deaths:
             together = 1 if request.crowd <= SMALL_CROWD else request.crowd // 8
-            free = [place for place in free if _isolated(place) < together]
+            now = time.monotonic()
+            alone = [place for place in free if place.isolated(now, ISOLATION) < together]
+            # Behind another call in a component's thread nobody could tell which of the two it was that killed.
+            at_once = [place for place in alone if not place.has_line_for(request)]
+            free = at_once or (alone if now - request.lost > ISOLATION else [])
+            if not free:
+                self._look_again()
         free = [place for place in free if place.index not in request.avoid] or free
         if not free:
             return None
@@ -167,12 +194,15 @@ class Dispatcher:
                 self._sessions.popitem(last=False)
         return chosen
 
+    def _look_again(self) -> None:
+        """Isolation ends by itself, and maybe in another service of the same process: nobody tells."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
+
+    def _look(self) -> None:
+        self._later = None
+        self._settle()
+
     def _has_room(self, place: Place) -> bool:
         # A replica that has just died stays in the list for a moment, until its slot takes it out.
         return place.alive and place.in_flight < self.max_in_flight
-
-
-def _isolated(place: Place) -> int:
-    """Requests there that are being found out about."""
-    now = time.monotonic()
-    return sum(flight.suspected(now) and now - flight.sent < ISOLATION for flight in place.flights.values())

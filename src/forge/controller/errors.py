@@ -65,8 +65,12 @@ class RemoteFailure:
             pickle.loads(payload)
         except Exception:
             payload = None
-        text = "".join(traceback.format_exception(error))
-        return cls(where, f"{type(error).__name__}: {error}", text, payload)
+        try:
+            summary, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        except Exception as unprintable:
+            summary = f"{type(error).__name__} (which cannot be printed: {unprintable!r})"
+            text = "".join(traceback.format_tb(error.__traceback__)) + summary
+        return cls(where, summary, text, payload)
 
     def to_exception(self) -> BaseException:
         """The exception to raise at the caller, with the remote traceback as its cause."""

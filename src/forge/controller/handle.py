@@ -43,9 +43,11 @@ class Handle:
         self._name, self._endpoints = name, endpoints
 
     async def _dispatch(self, call: Call) -> Any:
+        """Carry out a call; in the controller by sending it, elsewhere by asking the controller to."""
         raise NotImplementedError
 
     def _end_session(self, session: str) -> None:
+        """Forget which replica a session belongs to."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Endpoint:
@@ -62,15 +64,18 @@ class Handle:
         If that replica is lost, the session moves to another; whatever it kept there is gone.
 
         Args:
-            session_id: name of the session, so that several callers can share one.
+            session_id: name of a session that several callers share; it outlives the block. None makes one that ends
+                with it.
         """
+        own = session_id is None
         session_id = session_id or f"{self._name}-{os.getpid()}-{next(_session_ids)}"
         token = _session.set({**_session.get({}), self._name: session_id})
         try:
             yield session_id
         finally:
             _session.reset(token)
-            self._end_session(session_id)
+            if own:
+                self._end_session(session_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,5 +74,10 @@ class Options:
             )
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus):
             raise ValueError("per_process is for light replicas: it needs procs 1 and no GPUs")
+        if self.hosts is not None and self.procs == 1 and -(-self.num_replicas // self.per_process) < self.hosts:
+            raise ValueError(
+                f"hosts = {self.hosts} is more than num_replicas = {self.num_replicas} can fill: lower hosts, "
+                "raise num_replicas, or raise procs to spread one replica"
+            )
         if self.hosts is not None and self.procs > 1 and self.procs % self.hosts:
             raise ValueError(f"procs = {self.procs} cannot be divided evenly over hosts = {self.hosts}")

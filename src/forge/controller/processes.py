@@ -16,6 +16,7 @@ from ..observability.metrics import PROCESS_NAME
 from ._monarch import HostMesh, ProcMesh
 from .errors import ForgeError
 from .options import Options
+from .say import say, tell_end
 
 # How long a process mesh may take to stop by itself.
 STOP_PATIENCE = 8.0
@@ -88,7 +89,7 @@ class ProcessGroup:
 
     def check_agrees(self, component: str, options: Options) -> None:
         """Raises ValueError if a component that comes to live here was promised other processes than these."""
-        for name in ("threads", "env", "memory_gb"):
+        for name in ("threads", "env", "memory_gb", "ping_timeout"):
             mine, wanted = getattr(self.options, name), getattr(options, name)
             if mine != wanted:
                 raise ValueError(
@@ -101,6 +102,7 @@ class ProcessGroup:
         if not self._processes:
             self._processes = [Process(pid, lambda pid=pid: self.fail(f"process {pid} ended")) for pid in pids]  # type: ignore[misc]
             self._pinging = asyncio.get_running_loop().create_task(self._ping())
+            self._pinging.add_done_callback(tell_end)
 
     def fail(self, reason: str) -> None:
         """These processes are lost: so is every component in them."""
@@ -118,7 +120,7 @@ class ProcessGroup:
             process.kill()
 
     async def stop(self) -> None:
-        """End the processes, by force where they do not listen."""
+        """End the processes, by force where they do not listen; whoever cancels this ends them at once."""
         if self._pinging is not None:
             self._pinging.cancel()
         gentle, self.dead = self.dead is None, self.dead or "it was shut down"
@@ -129,10 +131,11 @@ class ProcessGroup:
         except Exception as error:
             # A mesh with a dead process refuses to stop; its processes are what must go.
             if gentle:
-                print(f"{self.name}: could not be stopped gently ({type(error).__name__}); killed it")
-        for process in self._processes:
-            process.kill()
-            process.close()
+                say(f"{self.name}: could not be stopped gently ({type(error).__name__}); killed it")
+        finally:
+            for process in self._processes:
+                process.kill()
+                process.close()
 
     async def _ping(self) -> None:
         """Two pings in a row without an answer are a hang. One alone may be the controller's own slowness."""

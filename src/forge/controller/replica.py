@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,11 @@ import cloudpickle
 
 from ._monarch import ActorError, SupervisionError
 from .context import ActorContext
-from .errors import CallTimeout, RemoteFailure, ReplicaDied
+from .errors import CallTimeout, RemoteError, RemoteFailure, ReplicaDied
 from .options import Options
 from .processes import ProcessGroup
 from .request import Request
+from .say import say
 from .shell import Answer, Shell
 
 # How long a component may take over its teardown, and a process over its word on a cancelled call.
@@ -35,6 +37,7 @@ class Component:
     options: Options
     args: tuple
     kwargs: dict[str, Any]
+    plain: frozenset[str] = frozenset()  # endpoints that run in the component's thread
 
 
 class Replica:
@@ -43,14 +46,16 @@ class Replica:
     def __init__(self, component: Component, index: int, incarnation: int, group: ProcessGroup) -> None:
         self.component, self.options, self.group, self.index = component, component.options, group, index
         self.context = ActorContext(component.name, index, 0, self.options.procs, incarnation=incarnation)
-        self.flights: dict[str, Request] = {}
+        self.flights: set[Request] = set()
+        self._in_line: deque[Request] = deque()  # for the component's thread, in the order of their calls
         self.served = 0
         self.latencies: deque[float] = deque(maxlen=512)
         self.last_answer = time.monotonic()
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
         self.blameless = False
         self.died, self.casualties = 0.0, 0
-        self.suspects: set[str] = set()
+        self.suspects: set[Request] = set()
+        self._abandoning: set[asyncio.Task] = set()
         self._answers: set[asyncio.Future[Any]] = set()
         self.shell = group.mesh.spawn(f"{component.name}_{index}_{next(_spawned)}", Shell, self.context)
 
@@ -93,25 +98,57 @@ class Replica:
         finally:
             self.group.starting -= 1
 
+    def enter(self, request: Request) -> None:
+        """The request is sent here now."""
+        request.send()
+        self.flights.add(request)
+        if request.endpoint in self.component.plain:
+            self._in_line.append(request)
+            if self._in_line[0] is not request:
+                return
+        request.began = request.sent
+
+    def leave(self, request: Request) -> None:
+        """The request has its answer, or will get none here."""
+        self.flights.discard(request)
+        if request in self._in_line:
+            self._in_line.remove(request)
+            if self._in_line and self._in_line[0].began is None:
+                self._in_line[0].began = time.monotonic()
+
+    def has_line_for(self, request: Request) -> bool:
+        """Whether the request would have to wait here for the component's thread."""
+        return request.endpoint in self.component.plain and bool(self._in_line)
+
+    def isolated(self, now: float, within: float) -> int:
+        """Requests in these processes, this component's or another's, that are being found out about."""
+        flights = (flight for member in self.group.members for flight in member.flights)
+        return sum(flight.isolated(now) and now - flight.sent < within for flight in flights)
+
     async def serve(self, request: Request, limit: float | None = None) -> list[Any]:
-        """Call a request's endpoint on every rank; their values in rank order.
+        """Call the endpoint of a request that has entered on every rank; their values in rank order.
 
         Raises:
             what the endpoint raised, ReplicaDied, or CallTimeout after the request's time limit.
         """
-        limit = request.left if limit is None else limit
+        message = (request.token, request.id, request.endpoint, request.args, request.kwargs)
         try:
             values = await self._all_ranks(
-                request.endpoint, limit, "invoke", request.id, request.endpoint, request.args, request.kwargs
+                request.endpoint, request.left if limit is None else limit, "invoke", *message
             )
         except CallTimeout as error:
             await self._abandon(request)
             raise CallTimeout(f"{request.caller} waited in vain: {error}") from None
         except asyncio.CancelledError:
-            if not self.failed.done():
-                self.shell.cancel.broadcast(request.id)
+            if self.alive:
+                task = asyncio.get_running_loop().create_task(self._abandon(request))
+                self._abandoning.add(task)
+                task.add_done_callback(self._abandoning.discard)
             raise
-        self._answered(request)
+        self.last_answer = time.monotonic()
+        if limit is None:
+            self.served += 1
+            self.latencies.append(self.last_answer - request.sent)
         return _unwrap(values)
 
     async def drain_metrics(self) -> list[Any]:
@@ -137,8 +174,7 @@ class Replica:
             pids = ", ".join(map(str, self.pids)) or "unknown"
             self.blameless = blameless or self.group.stopped_by_signal
             self.died, self.casualties = time.monotonic(), len(self.flights)
-            suspects = {flight.id for flight in self.flights.values() if flight.suspected(self.died)}
-            self.suspects = suspects or set(self.flights)
+            self.suspects = suspects(self.group.members if self.group.dead else [self], self.died)
             self.failed.set_result(ReplicaDied(f"{self} is dead (pid {pids}): {reason}"))
             for answer in list(self._answers):
                 answer.cancel()
@@ -146,22 +182,17 @@ class Replica:
 
     async def stop(self) -> None:
         """Run `teardown`, and end the processes unless others live in them."""
-        if not self.failed.done():
+        if self.alive:
             try:
                 _unwrap(await self._all_ranks("teardown", TEARDOWN_PATIENCE, "close"))
             except Exception as error:
                 # The replica goes whatever its teardown does; what it raised is still told.
-                print(f"{self}: teardown failed: {error}")
+                say(f"{self}: teardown failed: {error}")
             self.fail("it was stopped", blameless=True)
         if self in self.group.members:
             self.group.members.remove(self)
-        if not self.group.shared or not self.group.members:
+        if not self.group.shared or not (self.group.members or self.group.starting):
             await self.group.stop()
-
-    def _answered(self, request: Request) -> None:
-        self.last_answer = time.monotonic()
-        self.served += 1
-        self.latencies.append(self.last_answer - request.sent)
 
     async def _abandon(self, request: Request) -> None:
         """Stop work on a request that ran out of time. Work that cannot be stopped may go on until the component's own
@@ -178,7 +209,7 @@ class Replica:
     async def _cancelled(self, request: Request) -> bool:
         label = f"cancel of {request.endpoint}"
         try:
-            return all(await self._all_ranks(label, CANCEL_PATIENCE, "cancel", request.id))
+            return all(await self._all_ranks(label, CANCEL_PATIENCE, "cancel", request.token))
         except (ReplicaDied, CallTimeout):
             return True  # a replica that does not even answer this is the ping's to judge
 
@@ -196,6 +227,8 @@ class Replica:
         if self.failed.done():
             answer.cancel()
             raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
+        task = asyncio.current_task()
+        cancelling = task.cancelling() if task else 0
         self._answers.add(answer)
         try:
             async with asyncio.timeout(limit):
@@ -205,20 +238,26 @@ class Replica:
                 f"{self}.{label} gave no answer within {limit:.3g} s (pid {', '.join(map(str, self.pids))})"
             ) from None
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self.failed.done() and task is not None and not task.cancelling():
+            if self.failed.done() and (task is None or task.cancelling() == cancelling):
                 raise ReplicaDied(f"{self.failed.result()} (while {label} was in flight)") from None
             raise
         except SupervisionError as error:
             self.group.fail(f"its process ended or stopped answering (seen while {label} was in flight)")
             raise self.fail("its process ended or stopped answering") from error
         except ActorError as error:
-            raise self.fail(f"its process can no longer handle {label}: {error}") from error
+            # The message could not be read there, or its answer not be sent back. The actor lives.
+            raise RemoteError(f"{self}.{label} could not be called or answered: {error}") from error
         finally:
             self._answers.discard(answer)
             # An answer that nobody waits for any more may still fail; that is not news.
             answer.add_done_callback(lambda late: late.cancelled() or late.exception())
             answer.cancel()
+
+
+def suspects(replicas: Sequence[Replica], now: float) -> set[Request]:
+    """The requests that the death of a process may be put down to: those accused by an earlier one, if any are."""
+    flights = [flight for replica in replicas for flight in replica.flights if flight.began is not None]
+    return {flight for flight in flights if flight.accused(now)} or set(flights)
 
 
 def _unwrap(values: list[Any]) -> list[Any]:

@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _numbers = itertools.count()
-# How much older than at the last death, in seconds, a request must become to be out of suspicion.
+# Within how many seconds of its age at one death, and a quarter of that age, a second one is put down to a request.
 MARGIN = 0.5
 _PACKAGE = os.path.dirname(__file__)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A call of an endpoint. It keeps its `id` however often it is sent.
+    """A call of an endpoint. It keeps its `id` however often it is sent; each sending has a `token` of its own.
 
-    `attempts` counts how often it was sent, `deaths` the replicas whose death may be its doing, `crowd` the requests
-    that the last of them may be put down to, `avoid` the places where it was lost. Times are of the monotonic clock,
-    in seconds.
+    `sent` is when it was last sent and `began` when work on it began there, None while it waits for the component's
+    thread. `attempts` counts how often it was sent, `deaths` the replicas whose death may be its doing, `crowd` the
+    requests that the last of them may be put down to, `lost` when a replica last died with it, `avoid` the places where
+    that was. Times are of the monotonic
+    clock, in seconds.
     """
 
     id: str
@@ -32,11 +34,14 @@ class Request:
     limit: float
     session: str | None = None
     made: float = field(default_factory=time.monotonic)
+    token: int = 0
     sent: float = 0.0
+    began: float | None = None
     attempts: int = 0
     deaths: int = 0
     crowd: int = 0
     fatal_age: float = 0.0
+    lost: float = 0.0
     avoid: set[int] = field(default_factory=set)
 
     @property
@@ -44,15 +49,34 @@ class Request:
         """Seconds until its time limit."""
         return max(0.0, self.made + self.limit - time.monotonic())
 
-    def suspected(self, now: float) -> bool:
-        """Whether, if its replica died now, it would be the likely cause: it saw a replica die before, and is not yet
-        clearly older than it was then. A request that kills does so at about the same age again."""
-        return self.deaths > 0 and now - self.sent < self.fatal_age + MARGIN
+    def send(self) -> None:
+        """It goes to a replica now."""
+        self.token, self.sent, self.began = next(_numbers), time.monotonic(), None
+        self.attempts += 1
+
+    def age(self, now: float) -> float:
+        """Seconds of work on it at this replica."""
+        return 0.0 if self.began is None else now - self.began
+
+    def isolated(self, now: float) -> bool:
+        """Whether it is being found out if it kills: it saw a death, and is not yet older than it was then."""
+        return self.deaths > 0 and self.age(now) < self.fatal_age + self._tolerance
+
+    def accused(self, now: float) -> bool:
+        """Whether, if its replica dies now, it is the likely cause: what it does kills at about the same age again."""
+        began = self.began is not None
+        return began and self.deaths > 0 and abs(self.age(now) - self.fatal_age) < self._tolerance
 
     def saw_death(self, now: float, crowd: int) -> None:
         """Its replica died at this time, and so many requests come into question."""
-        self.deaths += self.deaths == 0 or self.suspected(now)
-        self.fatal_age, self.crowd = now - self.sent, crowd
+        self.lost = now
+        if self.began is not None:
+            self.deaths += self.deaths == 0 or self.accused(now)
+            self.fatal_age, self.crowd = self.age(now), crowd
+
+    @property
+    def _tolerance(self) -> float:
+        return MARGIN + 0.25 * self.fatal_age
 
 
 def new_id(service: str) -> str:

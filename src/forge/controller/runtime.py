@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import itertools
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,7 @@ from .hosts import Hosts, LoopbackHosts, ThisHost
 from .options import Options
 from .processes import ProcessGroup
 from .replica import Component, Replica
+from .say import tell_end
 from .service import Service
 from .watchdog import Watchdog
 
@@ -35,8 +39,10 @@ class Runtime:
         self.hosts: dict[str, list[Hosts]] = {}
         self._gpus: list[str] | None = None
         self._held: dict[tuple[str, int], list[str]] = {}
-        self._names: dict[str, int] = {}
-        self._watchdog = asyncio.get_running_loop().create_task(Watchdog().watch(_Live(self.services)))
+        self._names: set[str] = set()
+        self._starting: dict[Replica, float] = {}
+        self._watchdog = asyncio.get_running_loop().create_task(Watchdog(self.services, self._starting).watch())
+        self._watchdog.add_done_callback(tell_end)
         board.open_board(self.services.__getitem__)
 
     async def start(self, cls: type[ForgeActor], options: Options, args: tuple, kwargs: dict[str, Any]) -> Service:
@@ -45,20 +51,18 @@ class Runtime:
         Raises:
             what a replica's `__init__` or `setup` raised; nothing of the service is left then.
         """
-        component = Component(self._name(cls, options), cls, options, args, kwargs)
-        service = Service(component, cls.endpoints(), self._launcher(component), self._on_dead)
+        endpoints = cls.endpoints()
+        plain = frozenset(name for name in endpoints if not inspect.iscoroutinefunction(getattr(cls, name)))
+        component = Component(self._name(cls, options), cls, options, args, kwargs, plain)
+        service = Service(component, endpoints, self._launcher(component), self._give_back, self._on_dead)
         self.services[component.name] = service
         try:
             await service.scale(options.num_replicas)
         except BaseException:
+            await asyncio.shield(asyncio.ensure_future(service.stop()))
             del self.services[component.name]
-            await self._give_back(component.name)
             raise
         return service
-
-    def find(self, name: str) -> Service:
-        """A service by its name."""
-        return self.services[name]
 
     async def drain_metrics(self) -> Snapshot:
         """Everything recorded since the last call, in every process that lives, merged."""
@@ -90,12 +94,17 @@ class Runtime:
         async def launch(index: int, incarnation: int) -> Replica:
             group = await self._group(component, index)
             replica = Replica(component, index, incarnation, group)
+            self._starting[replica] = time.monotonic()
             try:
                 await replica.start()
             except BaseException as error:
-                replica.fail(f"its start failed: {error}")
-                await replica.stop()
+                replica.fail(f"its start failed: {error}", blameless=True)
+                if not group.shared:
+                    group.fail("its start failed")
+                await asyncio.shield(asyncio.ensure_future(replica.stop()))
                 raise
+            finally:
+                del self._starting[replica]
             return replica
 
         return launch
@@ -127,7 +136,7 @@ class Runtime:
             return ThisHost()
         known = self.hosts.setdefault(component.name, [])
         spread = options.procs == 1
-        place = index % options.hosts if spread else index
+        place = index // options.per_process % options.hosts if spread else index
         while len(known) <= place:
             known.append(LoopbackHosts(f"{component.name}_host{len(known)}", 1 if spread else options.hosts))
         return known[place]
@@ -143,31 +152,25 @@ class Runtime:
             self._held[key] = processes.take_gpus(self._gpus, component.options.procs, component.name)
         return self._held[key]
 
-    async def _give_back(self, name: str) -> None:
-        for key in [key for key in self._held if key[0] == name]:
+    async def _give_back(self, name: str, index: int | None) -> None:
+        """A replica, or with None all of a service, needs its devices and hosts no longer."""
+        for key in [key for key in self._held if key[0] == name and index in (key[1], None)]:
             assert self._gpus is not None
             self._gpus += self._held.pop(key)
-        await asyncio.gather(*(hosts.stop() for hosts in self.hosts.pop(name, [])))
+        if index is None:
+            await asyncio.gather(*(hosts.stop() for hosts in self.hosts.pop(name, [])))
 
     def _name(self, cls: type[ForgeActor], options: Options) -> str:
         """`ReplayBuffer` -> `replay_buffer`, numbered from the second on."""
         base = options.mesh_name or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
-        self._names[base] = self._names.get(base, 0) + 1
-        return base if self._names[base] == 1 else f"{base}{self._names[base]}"
+        names = (base if number == 1 else f"{base}{number}" for number in itertools.count(1))
+        name = next(name for name in names if name not in self._names)
+        self._names.add(name)
+        return name
 
     def _on_dead(self, error: BaseException) -> None:
         if not self.failure.done():
             self.failure.set_result(error)
-
-
-class _Live:
-    """The services of the moment, as often as they are asked for."""
-
-    def __init__(self, services: dict[str, Service]) -> None:
-        self._services = services
-
-    def __iter__(self):
-        return iter(list(self._services.values()))
 
 
 _runtime: Runtime | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,12 @@ class Service(Handle):
         component: Component,
         endpoints: dict[str, bool],
         launch: Callable[[int, int], Any],
+        give_back: Callable[[str, int | None], Coroutine[Any, Any, None]],
         on_dead: Callable[[BaseException], None],
     ) -> None:
         super().__init__(component.name, frozenset(endpoints))
         self._component, self._options = component, component.options
-        self._launch, self._on_dead = launch, on_dead
+        self._launch, self._give_back, self._on_dead = launch, give_back, on_dead
         self._catch_up = frozenset(name for name, catch_up in endpoints.items() if catch_up)
         self._latest: dict[str, Call] = {}
         self._dispatcher = Dispatcher(resolve_router(self._options.router), self._options.max_in_flight)
@@ -91,14 +92,23 @@ class Service(Handle):
         if num_replicas < 1:
             raise ValueError(f"{self._name} needs at least one replica, got {num_replicas}: use stop to end it")
         async with self._scaling:
-            added = [self._slot(index) for index in range(len(self._slots), num_replicas)]
-            results = await asyncio.gather(*(slot.start() for slot in added), return_exceptions=True)
-            for error in results:
-                if isinstance(error, BaseException):
-                    await asyncio.gather(*(slot.stop() for slot in added))
-                    raise error
-            self._slots += added
-            removed, self._slots = self._slots[num_replicas:], self._slots[:num_replicas]
+            self._check_runs()
+            broken = [slot for slot in self._slots if slot.state == "failed"]
+            kept = [slot for slot in self._slots if slot.state != "failed"]
+            kept, removed = kept[:num_replicas], kept[num_replicas:] + broken
+            free = (index for index in itertools.count() if all(slot.index != index for slot in kept))
+            added = [self._slot(next(free)) for _ in range(num_replicas - len(kept))]
+            # Whoever looks meanwhile (a fanout, the watchdog, `stop`) sees those that are still starting.
+            self._slots = sorted(kept + added, key=lambda slot: slot.index)
+            try:
+                results = await asyncio.gather(*(slot.start() for slot in added), return_exceptions=True)
+                for error in results:
+                    if isinstance(error, BaseException):
+                        raise error
+            except BaseException:
+                self._slots = sorted({*self._slots, *removed} - {*added}, key=lambda slot: slot.index)
+                await asyncio.shield(asyncio.gather(*(self._retire(slot) for slot in added)))
+                raise
             await asyncio.gather(*(self._retire(slot) for slot in removed))
 
     def status(self) -> ServiceStatus:
@@ -128,12 +138,20 @@ class Service(Handle):
     async def stop(self) -> None:
         """Stop every replica. Later calls raise ServiceStopped."""
         self._stopped = True
-        self._dispatcher.close(ServiceStopped(f"{self._name} was stopped"))
+        self._dispatcher.close(self._was_stopped)
         await asyncio.gather(*(slot.stop() for slot in self._slots))
+        await self._give_back(self._name, None)
+
+    def _was_stopped(self) -> ServiceStopped:
+        return ServiceStopped(f"{self._name} was stopped")
+
+    def _check_runs(self) -> None:
+        if self._stopped:
+            raise self._was_stopped()
+        self._dispatcher.check_open()
 
     async def _dispatch(self, call: Call) -> Any:
-        if self._stopped:
-            raise ServiceStopped(f"{self._name} was stopped")
+        self._check_runs()
         if call.verb == "route":
             return (await self._route(self._request(call)))[0]
         if call.verb == "fanout":
@@ -176,39 +194,44 @@ class Service(Handle):
 
     def _lost(self, request: Request, replica: Replica, died: ReplicaDied) -> None:
         """Decide whether a request may be sent again after its replica died; raise if not."""
+        if self._stopped:
+            raise self._was_stopped()
         request.avoid.add(replica.index)
         if not replica.blameless:
             request.saw_death(replica.died, len(replica.suspects))
-            if request.deaths >= self._options.quarantine_after and replica.suspects == {request.id}:
+            if request.deaths >= self._options.quarantine_after and replica.suspects == {request}:
                 what = f"{self._name}.{request.endpoint} (request {request.id}, from {request.caller})"
                 self._quarantined.append(what)
                 raise PoisonRequest(
                     f"{what} was being served when {request.deaths} replicas died, the last time as the only one under "
                     f"suspicion: it is not tried again. {died}"
                 ) from died
-        if request.attempts > self._options.retries or self._stopped:
+        if request.attempts > self._options.retries:
             raise ReplicaDied(f"{request.endpoint} was sent {request.attempts} times, and its replica died: {died}")
         self._retried += 1
         record_metric(f"retries/{self._name}", 1.0, Reduce.SUM)
 
     async def _fanout(self, call: Call) -> list[Any]:
-        catch_up = call.endpoint in self._catch_up
+        catch_up, before = call.endpoint in self._catch_up, self._latest.get(call.endpoint)
         if catch_up:
             # Replicas that are away get it before they serve again.
             self._latest[call.endpoint] = call
-        slots = [s for s in self._slots if s.state == "up" or (s.state != "failed" and not catch_up)]
+        slots = [slot for slot in self._slots if slot.state == "up" or not catch_up]
         legs = [self._leg(slot, self._request(call), catch_up) for slot in slots]
         answers = await asyncio.gather(*legs, return_exceptions=True)
-        values = []
+        self._check_runs()
         for answer in answers:
             if isinstance(answer, BaseException):
+                if catch_up and self._latest[call.endpoint] is call:
+                    # What a living replica refused must not be what the next one starts with.
+                    self._latest.pop(call.endpoint)
+                    if before is not None:
+                        self._latest[call.endpoint] = before
                 raise answer
-            if answer is not None:
-                values.append(answer[0])
-        return values
+        return [answer[0] for answer in answers if isinstance(answer, list)]
 
     async def _leg(self, slot: Slot, request: Request, catch_up: bool) -> list[Any] | None:
-        """One replica's part of a fanout. None if it will catch up instead."""
+        """One replica's part of a fanout. None if it will catch up instead, or is no more."""
         while True:
             try:
                 replica = await slot.when_up(request.left)
@@ -217,16 +240,20 @@ class Service(Handle):
                     f"{request.caller} waited {request.limit:g} s for {slot.name}.{request.endpoint}, "
                     f"which is {slot.state}: {slot.error}"
                 ) from None
-            request.sent, request.attempts = time.monotonic(), request.attempts + 1
-            replica.flights[request.id] = request
+            if replica is None:
+                return None
+            if not replica.alive:  # its slot is about to notice
+                await asyncio.sleep(DUST)
+                continue
+            replica.enter(request)
             try:
                 return await replica.serve(request)
             except ReplicaDied as died:
                 if replica.alive:
                     raise
-                self._lost(request, replica, died)
                 if catch_up:
                     return None
+                self._lost(request, replica, died)
             finally:
                 self._dispatcher.release(replica, request)
             await asyncio.sleep(DUST)
@@ -243,7 +270,9 @@ class Service(Handle):
             return replica
 
         name = f"{self._name}[{index}]"
-        return Slot(name, self._options, launch, self._dispatcher.join, self._dispatcher.leave, self._on_slot_failed)
+        return Slot(
+            index, name, self._options, launch, self._dispatcher.join, self._dispatcher.leave, self._on_slot_failed
+        )
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
         """Repeat the last call of each endpoint that a replica must not miss, until none came meanwhile."""
@@ -251,20 +280,30 @@ class Service(Handle):
         while missed := [call for call in self._latest.values() if done.get(call.endpoint) is not call]:
             for call in missed:
                 done[call.endpoint] = call
+                request = self._request(call)
+                replica.enter(request)
                 try:
-                    await replica.serve(self._request(call), self._options.setup_timeout)
-                except BaseException:
-                    await replica.stop()
+                    await replica.serve(request, self._options.setup_timeout)
+                except BaseException as error:
+                    replica.fail(f"it could not catch up on {call.endpoint}: {error}")
+                    await asyncio.shield(asyncio.ensure_future(replica.stop()))
                     raise
+                finally:
+                    replica.leave(request)
 
     async def _retire(self, slot: Slot) -> None:
+        slot.retire()
         if slot.replica is not None:
             await self._dispatcher.drain(slot.replica, DRAIN_PATIENCE)
         await slot.stop()
+        await self._give_back(self._name, slot.index)
 
     def _on_slot_failed(self, slot: Slot) -> None:
         if all(other.state in ("failed", "stopped") for other in self._slots):
-            error = ReplicaDied(f"no replica of {self._name} is left. {slot.error}")
-            error.__cause__ = slot.error
-            self._dispatcher.close(error)
-            self._on_dead(error)
+            self._dispatcher.close(lambda: self._nothing_left(slot))
+            self._on_dead(self._nothing_left(slot))
+
+    def _nothing_left(self, slot: Slot) -> ReplicaDied:
+        error = ReplicaDied(f"no replica of {self._name} is left. {slot.error}")
+        error.__cause__ = slot.error
+        return error

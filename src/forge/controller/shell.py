@@ -24,6 +24,8 @@ from .errors import RemoteFailure
 
 Answer = tuple[int, Any]
 
+_token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
+
 
 class Shell(Actor):
     """Hosts `cls(*args, **kwargs)`; every endpoint answers `(rank, value or RemoteFailure)`, and never raises."""
@@ -33,8 +35,8 @@ class Shell(Actor):
         self._instance: Any = None
         self._store: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
-        self._serving: dict[str, asyncio.Task] = {}
-        self._in_thread_now: str | None = None
+        self._serving: dict[int, asyncio.Task] = {}
+        self._in_thread_now: int | None = None
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
@@ -74,24 +76,25 @@ class Shell(Actor):
         return await self._guarded("setup", start)
 
     @concurrent_endpoint
-    async def invoke(self, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Answer:
+    async def invoke(self, token: int, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Answer:
         task = asyncio.current_task()
         assert task is not None
-        self._serving[request_id] = task
+        self._serving[token] = task
+        _token.set(token)
         _request.set(request_id)
         try:
             return await self._guarded(method, lambda: self._run(getattr(self._instance, method), *args, **kwargs))
         finally:
-            del self._serving[request_id]
+            del self._serving[token]
 
     @concurrent_endpoint
-    async def cancel(self, request_id: str) -> Answer:
+    async def cancel(self, token: int) -> Answer:
         """Stop work on a request that nobody waits for any more. Its value is False if it cannot be stopped: a plain
         endpoint that has begun."""
-        if request_id == self._in_thread_now:
+        if token == self._in_thread_now:
             return self._context.rank, False
-        if request_id in self._serving:
-            self._serving[request_id].cancel()
+        if token in self._serving:
+            self._serving[token].cancel()
         return self._context.rank, True
 
     @concurrent_endpoint
@@ -106,6 +109,7 @@ class Shell(Actor):
             if self._instance is not None:
                 await self._run(self._instance.teardown)
             self._thread.shutdown(wait=False)
+            self._instance = None  # the process may live on with other components in it
 
         return await self._guarded("teardown", close)
 
@@ -118,9 +122,12 @@ class Shell(Actor):
         context = contextvars.copy_context()
 
         def work() -> Any:
-            self._in_thread_now = _request.get()
+            self._in_thread_now = _token.get()
             try:
                 return function()
+            except StopIteration as error:
+                # No future or coroutine can carry it: it would be waited for for ever.
+                raise RuntimeError("it raised StopIteration: what it iterates over has come to its end") from error
             finally:
                 self._in_thread_now = None
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 import sysconfig
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .replica import Replica
 from .request import Request
+from .say import say
 
 if TYPE_CHECKING:
     from .service import Service
@@ -23,31 +24,40 @@ MOST_WAITS_SHOWN = 5
 
 class Watchdog:
     """Watches every wait of a run. A replica that has answered nothing for `stall_after` seconds while calls are in
-    flight on it is reported, again after twice that time, and so on; so are calls that no replica takes."""
+    flight on it is reported, again after twice that time, and so on; so are calls that no replica takes, and replicas
+    that do not come up.
 
-    def __init__(self) -> None:
-        self._patience: dict[object, float] = {}
+    Args:
+        services: those of the run by name, as they come and go.
+        starting: replicas that are being started, and since when.
+    """
 
-    async def watch(self, services: Iterable[Service]) -> None:
-        """Runs until it is cancelled. `services` is read anew each time."""
+    def __init__(self, services: Mapping[str, Service], starting: Mapping[Replica, float]) -> None:
+        self.services, self.starting = services, starting
+        self._patience: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()
+
+    async def watch(self) -> None:
+        """Runs until it is cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY)
-            for service in services:
+            for replica, since in list(self.starting.items()):
+                stalled = time.monotonic() - since
+                if self._is_due(replica, stalled, replica.options.stall_after):
+                    _report(f"{replica} has been starting for {stalled:.0f} s", await _places(replica))
+            for service in list(self.services.values()):
                 for slot in service._slots:
                     if slot.replica is not None and slot.replica.flights:
-                        await self._check(service, slot.replica)
-                await self._check_queue(service)
+                        await self._check(slot.replica)
+                self._check_queue(service)
 
-    async def _check(self, service: Service, replica: Replica) -> None:
-        flights = list(replica.flights.values())
+    async def _check(self, replica: Replica) -> None:
+        flights = list(replica.flights)
         since = max(replica.last_answer, min(flight.sent for flight in flights))
-        if self._is_due(replica, time.monotonic() - since, service._options.stall_after):
-            lines = _waits(flights, str(replica))
-            for pid in replica.pids:
-                lines += [f"where process {pid} of {replica} stands:", await stacks(pid)]
+        if self._is_due(replica, time.monotonic() - since, replica.options.stall_after):
+            lines = _waits(flights, str(replica)) + await _places(replica)
             _report(f"no answer from {replica} for {time.monotonic() - since:.0f} s", lines)
 
-    async def _check_queue(self, service: Service) -> None:
+    def _check_queue(self, service: Service) -> None:
         queued = service._dispatcher.waiting()
         waited = time.monotonic() - queued[0].made if queued else 0.0
         if self._is_due(service, waited, service._options.stall_after):
@@ -64,27 +74,33 @@ class Watchdog:
         return due
 
 
+async def _places(replica: Replica) -> list[str]:
+    lines = []
+    for pid in replica.pids:
+        lines += [f"where process {pid} of {replica} stands:", await stacks(pid)]
+    return lines
+
+
 async def stacks(pid: int) -> str:
     """The Python stack of every thread of a process, as py-spy sees it without stopping it; or why there is none."""
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if program is None:
         return "  (py-spy is not installed)"
-    process = await asyncio.create_subprocess_exec(
-        program,
-        "dump",
-        "--nonblocking",
-        "--pid",
-        str(pid),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    command = (program, "dump", "--nonblocking", "--pid", str(pid))
     try:
-        out, error = await asyncio.wait_for(process.communicate(), DUMP_PATIENCE)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        return f"  (py-spy could not be started: {error})"
+    try:
+        out, wrong = await asyncio.wait_for(process.communicate(), DUMP_PATIENCE)
     except TimeoutError:
-        process.kill()
-        await process.wait()
         return f"  (py-spy gave no answer within {DUMP_PATIENCE:g} s)"
-    text = out.decode(errors="replace") if process.returncode == 0 else f"(py-spy failed: {error.decode().strip()})"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    text = out.decode(errors="replace") if process.returncode == 0 else f"(py-spy failed: {wrong.decode().strip()})"
     return "\n".join(f"  {line}" for line in text.strip().splitlines())
 
 
@@ -103,4 +119,4 @@ def _clock(ago: float) -> str:
 
 
 def _report(title: str, lines: list[str]) -> None:
-    print("\n".join([f"forge: {title}", *(f"  {line}" for line in lines)]), file=sys.stderr, flush=True)
+    say("\n".join([title, *(f"  {line}" for line in lines)]))
