@@ -57,6 +57,12 @@ def test_the_documented_sections_load(config):
     assert cfg.grpo.clip_high == 0.28
 
 
+def test_a_section_that_is_given_in_part_keeps_the_rest_of_its_default(config):
+    reward = read(config, "--reward.call_timeout", "60").services.reward
+    assert (reward.share, reward.call_timeout) == ("helpers", 60.0)
+    assert read(config, "--reward.share", "null").services.reward.share is None
+
+
 def test_overrides(config):
     cfg = read(config, "--trainer.procs", "4", "--generator.num_replicas=2", "--generator.slots", "64", "--seed", "7")
     assert (cfg.services.trainer.procs, cfg.services.generator.num_replicas) == (4, 2)

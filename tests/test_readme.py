@@ -11,7 +11,14 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+EXAMPLES = [
+    pytest.param(code, id=f"{page.stem} {number}")
+    for page in (ROOT / "README.md", ROOT / "docs/services.md")
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_python_blocks_run(code, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(code)

@@ -57,7 +57,10 @@ def rows(folder: Path) -> list[dict]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["--async.max_policy_age", "0", "--grpo.beta", "0.1", "--trainer.procs", "2"], id="lock-step"),
+        pytest.param(
+            ["--async.max_policy_age", "0", "--grpo.beta", "0.1", "--trainer.procs", "2", "--trainer.hosts", "2"],
+            id="lock-step",
+        ),
         pytest.param(
             ["--async.max_policy_age", "2", "--training.sync_interval", "3", "--eval.every", "3"], id="asynchronous"
         ),

@@ -71,6 +71,23 @@ def test_replicas_that_are_still_starting_miss_no_fanout(tmp_path):
     run(main())
 
 
+def test_scaling_repairs_what_was_given_up(tmp_path):
+    class Fragile(Counter):
+        def setup(self) -> None:
+            if self.context.incarnation and self.context.replica:
+                raise OSError("out of luck")
+
+    async def main():
+        service = await Fragile.options(num_replicas=2, max_restarts=1).as_service()
+        os.kill(pids_of(service)[1], signal.SIGKILL)
+        await until(lambda: states(service) == ["up", "failed"])
+        await service.scale(2)
+        assert states(service) == ["up", "up"]
+        assert len(await service.where.fanout()) == 2
+
+    run(main())
+
+
 def test_a_start_that_is_cancelled_leaves_no_process():
     class Slow(Counter):
         def setup(self) -> None:

@@ -41,6 +41,7 @@ class Runtime:
         self._held: dict[tuple[str, int], list[str]] = {}
         self._names: set[str] = set()
         self._starting: dict[Replica, float] = {}
+        self._burials: set[asyncio.Future] = set()
         self._watchdog = asyncio.get_running_loop().create_task(Watchdog(self.services, self._starting).watch())
         self._watchdog.add_done_callback(tell_end)
         board.open_board(self.services.__getitem__)
@@ -87,6 +88,7 @@ class Runtime:
         """Stop every component; returns when their processes are gone."""
         self._watchdog.cancel()
         await asyncio.gather(*(service.stop() for service in self.services.values()), return_exceptions=True)
+        await asyncio.gather(*self._burials, return_exceptions=True)
         await asyncio.gather(*(hosts.stop() for group in self.hosts.values() for hosts in group))
         board.close_board()
 
@@ -100,8 +102,10 @@ class Runtime:
             except BaseException as error:
                 replica.fail(f"its start failed: {error}", blameless=True)
                 if not group.shared:
-                    group.fail("its start failed")
-                await asyncio.shield(asyncio.ensure_future(replica.stop()))
+                    group.fail("its start failed")  # kills; the rest of its end need not be waited for
+                burial = asyncio.ensure_future(replica.stop())
+                self._burials.add(burial)
+                burial.add_done_callback(self._burials.discard)
                 raise
             finally:
                 del self._starting[replica]

@@ -93,9 +93,10 @@ class Service(Handle):
             raise ValueError(f"{self._name} needs at least one replica, got {num_replicas}: use stop to end it")
         async with self._scaling:
             self._check_runs()
-            broken = [slot for slot in self._slots if slot.state == "failed"]
-            kept = [slot for slot in self._slots if slot.state != "failed"]
-            kept, removed = kept[:num_replicas], kept[num_replicas:] + broken
+            # Those that were given up make room first, also on their devices.
+            await asyncio.gather(*(self._retire(slot) for slot in self._slots if slot.state == "failed"))
+            living = [slot for slot in self._slots if slot.state != "stopped"]
+            kept, removed = living[:num_replicas], living[num_replicas:]
             free = (index for index in itertools.count() if all(slot.index != index for slot in kept))
             added = [self._slot(next(free)) for _ in range(num_replicas - len(kept))]
             # Whoever looks meanwhile (a fanout, the watchdog, `stop`) sees those that are still starting.
