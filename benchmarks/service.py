@@ -93,21 +93,22 @@ async def calls(rounds: int, times: int) -> None:
         taken.sort()
         middle, late = statistics.median(taken), taken[int(0.99 * len(taken))]
         print(f"| {name} | {middle:.2f} | {late:.2f} | {middle - base:+.2f} | {statistics.median(rates[name]):.0f} |")
-    await queue(one)
+    await queue({"Monarch alone": sides["raw Monarch call_one"], "the service": sides["route"]})
     for service in services.values():
         await service.stop()
 
 
-async def queue(service: Any) -> None:
-    """10,000 calls at once to one replica, three times over: memory must not grow from one time to the next."""
-    pids = [os.getpid(), *service.status().replicas[0].pids]
-    sizes = [[megabytes(pid) for pid in pids]]
-    for _ in range(4):
-        await asyncio.gather(*(service.echo.route(number) for number in range(10_000)))
-        gc.collect()
-        sizes.append([megabytes(pid) for pid in pids])
-    for number, side in enumerate(("controller", "replica")):
-        print(f"\n10,000 queued calls, {side}: {', '.join(f'{s[number]:.0f}' for s in sizes)} MB before and after each")
+async def queue(sides: dict[str, Call]) -> None:
+    """10,000 calls at once to one process, again and again: what stays of them in the controller's memory."""
+    print()
+    for name, call in sides.items():
+        sizes = []
+        for _ in range(6):
+            await asyncio.gather(*(call() for _ in range(10_000)))
+            gc.collect()
+            sizes.append(megabytes(os.getpid()))
+        shown = ", ".join(f"{size:.0f}" for size in sizes)
+        print(f"10,000 queued calls of {name}, controller after each time: {shown} MB")
 
 
 async def many(replicas: int, per_process: int) -> None:
