@@ -65,13 +65,24 @@ def gone_within(pids: list[int], seconds: float) -> bool:
     return True
 
 
+def leaves_nothing(process: subprocess.Popen, pids: list[int], seconds: float = 10) -> bool:
+    """Neither a process of the run nor its temporary files."""
+    folder, mine = Path(os.environ.get("TMPDIR", tempfile.gettempdir())), f"forge-run-{process.pid}-*"
+    deadline = time.monotonic() + seconds
+    while alive(pids) or list(folder.glob(mine)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 WAIT = "await asyncio.sleep(120)"
 
 
 def test_success_leaves_nothing():
     process, pids = start("pass")
     assert process.wait(30) == 0
-    assert gone_within(pids, 10)
+    assert leaves_nothing(process, pids)
 
 
 def test_an_exception_is_raised_and_leaves_nothing():
@@ -79,7 +90,7 @@ def test_an_exception_is_raised_and_leaves_nothing():
     _, error = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "KeyError: 'gone wrong'" in error
-    assert gone_within(pids, 10)
+    assert leaves_nothing(process, pids)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -89,7 +100,7 @@ def test_a_signal_stops_everything(number):
     _, error = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert "Traceback" not in error
-    assert gone_within(pids, 10)
+    assert leaves_nothing(process, pids)
 
 
 def test_ctrl_c_in_a_terminal_reaches_every_process_and_is_handled_once():
@@ -98,21 +109,16 @@ def test_ctrl_c_in_a_terminal_reaches_every_process_and_is_handled_once():
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in error
-    assert gone_within(pids, 10)
+    assert leaves_nothing(process, pids)
 
 
 def test_killing_the_controller_ends_its_processes_and_its_files():
     process, pids = start(WAIT)
-    mine = f"forge-run-{process.pid}-*"
     folder = Path(os.environ.get("TMPDIR", tempfile.gettempdir()))
-    assert list(folder.glob(mine))
+    assert list(folder.glob(f"forge-run-{process.pid}-*"))
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
-    assert gone_within(pids, 20)
-    deadline = time.monotonic() + 10
-    while list(folder.glob(mine)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not list(folder.glob(mine))
+    assert leaves_nothing(process, pids, 20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -124,14 +130,14 @@ def test_a_component_that_is_not_replaced_ends_the_run_with_its_name(number, whi
     assert process.returncode == 1
     name = ["counter", "counter2"][which]
     assert f"ReplicaDied: no replica of {name} is left. {name}[0] is dead (pid {pids[which]})" in error
-    assert gone_within(pids, 10)
+    assert leaves_nothing(process, pids)
 
 
 def test_a_component_that_dies_in_a_call_ends_the_run_with_its_name():
     process, pids = start("await service.exit.route()")
     _, error = process.communicate(timeout=15)
     assert "ReplicaDied: no replica of counter is left" in error
-    assert gone_within(pids, 10)
+    assert leaves_nothing(process, pids)
 
 
 def test_a_component_that_holds_the_interpreter_ends_the_run_with_its_name():
@@ -139,4 +145,4 @@ def test_a_component_that_holds_the_interpreter_ends_the_run_with_its_name():
     _, error = process.communicate(timeout=15)
     assert "ReplicaDied: no replica of counter is left" in error
     assert "did not answer a ping" in error
-    assert gone_within(pids, 10)
+    assert leaves_nothing(process, pids)

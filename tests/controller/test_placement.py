@@ -5,12 +5,13 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from forge.controller import CallTimeout, run, runtime
 from tests.controller.components import Caller, Counter, Replayed
-from tests.controller.test_endings import gone_within
+from tests.controller.test_endings import alive, gone_within
 from tests.controller.test_recovery import states, until
 
 
@@ -113,9 +114,25 @@ def test_a_failing_start_leaves_no_process():
     run(main())
 
 
-def children():
-    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
+def test_nothing_is_left_when_run_returns():
+    async def main():
+        await asyncio.gather(
+            Counter.options(num_replicas=2).as_service(),
+            Counter.options(share="helpers").as_actor(),
+            Counter.options(hosts=1).as_actor(),
+        )
+        return children()
+
+    started = run(main())
+    assert len(started) >= 4
+    assert gone_within(started, 0.5)
+
+
+def children() -> list[int]:
+    """The processes that this one started, without the shell that removes its temporary files."""
+    lists = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for each in lists for pid in each.read_text().split()]
+    return [pid for pid in alive(pids) if Path(f"/proc/{pid}/comm").read_text().strip() != "sh"]
 
 
 def test_status_says_how_everything_is():
