@@ -235,7 +235,7 @@ class Replica:
                 return await answer
         except TimeoutError:
             raise CallTimeout(
-                f"{self}.{label} gave no answer within {limit:.3g} s (pid {', '.join(map(str, self.pids))})"
+                f"{self}.{label} gave no answer within {round(limit, 1):g} s (pid {', '.join(map(str, self.pids))})"
             ) from None
         except asyncio.CancelledError:
             if self.failed.done() and (task is None or task.cancelling() == cancelling):
