@@ -8,7 +8,7 @@ import time
 import pytest
 
 from forge.controller import CallTimeout, PoisonRequest, ReplicaDied, Unrecoverable, run
-from tests.controller.components import Counter, Replayed
+from tests.controller.components import Counter, Replayed, found
 
 
 async def until(condition, seconds=20.0):
@@ -129,6 +129,20 @@ def test_other_fanouts_wait_for_replicas_that_are_being_replaced(tmp_path):
         os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
         await until(lambda: states(service)[0] == "restarting")
         assert len({pid for _, _, pid in await service.state.fanout()}) == 2
+
+    run(main())
+
+
+def test_a_process_that_is_lost_while_it_starts_is_started_once_more(tmp_path):
+    class Struck(Counter):
+        def setup(self) -> None:
+            if found(tmp_path / "lightning"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    async def main():
+        (tmp_path / "lightning").touch()
+        service = await Struck.as_service()
+        assert await service.add.route(1) == 1
 
     run(main())
 

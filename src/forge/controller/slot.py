@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from ..observability.metrics import Reduce, record_metric
-from .errors import Unrecoverable
+from .errors import ReplicaDied, Unrecoverable
 from .options import Options
 from .replica import Replica
 from .say import say, tell_end
@@ -53,11 +53,21 @@ class Slot:
 
     async def start(self) -> None:
         """Bring up the first replica; what its setup raises is raised here."""
-        self._keeper = asyncio.get_running_loop().create_task(self._launch(0))
+        self._keeper = asyncio.get_running_loop().create_task(self._first())
         replica = await self._keeper
         self._set_up(replica)
         self._keeper = asyncio.get_running_loop().create_task(self._keep())
         self._keeper.add_done_callback(tell_end)
+
+    async def _first(self) -> Replica:
+        try:
+            return await self._launch(0)
+        except ReplicaDied as error:
+            if not self.options.max_restarts:
+                raise
+            # Nothing that its setup raised: the process was lost from outside. Once more, then it is an error.
+            say(f"{error}; starting it again")
+            return await self._launch(0)
 
     def retire(self) -> None:
         """Start no further replica here; the one that serves goes on until `stop`."""
