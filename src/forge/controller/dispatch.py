@@ -16,6 +16,7 @@ from .routers import Router
 # into question they start in small groups, at the price of one more death if the killer is among them.
 ISOLATION = 1.0
 SMALL_CROWD = 16
+LINE_PATIENCE = 10.0
 LOOK_EVERY = 0.1
 # Sessions that were opened without a block to close them are forgotten beyond this many, the oldest first.
 MOST_SESSIONS = 65_536
@@ -179,7 +180,7 @@ class Dispatcher:
             alone = [place for place in free if place.isolated(now, ISOLATION) < together]
             # Behind another call in a component's thread nobody could tell which of the two it was that killed.
             at_once = [place for place in alone if not place.has_line_for(request)]
-            free = at_once or (alone if now - request.lost > ISOLATION else [])
+            free = at_once or (alone if now - request.lost > LINE_PATIENCE else [])
             if not free:
                 self._look_again()
         free = [place for place in free if place.index not in request.avoid] or free
