@@ -16,6 +16,7 @@ from .routers import Router
 # into question they start in small groups, at the price of one more death if the killer is among them.
 ISOLATION = 1.0
 SMALL_CROWD = 16
+# How long such a request waits for a component whose thread is free, and how often that is looked at.
 LINE_PATIENCE = 10.0
 LOOK_EVERY = 0.1
 # Sessions that were opened without a block to close them are forgotten beyond this many, the oldest first.
@@ -122,7 +123,8 @@ class Dispatcher:
         self.check_open()
         place = self._choose(request)
         if place is not None:
-            return self._enter(place, request)
+            place.enter(request)
+            return place
         waiter: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         self._queue.append((request, waiter))
         try:
@@ -159,12 +161,9 @@ class Dispatcher:
             if place is None:
                 held.append((request, waiter))
             else:
-                waiter.set_result(self._enter(place, request))
+                place.enter(request)
+                waiter.set_result(place)
         self._queue.extendleft(reversed(held))
-
-    def _enter(self, place: Place, request: Request) -> Place:
-        place.enter(request)
-        return place
 
     def _choose(self, request: Request) -> Place | None:
         """The replica for this request, or None if it must wait."""

@@ -11,6 +11,7 @@ import contextvars
 import difflib
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -36,19 +37,19 @@ class Call:
     request_id: str | None = None
 
 
-class Handle:
+class Handle(ABC):
     """What can be done with a service from anywhere: its endpoints, and sessions."""
 
     def __init__(self, name: str, endpoints: frozenset[str]) -> None:
         self._name, self._endpoints = name, endpoints
 
+    @abstractmethod
     async def _dispatch(self, call: Call) -> Any:
         """Carry out a call; in the controller by sending it, elsewhere by asking the controller to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end_session(self, session: str) -> None:
         """Forget which replica a session belongs to."""
-        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Endpoint:
         if name in self.__dict__.get("_endpoints", ()):

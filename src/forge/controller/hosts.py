@@ -15,6 +15,7 @@ import sys
 from typing import Protocol
 
 from ._monarch import HostMesh, attach_to_workers, new_service_proc_id, this_host
+from .processes import is_stopped
 
 _attached = itertools.count()
 
@@ -96,7 +97,4 @@ def _free_address() -> str:
 
 
 def _runs(worker: subprocess.Popen) -> bool:
-    if worker.poll() is not None:
-        return False
-    with open(f"/proc/{worker.pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] != "T"
+    return worker.poll() is None and not is_stopped(worker.pid)

@@ -41,11 +41,7 @@ class Process:
     @property
     def stopped(self) -> bool:
         """It was stopped by a signal (SIGSTOP), and still exists."""
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            return False
-        return state == "T"
+        return is_stopped(self.pid)
 
     def kill(self) -> None:
         """SIGKILL, if it has not ended yet."""
@@ -186,6 +182,14 @@ def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
     libc.signal(signal.SIGINT, ctypes.c_void_p(1))  # SIG_IGN
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process exists and was stopped by a signal (SIGSTOP)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def visible_gpus() -> list[str]:
