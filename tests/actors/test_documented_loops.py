@@ -143,7 +143,7 @@ def test_weights_arrive_and_are_those_of_the_trainer(model, store):
         assert [completion.token_ids for completion in after] == [[5, 6, 7, 1]] * 2
         assert {version for completion in after for version in completion.versions} == {1}
         assert [completion.finish for completion in after] == ["stop", "stop"]
-        with pytest.raises(KeyError, match="version 9 are not in the store; it holds"):
+        with pytest.raises(KeyError, match="version 9 is not in the store; it holds"):
             await policy.update_weights.fanout(9)
         with pytest.raises(ValueError, match="max_tokens must be at least 1"):
             await policy.generate.route("abcd>", max_tokens=0)

@@ -1,19 +1,20 @@
-"""The weight store: what is put is what is got, whole or not at all, and nothing stays behind."""
+"""The weight store within one process: what is put is what is got, whole or not at all, and nothing stays behind."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from threading import Thread
 
 import pytest
 import torch
 
-from forge.store import VersionStore
+import forge.store as ts
+from forge.store import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict, VersionStore
+from forge.store.boxes import Box
+from forge.store.manifest import Manifest, Shard
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -39,111 +40,208 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(got[name], tensor.detach()), name
 
 
+def used(store: VersionStore) -> int:
+    return sum(path.stat().st_size for path in store.root.rglob("*") if path.parent.name in ("segments", "free"))
+
+
 def test_what_is_put_is_what_is_got(store: VersionStore):
     put = tensors()
-    store.put(3, put.items())
-    assert_equal(store.get(3), put)
-    assert_equal(pickle.loads(pickle.dumps(store)).get(3), put)
+    assert store.put("policy", put, 3) == 3
+    assert_equal(store.get("policy", version=3), put)
+    assert_equal(pickle.loads(pickle.dumps(store)).get("policy"), put)
+    into = {name: torch.zeros_like(tensor) for name, tensor in put.items() if name != "scalar"}
+    assert store.get("policy", into) is into
+    assert_equal(into, {name: put[name] for name in into})
+
+
+def test_one_tensor_is_one_tensor(store: VersionStore):
+    x = torch.randn(7, 3)
+    assert store.put("x", x) == 1
+    assert torch.equal(store.get("x"), x)
+    half = torch.empty(7, 3, dtype=torch.bfloat16)
+    assert store.get("x", half) is half
+    assert torch.equal(half, x.bfloat16())
+    with pytest.raises(ValueError, match="x is one tensor, not a state dict"):
+        store.get("x", {"a": torch.empty(7, 3)})
+    with pytest.raises(ValueError, match=r"shape \(7, 3\), it cannot be read into \(3, 7\)"):
+        store.get("x", torch.empty(3, 7))
+
+
+def test_nested_state_dicts_have_dotted_names(store: VersionStore):
+    nested = {"layer": {"weight": torch.ones(2), "bias": torch.zeros(2)}, "scale": torch.tensor(3.0)}
+    store.put("model", nested)
+    assert set(store.get("model")) == {"layer.weight", "layer.bias", "scale"}
+    into = {"layer": {"weight": torch.empty(2)}}
+    assert store.get("model", into)["layer"]["weight"].eq(1).all()
+    with pytest.raises(KeyError, match=r"tensor 'layer.weigth' is not there; it has 3 tensors"):
+        store.get("model", {"layer": {"weigth": torch.empty(2)}})
+    with pytest.raises(TypeError, match=r"'layer\.step' is a int"):
+        store.put("model", {"layer": {"step": 3}})
+    with pytest.raises(ValueError, match="no tensor"):
+        store.put("model", {})
+
+
+def test_converted_on_the_way(store: VersionStore):
+    put = {"w": torch.randn(33), "step": torch.tensor(7)}
+    store.put("policy", put, dtype=torch.bfloat16)
+    assert_equal(store.get("policy"), {"w": put["w"].bfloat16(), "step": put["step"]})
 
 
 def test_tied_tensors_are_got_under_each_name(store: VersionStore):
     shared = torch.randn(4, 3)
     put = {"embed": shared, "head": shared, "rows": shared[1:], "first": shared[0]}
-    store.put(0, put.items())
-    assert_equal(store.get(0), put)
+    store.put("policy", put)
+    assert_equal(store.get("policy"), put)
 
 
 def test_a_version_does_not_change_with_the_weights_it_was_made_of(store: VersionStore):
     weights = torch.zeros(100)
-    store.put(1, [("w", weights)])
-    got = store.get(1)
+    store.put("w", weights)
     weights += 1
-    assert not store.get(1)["w"].any()
-    store.put(1, [("w", weights)])
-    assert not got["w"].any()
-    assert store.get(1)["w"].all()
+    assert not store.get("w").any()
+
+
+def test_a_published_version_never_changes(store: VersionStore):
+    store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5)
+    assert store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5) == 5
+    with pytest.raises(VersionConflict, match="w version 5 was published before: tensor 'b' was different"):
+        store.put("w", {"a": torch.zeros(4), "b": torch.ones(4)}, 5)
+    with pytest.raises(VersionConflict, match="version 4 is older than the newest, 5"):
+        store.put("w", {"a": torch.zeros(4)}, 4)
+    assert store.versions("w") == [5]
+    assert store.put("w", {"a": torch.zeros(4)}) == 6
 
 
 def test_the_newest_stay_and_those_in_use_are_not_lost(store: VersionStore):
-    store.put(9, tensors(9).items())
-    held = store.get(9)
-    for version in (10, 11):
-        store.put(version, tensors(version).items())
-    assert store.versions() == [10, 11]
-    assert len(list(store.root.iterdir())) == 2
-    assert_equal(held, tensors(9))
+    store.put("policy", tensors(9), 9)
+    with store.open("policy", 9) as held:
+        views = dict(held.tensors())
+        for version in (10, 11, 12, 13, 14):
+            store.put("policy", tensors(version), version)
+        assert store.versions("policy") == [13, 14]
+        assert_equal(views, tensors(9))
+    assert_equal(store.get("policy", version=13), tensors(13))
+    with pytest.raises(MissingVersion, match=r"policy version 9 is not in the store; it holds \[13, 14\]"):
+        store.get("policy", version=9)
 
 
-def test_a_missing_version_is_told_what_is_there(store: VersionStore):
-    for version in (4, 5):
-        store.put(version, [("w", torch.ones(1))])
-    with pytest.raises(KeyError, match=r"version 3 are not in the store; it holds \[4, 5\]"):
-        store.get(3)
+def test_memory_is_used_again(store: VersionStore):
+    weights = torch.randn(1 << 18)
+    sizes = []
+    for _ in range(30):
+        weights += 1
+        store.put("w", weights)
+        sizes.append(used(store))
+    assert sizes[0] < max(sizes[3:]) == min(sizes[3:]) <= 4 * (1 << 20) + 4096
+    files = {path.name for path in store.root.rglob("*") if path.parent.name in ("segments", "free")}
+    store.put("w", weights)
+    assert {path.name for path in store.root.rglob("*") if path.parent.name in ("segments", "free")} == files
+    for _ in range(3):
+        store.put("small", torch.ones(8))
+        store.put("w", torch.ones(8))
+    assert used(store) < 1 << 20, "what is not needed any more is given back"
 
 
-def test_a_version_that_failed_half_way_is_never_seen(store: VersionStore):
-    store.put(1, [("w", torch.ones(2))])
-
-    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "w", torch.ones(2)
-        raise RuntimeError("a rank died")
-
-    with pytest.raises(RuntimeError, match="a rank died"):
-        store.put(2, breaks())
-    (store.root / "v3.unfinished").write_bytes(b"the writer was killed here")
-    assert store.versions() == [1]
-    for version in (2, 3):
-        with pytest.raises(KeyError):
-            store.get(version)
-    store.put(3, [("w", torch.zeros(2))])
-    assert store.versions() == [1, 3]
+def test_keys(store: VersionStore):
+    for key in ("policy", "policy_v42", "critic/weights", "a b%2F"):
+        store.put(key, torch.ones(1))
+    assert store.keys() == ["a b%2F", "critic/weights", "policy", "policy_v42"]
+    assert store.keys("policy") == ["policy", "policy_v42"]
+    assert store.exists("policy", 1)
+    assert not store.exists("policy", 2)
+    store.delete("policy")
+    assert not store.exists("policy")
+    with pytest.raises(MissingVersion, match="the store has no 'policy'; it holds"):
+        store.delete("policy")
+    assert store.put("policy", torch.zeros(1)) == 1
 
 
-def test_readers_see_whole_versions_while_one_is_written(store: VersionStore):
-    last = 60
+def test_wait(store: VersionStore):
+    with pytest.raises(TimeoutError, match=r"waited 0.05 s for w version 2; the store has none"):
+        store.wait("w", 2, timeout=0.05)
+    later = Thread(target=lambda: [store.put("w", torch.full((3,), float(n))) for n in range(1, 4)])
+    later.start()
+    assert store.wait("w", 3, timeout=20) == 3
+    assert store.get("w", version=3, timeout=1).tolist() == [3, 3, 3]
+    later.join()
 
-    def write() -> None:
-        for version in range(last + 1):
-            store.put(version, [(name, torch.full((2000,), version)) for name in "abc"])
 
-    writer = Thread(target=write)
-    writer.start()
-    seen = set()
-    while last not in seen:
-        for version in store.versions():
-            try:
-                got = store.get(version)
-            except KeyError:  # dropped since it was listed
-                continue
-            assert all(bool((got[name] == version).all()) for name in "abc")
-            seen.add(version)
-        assert writer.is_alive() or last in store.versions()
-    writer.join()
+def test_flipped_bytes_are_found(store: VersionStore):
+    put = {"a": torch.randn(1000), "b": torch.randn(1000)}
+    store.put("policy", put)
+    shard = store.manifest("policy", 1).by_name["b"][0]
+    with (store.root / "segments" / shard.segment).open("r+b") as file:
+        file.seek(shard.start + 2000)
+        file.write(b"\xff\x00\xff")
+    with pytest.raises(CorruptWeights, match="policy version 1: tensor 'b' does not have the checksum"):
+        store.get("policy")
+    with store.open("policy") as snapshot, pytest.raises(CorruptWeights, match="'b'"):
+        dict(snapshot.tensors())
+    assert torch.equal(store.get("policy", {"a": torch.empty(1000)})["a"], put["a"])
+
+
+def test_blocks_must_fill_every_tensor_once():
+    def manifest(*boxes: Box) -> Manifest:
+        return Manifest("k", 3, False, tuple(Shard("w", "float32", (4, 2), box, "s", 0, "") for box in boxes))
+
+    manifest(Box((0, 0), (3, 2)), Box((3, 0), (1, 2))).check()
+    with pytest.raises(ValueError, match=r"k version 3: tensor 'w' is not whole: 2 of its 8 elements were not written"):
+        manifest(Box((0, 0), (3, 2))).check()
+    with pytest.raises(ValueError, match=r"\[0:3, 0:2\] and \[2:4, 0:2\] were both written"):
+        manifest(Box((0, 0), (3, 2)), Box((2, 0), (2, 2))).check()
+
+
+def test_identities_outlast_their_versions(store: VersionStore):
+    digests = []
+    for version in range(6):
+        store.put("policy", {"w": torch.full((2,), float(version)), "same": torch.ones(1)}, version)
+        digests.append(store.manifest("policy", version).digest)
+    assert len(set(digests)) == 6
+    assert store.identities("policy") == {version: {digest} for version, digest in enumerate(digests)}
+    assert store.manifest("policy", 1).difference(store.manifest("policy", 5)) == "w"
+    store.adopt("policy", {5: {"before"}, -7: {"other"}})
+    assert store.identities("policy")[5] == {digests[5], "before"}
 
 
 def test_a_removed_store_says_so(store: VersionStore):
-    store.put(1, [("w", torch.ones(1))])
+    store.put("w", torch.ones(1))
     store.close()
     store.close()
     with pytest.raises(FileNotFoundError, match="was removed"):
-        store.put(2, [("w", torch.ones(1))])
-    with pytest.raises(KeyError, match=r"it holds \[\]"):
-        store.get(1)
+        store.put("w", torch.ones(1))
+    with pytest.raises(MissingVersion, match="the store has no 'w'; it holds nothing"):
+        store.get("w")
 
 
-def test_the_store_of_a_dead_process_is_swept_and_that_of_a_living_one_is_not(store: VersionStore):
-    code = (
-        "import os, torch; from forge.store import VersionStore; s = VersionStore.create();"
-        "s.put(1, [('w', torch.ones(1))]); print(s.root, flush=True); os._exit(1)"
-    )
-    left = Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
-    assert left.name.startswith("forge-weights-")
-    assert left.parent == store.root.parent
-    store.put(1, [("w", torch.ones(1))])
-    other = VersionStore.create()
-    assert not left.exists()
-    assert store.versions() == [1]
-    assert other.root != store.root
-    assert f"-{os.getpid()}-" in other.root.name
-    other.close()
-    assert not other.root.exists()
+def test_too_little_memory_is_an_error_and_leaves_nothing(store: VersionStore):
+    enormous = torch.empty(1, dtype=torch.uint8).expand(1 << 45)
+    with pytest.raises(OSError, match="do not fit into shared memory"):
+        store.put("w", enormous)
+    assert not store.exists("w")
+    assert used(store) == 0
+
+
+def test_the_functions_of_the_documents(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FORGE_STORE", raising=False)
+
+    async def main() -> None:
+        dtensor = torch.randn(4, 4)
+        await ts.put("policy_v42", dtensor)
+        other = torch.empty(4, 4)
+        await ts.get("policy_v42", other)
+        assert torch.equal(other, dtensor)
+        assert await ts.exists("policy_v42")
+        assert await ts.keys() == ["policy_v42"]
+        assert await ts.wait("policy_v42", 1) == 1
+        await ts.delete("policy_v42")
+        assert not await ts.exists("policy_v42")
+
+    asyncio.run(main())
+    root = ts.default_store().root
+    assert os.environ["FORGE_STORE"] == str(root)
+    ts.default_store().close()
+
+
+def test_incomplete_is_an_error_of_its_own():
+    assert issubclass(MissingVersion, KeyError)
+    assert not issubclass(IncompleteVersion, KeyError)

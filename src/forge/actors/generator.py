@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
 from ..observability import Reduce, phase, record_metric
-from ..store import VersionStore
+from ..store import Store, VersionStore
 from ..types import Completion, Prompt, Sampling
+from .identity import POLICY, StaleWeights, check_current, differing
+from .keeper import Reach, connect
 
 
 class Generator(ForgeActor):
@@ -29,7 +32,7 @@ class Generator(ForgeActor):
         self,
         model: str,
         *,
-        store: VersionStore | None = None,
+        store: Store | Reach | None = None,
         engine: str = "embedded",
         slots: int = 256,
         max_seq_len: int | None = None,
@@ -41,7 +44,9 @@ class Generator(ForgeActor):
     ) -> None:
         if engine != "embedded":
             raise ValueError(f"generator.engine must be embedded, got {engine!r}")
-        self.model, self.store = model, store
+        self.model, self.reach = model, store
+        self.store: Store | None = None
+        self.updating = 0
         self.engine_args: dict[str, Any] = {"slots": slots, "max_seq_len": max_seq_len, "dtype": dtype}
         self.defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
 
@@ -50,6 +55,7 @@ class Generator(ForgeActor):
 
         from ..engines import EmbeddedEngine
 
+        self.store = connect(self.reach)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         self.engine = EmbeddedEngine(self.model, **self.engine_args)
 
@@ -70,12 +76,15 @@ class Generator(ForgeActor):
 
         Raises:
             ValueError: a bad sampling setting, or a prompt that leaves no room for a token.
+            StaleWeights: this generator missed an update.
         """
         settings = Sampling(n=1 if n is None else n, **{**self.defaults, **sampling})
         completions = await asyncio.wrap_future(self.engine.submit(self._token_ids(prompt), settings))
+        if isinstance(self.store, VersionStore) and not self.updating:
+            check_current(self.store, self.engine.version, str(self.context))
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
-            completion.text = text
+            completion.text, completion.sampled_by = text, str(self.context)
             record_metric("generation/completion_length", len(completion.token_ids))
             record_metric("generation/truncated", completion.finish == "length")
         record_metric("generation/tokens", sum(len(c.token_ids) for c in completions), Reduce.SUM)
@@ -88,17 +97,33 @@ class Generator(ForgeActor):
         A generator that was away during a fanout of this loads that version before it serves.
 
         Raises:
-            KeyError: the store does not hold the version.
-            ValueError: its tensors do not fit; the old weights stay in use.
+            MissingVersion: the store does not hold the version.
+            CorruptWeights: a tensor is not what was published; names it. The old weights stay in use.
+            ValueError: its tensors do not fit this model. The old weights stay in use.
+            StaleWeights: the engine did not take it up.
         """
         if self.store is None:
             raise ValueError("this generator has no weight store to update from")
-        with phase("update_weights"):
-            tensors = await asyncio.to_thread(self.store.get, version)
-            # Reading and checking happens in the caller's thread; only the swap is the engine's.
-            swapped = await asyncio.to_thread(self.engine.update_weights, tensors.items(), version)
-            await asyncio.wrap_future(swapped)
+        self.updating += 1
+        try:
+            with phase("update_weights"):
+                digest, swapped = await asyncio.to_thread(self._load, self.store, version)
+                await asyncio.wrap_future(swapped)
+        finally:
+            self.updating -= 1
+        # What the engine decodes with says which version it is: not what was asked for.
+        if self.engine.version <= version and (self.engine.version, self.engine.identity) != (version, digest):
+            difference = differing(self.store, version, self.engine.version)
+            raise StaleWeights(
+                f"{self.context} was given version {version} ({digest}) and serves version {self.engine.version} "
+                f"({self.engine.identity or 'unknown'}){difference}"
+            )
         return self.engine.version
+
+    def _load(self, store: Store, version: int) -> tuple[str, Future[None]]:
+        """Read and check a version beside the decoding; only the swap is left to the engine."""
+        with store.open(POLICY, version) as snapshot:
+            return snapshot.digest, self.engine.update_weights(snapshot.tensors(), version, snapshot.digest)
 
     @endpoint
     async def stats(self) -> dict[str, Any]:

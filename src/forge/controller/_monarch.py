@@ -29,6 +29,7 @@ from monarch.actor import (  # noqa: E402
     this_proc,
 )
 from monarch.job import new_service_proc_id  # noqa: E402
+from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning  # noqa: E402
 
 __all__ = [
     "Actor",
@@ -36,6 +37,8 @@ __all__ = [
     "HostMesh",
     "MeshFailure",
     "ProcMesh",
+    "RDMABuffer",
+    "RDMATcpFallbackWarning",
     "SupervisionError",
     "attach_to_workers",
     "concurrent_endpoint",

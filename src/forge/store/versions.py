@@ -1,97 +1,342 @@
-"""A directory of weight versions in shared memory: a version is there whole or not at all.
+"""Versioned tensors in shared memory: a version is there whole or not at all, and never changes.
 
-The trainer writes, generators map. The bytes never pass through a message.
+A key is a folder. Each rank that puts writes its blocks into a segment of its own, then its part of the list of
+contents; the last one to do so checks that every tensor is whole and publishes the list under the version's number.
+Files are renamed into place, so that a process that is killed anywhere leaves a version or none.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ..janitor import Scratch
+from .errors import IncompleteVersion, MissingVersion, VersionConflict
+from .manifest import Manifest
+from .parts import Attempt, Part, Ranks, write_text
+from .segments import Segments
+from .snapshot import Snapshot
 
 PREFIX = "forge-weights-"
+PATIENCE = 30.0  # seconds in which a version that is dropped while it is opened gives way to a newer one
+HISTORY = 16  # contents lists of dropped versions that stay, to tell in which tensor two versions differ
 
 
 class VersionStore:
-    """Named tensors by version number under one directory. Cheap to make and to pickle: it holds a path.
+    """Tensors, DTensors and state dicts by key and version. Cheap to make and to pickle: it holds a path.
 
     Args:
-        root: directory made by `create`.
-        keep: how many of the newest versions stay.
+        root: folder made by `create`.
+        keep: how many of a key's newest versions stay.
     """
 
     def __init__(self, root: str | Path, keep: int = 2) -> None:
-        self.root = Path(root)
-        self.keep = keep
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.root, self.keep = Path(root), keep
+        self.segments = Segments(self.root)
         self._scratch: Scratch | None = None
+        self._owner: int | None = None
 
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
         """Make an empty store that goes with this process, and remove what is left of others whose process is gone."""
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         for stale in base.glob(f"{PREFIX}*"):
-            owner = re.match(rf"{PREFIX}(\d+)-", stale.name)
-            if owner and not Path(f"/proc/{owner[1]}").exists():
-                shutil.rmtree(stale, ignore_errors=True)
+            _sweep(stale)
         scratch = Scratch(PREFIX, base)
         store = cls(scratch.path, keep)
         store._scratch = scratch
+        store._owner = os.open(scratch.path / "owner", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(store._owner, fcntl.LOCK_EX)
+        store.segments.make()
         return store
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "keep": self.keep, "_scratch": None}
+    def is_here(self) -> bool:
+        """Whether this process is on the store's host: its folder can be reached, and is the one that was made."""
+        return (self.root / "owner").exists()
 
-    def put(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish a version, then drop the oldest beyond `keep`.
+    def __reduce__(self):
+        return VersionStore, (self.root, self.keep)
+
+    def put(
+        self,
+        key: str,
+        value: Tensor | Mapping[str, Any],
+        version: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        timeout: float = 300.0,
+        ranks: Ranks | None = None,
+    ) -> int:
+        """Publish a tensor or a (nested) state dict; returns its version once everybody can see it.
+
+        Where a value holds DTensors, every rank of the process group must call this, and each writes what it holds:
+        of copies one. Plain tensors among them are rank 0's. Otherwise this process alone puts.
+
+        Args:
+            version: its number; None is the next one. What is the same as before may be put again under its number.
+            dtype: convert floating-point tensors to it on the way.
+            timeout: seconds to wait for other ranks.
+            ranks: who puts, if the process group should not say so.
 
         Raises:
+            IncompleteVersion: a rank did not write in time, or a tensor is not whole; names them. Nothing is seen.
+            VersionConflict: the number is taken by other values, or is below the newest; names the tensor.
             FileNotFoundError: the store was removed.
+            OSError: there is not enough shared memory.
         """
         if not self.root.is_dir():
             raise FileNotFoundError(f"the weight store {self.root} was removed")
-        tensors: dict[str, torch.Tensor] = {}
-        storages: set[int] = set()
-        for name, tensor in named_tensors:
-            tensor = tensor.detach().cpu().contiguous()
-            storage = tensor.untyped_storage().data_ptr()
-            # The file format knows no shared memory: tied tensors are written under each of their names.
-            tensors[name] = tensor.clone() if storage in storages else tensor
-            storages.add(storage)
-        unfinished = self.root / f"v{version}.unfinished"
-        save_file(tensors, unfinished)
-        os.replace(unfinished, self._path(version))
-        for old in self.versions()[: -self.keep]:
-            self._path(old).unlink(missing_ok=True)
+        part = Part.of(key, value, version, dtype, ranks)
+        # Held until the version is published or given up: nobody else may take the segment before.
+        with self.segments.writing(part.size) as (segment, memory):
+            return self.publish(part.write(segment, memory), part.ranks, timeout)
 
-    def get(self, version: int) -> dict[str, torch.Tensor]:
-        """The tensors of a version, by name.
+    def publish(self, part: Manifest, ranks: Ranks, timeout: float) -> int:
+        """Make what was written to a segment, which the caller holds, a version or one rank's part of it; see `put`."""
+        with self._locked(part.key):
+            if ranks.world == 1:
+                return self._publish([part])
+            attempt = Attempt(self._folder(part.key), ranks)
+            if attempt.add(part):
+                attempt.settle(self._publish)
+        return attempt.outcome(lambda: self._locked(part.key), timeout)
+
+    def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
+        """Read a version, the newest by default.
+
+        Args:
+            into: a tensor, DTensor or state dict that is filled in place, whatever layout and dtype it has, and
+                returned; of a state dict, the names that it has. None returns new tensors, whole.
+            timeout: seconds to wait for the version; None does not wait.
 
         Raises:
-            KeyError: the version is not there; says which are.
+            MissingVersion: the key or version is not there; says what is.
+            KeyError: a name in `into` is not in the version.
+            ValueError: a shape differs; names the tensor.
+            CorruptWeights: values are not those which were put; names the tensor.
         """
-        try:
-            return load_file(self._path(version))
-        except FileNotFoundError:
-            raise KeyError(f"weights of version {version} are not in the store; it holds {self.versions()}") from None
+        if timeout is not None:
+            self.wait(key, version or 0, timeout=timeout)
+        with self.open(key, version) as snapshot:
+            return snapshot.fill(into)
 
-    def versions(self) -> list[int]:
-        """The published versions, ascending."""
-        return sorted(int(path.stem[1:]) for path in self.root.glob("v*.safetensors"))
+    @contextmanager
+    def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
+        """A version, the newest by default, held for reading within the block: nobody overwrites it meanwhile.
+
+        Raises:
+            MissingVersion: the key or version is not there; says what is.
+        """
+        end = time.monotonic() + PATIENCE
+        while True:
+            number = self.latest(key) if version is None else version
+            path = self._folder(key) / f"v{number}.json"
+            with ExitStack() as held:
+                try:
+                    manifest = Manifest.from_json(path.read_text())
+                    memory = held.enter_context(self.segments.reading(manifest.segments))
+                except FileNotFoundError:
+                    if version is not None and not path.exists():
+                        raise self._missing(key, number) from None
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.001)
+                    continue
+                if path.exists():  # else its segments may be others by now
+                    yield Snapshot(manifest, memory)
+                    return
+
+    def latest(self, key: str) -> int:
+        """The newest version of a key.
+
+        Raises:
+            MissingVersion: there is none.
+        """
+        versions = self.versions(key)
+        if not versions:
+            raise self._missing(key, None)
+        return versions[-1]
+
+    def versions(self, key: str) -> list[int]:
+        """The published versions of a key, ascending."""
+        try:
+            names = os.listdir(self._folder(key))
+        except FileNotFoundError:
+            return []
+        return sorted(int(name[1:-5]) for name in names if name.startswith("v") and name.endswith(".json"))
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """The keys that have a version, sorted."""
+        names = (unquote(path.name.removeprefix("key-")) for path in self.root.glob("key-*"))
+        return sorted(key for key in names if key.startswith(prefix) and self.versions(key))
+
+    def exists(self, key: str, version: int | None = None) -> bool:
+        """Whether a key has this version, or any."""
+        versions = self.versions(key)
+        return bool(versions) if version is None else version in versions
+
+    def delete(self, key: str) -> None:
+        """Remove a key with all of its versions; readers keep what they hold.
+
+        Raises:
+            MissingVersion: there is no such key.
+        """
+        if not self.exists(key):
+            raise self._missing(key, None)
+        with self._locked(key):
+            for path in self._folder(key).iterdir():
+                if path.name != "lock":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.segments.reclaim(self._referenced)
+
+    def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
+        """Wait until the key has a version of at least `min_version`; returns the newest.
+
+        Raises:
+            TimeoutError: it does not have one within `timeout` seconds; says what is there.
+        """
+        end, pause = time.monotonic() + timeout, 0.0005
+        while not (versions := self.versions(key)) or versions[-1] < min_version:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"waited {timeout:g} s for {key} version {min_version}; the store has {versions or 'none'}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return versions[-1]
+
+    def manifest(self, key: str, version: int) -> Manifest:
+        """The contents list of a version, also of one that was dropped not long ago.
+
+        Raises:
+            MissingVersion: neither.
+        """
+        folder = self._folder(key)
+        for path in (folder / f"v{version}.json", folder / "dropped" / f"{version}.json"):
+            if path.exists():
+                return Manifest.from_json(path.read_text())
+        raise self._missing(key, version)
+
+    def identities(self, key: str) -> dict[int, set[str]]:
+        """The digests under which each version was ever published, dropped ones included."""
+        found: dict[int, set[str]] = {}
+        path = self._folder(key) / "identities"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            version, digest = line.split()
+            found.setdefault(int(version), set()).add(digest)
+        return found
+
+    def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
+        """Take over what an earlier store knew of published versions."""
+        with self._locked(key):
+            self._note(key, [(version, digest) for version, many in identities.items() for digest in sorted(many)])
 
     def close(self) -> None:
         """Remove the store and everything in it."""
         shutil.rmtree(self.root, ignore_errors=True)
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
         if self._scratch is not None:
             self._scratch.close()
 
-    def _path(self, version: int) -> Path:
-        return self.root / f"v{version}.safetensors"
+    def _publish(self, parts: list[Manifest]) -> int:
+        """Make the parts of all ranks a version; the key is locked."""
+        key = parts[0].key
+        folder, versions = self._folder(key), self.versions(key)
+        asked = {part.version for part in parts}
+        if len(asked) > 1:
+            raise IncompleteVersion(f"ranks put {key} under different versions: {sorted(map(str, asked))}")
+        newest = versions[-1] if versions else 0
+        number = newest + 1 if (wanted := asked.pop()) is None else wanted
+        manifest = Manifest.join(number, parts)
+        try:
+            manifest.check()
+        except ValueError as error:
+            raise IncompleteVersion(str(error)) from None
+        if number in versions:
+            other = manifest.difference(self.manifest(key, number))
+            if other is not None:
+                raise VersionConflict(f"{key} version {number} was published before: tensor {other!r} was different")
+            return number
+        if number < newest:
+            raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
+        # Known before it can be used: who uses it must be able to identify it.
+        self._note(key, [(number, manifest.digest)])
+        write_text(folder / f"v{number}.json", manifest.to_json())
+        self._drop(folder, [*versions, number][: -self.keep])
+        self.segments.reclaim(self._referenced)
+        return number
+
+    def _drop(self, folder: Path, versions: list[int]) -> None:
+        history = folder / "dropped"
+        history.mkdir(exist_ok=True)
+        for version in versions:
+            (folder / f"v{version}.json").rename(history / f"{version}.json")
+        for old in sorted(history.iterdir(), key=lambda path: int(path.stem))[:-HISTORY]:
+            old.unlink()
+
+    def _referenced(self) -> set[str]:
+        """The segments of published versions, and of those that are being put."""
+        found: set[str] = set()
+        for path in [*self.root.glob("key-*/v*.json"), *self.root.glob("key-*/attempts/*/*.part")]:
+            try:
+                found |= Manifest.from_json(path.read_text()).segments
+            except FileNotFoundError:
+                continue
+        return found
+
+    def _note(self, key: str, identities: list[tuple[int, str]]) -> None:
+        with (self._folder(key) / "identities").open("a") as file:
+            file.writelines(f"{version} {digest}\n" for version, digest in identities)
+
+    def _missing(self, key: str, version: int | None) -> MissingVersion:
+        if not self.exists(key):
+            return MissingVersion(f"the store has no {key!r}; it holds {self.keys() or 'nothing'}")
+        return MissingVersion(f"{key} version {version} is not in the store; it holds {self.versions(key)}")
+
+    def _folder(self, key: str) -> Path:
+        return self.root / f"key-{quote(key, safe='')}"
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        folder = self._folder(key)
+        folder.mkdir(exist_ok=True)
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove a store whose process is gone."""
+    try:
+        owner = os.open(folder / "owner", os.O_RDWR)
+    except OSError:
+        # Without an owner yet: being made, unless that is long ago.
+        if time.time() - folder.stat().st_mtime < 60:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(owner)

@@ -1,0 +1,103 @@
+"""Who sampled what with which weights: every token is traced to a version that the trainer published, or refused."""
+
+from __future__ import annotations
+
+from ..store import MissingVersion, Store
+from ..types import Batch, Origin
+
+# The key under which the policy's weights are published.
+POLICY = "policy"
+# Versions back from a checkpoint whose identities go with it.
+RECENT = 256
+
+
+class StaleWeights(RuntimeError):
+    """Tokens of weights that are older than allowed, or of a replica that missed an update."""
+
+
+class UnknownWeights(RuntimeError):
+    """Tokens of weights that are not those which were published under their version."""
+
+
+class Identities:
+    """What the trainer knows of the versions that it published.
+
+    Args:
+        store: where it published them.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._published: dict[int, set[str]] = {}
+
+    def check(self, batch: Batch) -> None:
+        """UnknownWeights unless the weights behind every token are those that were published under its version.
+
+        What does not say where it comes from cannot be checked: episodes made by hand, and completions of a generator
+        that was never given a published version.
+        """
+        for origin in batch.origins:
+            if origin.version < 0 or origin.identity in self._published.get(origin.version, ()):
+                continue
+            self._published = self._store.identities(POLICY)
+            known = self._published.get(origin.version, set())
+            if origin.identity not in known and (origin.identity or known):
+                raise UnknownWeights(self._explain(origin))
+
+    def recent(self, version: int) -> dict[int, set[str]]:
+        """The versions that tokens which have yet to train may state, for a checkpoint at `version`."""
+        published = self._store.identities(POLICY)
+        return {known: digests for known, digests in published.items() if known >= version - RECENT}
+
+    def adopt(self, published: dict[int, set[str]]) -> None:
+        """Know what was published before this run was resumed."""
+        self._store.adopt(POLICY, published)
+
+    def _explain(self, origin: Origin) -> str:
+        who = f"{origin.sampled_by or 'a generator'} says that it sampled with version {origin.version}"
+        if not origin.identity:
+            return f"{who}, but not with which weights"
+        if origin.version not in self._published:
+            return f"{who}, which was never published (there are {sorted(self._published) or 'none'})"
+        same = [version for version, digests in self._published.items() if origin.identity in digests]
+        if not same:
+            return f"{who}, but its weights (checksum {origin.identity}) were never published"
+        tensor = differing(self._store, origin.version, same[-1])
+        return f"{who}, but its weights are those of version {same[-1]}{tensor}"
+
+
+def check_age(batch: Batch, version: int, max_policy_age: int) -> None:
+    """StaleWeights unless every trained token was sampled by a version from `version - max_policy_age` to `version`,
+    by what the tokens themselves say. Tokens that do not say (version -1) pass."""
+    versions = batch.versions[batch.mask]
+    known = versions[versions >= 0]
+    if not len(known):
+        return
+    for extreme, wrong, what in (
+        (int(known.min()), known.min() < version - max_policy_age, f"max_policy_age is {max_policy_age}"),
+        (int(known.max()), known.max() > version, "that is in the future"),
+    ):
+        if wrong:
+            by = sorted({origin.sampled_by for origin in batch.origins if origin.version == extreme})
+            raise StaleWeights(
+                f"step {version} was given tokens that version {extreme} sampled ({', '.join(by) or 'unknown'}): {what}"
+            )
+
+
+def check_current(store: Store, version: int, who: str) -> None:
+    """StaleWeights if two versions were published after the one that `who` serves: it has missed an update."""
+    newer = [published for published in store.versions(POLICY) if published > version]
+    if len(newer) > 1:
+        raise StaleWeights(
+            f"{who} still serves version {version}, though {newer} were published since: it missed an update"
+            f"{differing(store, newer[-1], version)}"
+        )
+
+
+def differing(store: Store, version: int, other: int) -> str:
+    """In which tensor two versions differ, as the end of a sentence; empty if that is not known any more."""
+    try:
+        tensor = store.manifest(POLICY, version).difference(store.manifest(POLICY, other))
+    except MissingVersion:
+        return ""
+    return "" if tensor is None else f" (they differ in {tensor!r})"

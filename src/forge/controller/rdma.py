@@ -1,0 +1,38 @@
+"""Memory that other processes read and write without its owner's help: RDMA, or TCP where there is no such hardware."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from ._monarch import RDMABuffer, RDMATcpFallbackWarning
+
+
+class Window:
+    """Bytes of this process, uint8 [size], open to whoever is sent this object. Make and use it within an endpoint.
+
+    They stay open until `close`, and must not be freed before.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RDMATcpFallbackWarning)
+            self._buffer = RDMABuffer(memory)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._buffer.size()
+
+    async def read_into(self, memory: Tensor, timeout: float) -> None:
+        """Copy all bytes from the owner's memory into `memory`, at least as large."""
+        await self._buffer.read_into(memory, timeout=round(timeout))
+
+    async def write_from(self, memory: Tensor, timeout: float) -> None:
+        """Copy `memory` into the owner's memory, at least as large."""
+        await self._buffer.write_from(memory, timeout=round(timeout))
+
+    async def close(self) -> None:
+        """Let nobody in any more."""
+        await self._buffer.drop()

@@ -1,0 +1,218 @@
+"""One rank's side of a put: which blocks it writes, and how ranks become a version together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import errors
+from .boxes import Box, local_boxes, whole, writes
+from .manifest import Manifest, Shard, copy_and_hash
+from .segments import ALIGNMENT
+
+# After this long a put that was never settled belongs to ranks that are gone.
+ABANDONED = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who puts together: this one of `world`. `attempt` is the same text for all of them, and another one for every
+    put."""
+
+    rank: int = 0
+    world: int = 1
+    attempt: str = ""
+
+
+_group: tuple[Any, str] | None = None
+_puts: dict[tuple[str, str], int] = {}
+
+
+def ranks_of(key: str, tensors: Mapping[str, Tensor]) -> Ranks:
+    """All ranks of the process group if one of the tensors is spread over them, else this process alone."""
+    global _group
+    spread = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    if not spread or not dist.is_initialized() or dist.get_world_size() == 1:
+        return Ranks()
+    if _group is None or _group[0] is not dist.group.WORLD:
+        named = [uuid4().hex]
+        dist.broadcast_object_list(named, src=0)
+        _group = dist.group.WORLD, named[0]
+    number = _puts[_group[1], key] = _puts.get((_group[1], key), 0) + 1
+    return Ranks(dist.get_rank(), dist.get_world_size(), f"{_group[1]}-{number}")
+
+
+def flatten(value: Any) -> tuple[dict[str, Tensor], bool]:
+    """Tensors by name, those of nested mappings by dotted names, and whether it is one tensor without a name.
+
+    Raises:
+        TypeError: something is no tensor; names it.
+        ValueError: there is no tensor, or two have one name.
+    """
+    if isinstance(value, Tensor):
+        return {"": value}, True
+    found: dict[str, Tensor] = {}
+
+    def visit(at: str, part: Any) -> None:
+        if isinstance(part, Mapping):
+            for name, below in part.items():
+                visit(f"{at}.{name}" if at else str(name), below)
+        elif not isinstance(part, Tensor):
+            raise TypeError(f"only tensors can be stored; {at or 'the value'!r} is a {type(part).__name__}")
+        elif at in found:
+            raise ValueError(f"two tensors have the name {at!r}")
+        else:
+            found[at] = part
+
+    visit("", value)
+    if not found:
+        raise ValueError("there is no tensor in what is to be stored")
+    return found, False
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block to write: its place in the tensor and its values, None where there are none."""
+
+    shard: Shard
+    values: Tensor | None
+
+    @property
+    def size(self) -> int:
+        """Bytes in the segment."""
+        if self.values is None:
+            return 0
+        length = self.values.numel() * getattr(torch, self.shard.dtype).itemsize
+        return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank puts of a version: of copies one, of plain tensors beside DTensors rank 0's."""
+
+    key: str
+    version: int | None
+    single: bool
+    ranks: Ranks
+    blocks: tuple[Block, ...]
+
+    @classmethod
+    def of(
+        cls,
+        key: str,
+        value: Any,
+        version: int | None = None,
+        dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+    ) -> Part:
+        """This rank's part of a value, floating-point tensors as `dtype`; TypeError and ValueError as in `flatten`."""
+        tensors, single = flatten(value)
+        ranks = ranks or ranks_of(key, tensors)
+        blocks: list[Block] = []
+        for name, tensor in tensors.items():
+            to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            shard = Shard(name, str(to).removeprefix("torch."), tuple(tensor.shape), whole(tensor.shape), "", 0, "")
+            if not tensor.numel():
+                blocks += [Block(shard, None)] if ranks.rank == 0 else []
+            elif writes(tensor) and (isinstance(tensor, DTensor) or ranks.rank == 0):
+                held: list[tuple[Box, Tensor]] = local_boxes(tensor)
+                blocks += [Block(replace(shard, box=box), values.detach()) for box, values in held]
+        return cls(key, version, single, ranks, tuple(blocks))
+
+    @property
+    def size(self) -> int:
+        """Bytes of a segment that holds it."""
+        return sum(block.size for block in self.blocks)
+
+    @torch.no_grad()
+    def write(self, segment: str, memory: Tensor) -> Manifest:
+        """Write the blocks one behind the other into the bytes of a segment."""
+        shards: list[Shard] = []
+        start = 0
+        for block in self.blocks:
+            shard = block.shard
+            if block.values is not None:
+                shard = replace(shard, segment=segment, start=start)
+                shard = replace(shard, checksum=copy_and_hash(block.values, shard.view(memory)))
+            shards.append(shard)
+            start += block.size
+        return Manifest(self.key, self.version, self.single, tuple(shards))
+
+
+class Attempt:
+    """The meeting place of the ranks of one put. Every rank adds its part; the last one settles what becomes of it."""
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._all = folder / "attempts"
+        self._place = self._all / ranks.attempt
+
+    def add(self, part: Manifest) -> bool:
+        """Write this rank's part; whether all are there now. The key is locked."""
+        self._place.mkdir(parents=True, exist_ok=True)
+        write_text(self._place / f"{self._ranks.rank}.part", part.to_json())
+        return not self._absent() and not self._result.exists()
+
+    def settle(self, publish: Callable[[list[Manifest]], int]) -> None:
+        """Publish the parts and leave word of the outcome for all ranks. The key is locked."""
+        parts = [self._place / f"{rank}.part" for rank in range(self._ranks.world)]
+        try:
+            outcome: Any = publish([Manifest.from_json(part.read_text()) for part in parts])
+        except (errors.IncompleteVersion, errors.VersionConflict, OSError) as error:
+            outcome = [type(error).__name__, str(error)]
+        write_text(self._result, json.dumps(outcome))
+        for other in self._all.iterdir():
+            # A rank that puts again has read the outcome of its last put.
+            settled = other != self._place and (other / "outcome").exists()
+            if settled or time.time() - other.stat().st_mtime > ABANDONED:
+                shutil.rmtree(other)
+
+    def outcome(self, locked: Callable[[], AbstractContextManager], timeout: float) -> int:
+        """Wait for the last rank; the published version.
+
+        Raises:
+            IncompleteVersion: a rank did not write within `timeout` seconds, or the version is not whole.
+            VersionConflict: see `VersionStore.put`.
+        """
+        end, pause = time.monotonic() + timeout, 0.0005
+        while not self._result.exists():
+            if time.monotonic() > end:
+                with locked():
+                    if not self._result.exists():  # nobody may publish what this rank now lets go of
+                        names = ", ".join(map(str, self._absent()))
+                        text = f"rank {self._ranks.rank} waited {timeout:g} s for what ranks {names} should have put"
+                        write_text(self._result, json.dumps(["IncompleteVersion", text]))
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        outcome = json.loads(self._result.read_text())
+        if isinstance(outcome, int):
+            return outcome
+        raise getattr(errors, outcome[0], RuntimeError)(outcome[1])
+
+    @property
+    def _result(self) -> Path:
+        return self._place / "outcome"
+
+    def _absent(self) -> list[int]:
+        return [rank for rank in range(self._ranks.world) if not (self._place / f"{rank}.part").exists()]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, there whole or not at all."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    aside.write_text(text)
+    os.replace(aside, path)
