@@ -43,6 +43,15 @@ def test_any_prefill_budget_gives_the_same_numbers(make: Make, budget: int) -> N
         assert engine.stats()["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)
 
 
+@pytest.mark.parametrize("budget", [7, 4096])
+def test_prompts_in_one_block_give_the_same_numbers(make: Make, budget: int) -> None:
+    folder, model = make("qwen3")
+    with EmbeddedEngine(folder, slots=8, prefill_tokens=budget) as engine:
+        engine._batch.decoder.queries = None  # as on other devices than a CPU
+        futures = [engine.submit(p, Sampling(n=2, max_tokens=9, seed=2)) for p in PROMPTS]
+        assert max(error_of(model, c) for future in futures for c in future.result(30)) < 1e-4
+
+
 def test_the_cache_grows_without_losing_what_it_holds(tmp_path: Path) -> None:
     model = random_model("qwen2")
     model.config.max_position_embeddings = 700

@@ -8,104 +8,104 @@ the same few operations whatever the number of rows, and the host waits for the 
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from forge.engines.decoder import Decoder
+from forge.engines.decoder import Decoder, rounded
+from forge.engines.requests import Prefix, Request, Row
 from forge.engines.sampling import MIN_TEMPERATURE, draw, keep_top, narrows, uniforms
-from forge.types import Completion, Sampling
+from forge.engines.weights import Weights
+from forge.types import Completion
 
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A prompt with n samples to draw, each at most `limit` tokens long."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    limit: int
-    seed: int
-    stops: frozenset[int]
-    future: Future[list[Completion]] = field(default_factory=Future)
-    admitted: int = 0
-    done: dict[int, Completion] = field(default_factory=dict)  # by sample
-    prefix: tuple[Tensor, Tensor] | None = None  # the prompt's keys and values, while samples wait for a row
-
-
-@dataclass(slots=True)
-class Row:
-    """A running sample. Its i-th token is drawn in step `start + i` and recorded at position `context + i`."""
-
-    request: Request
-    sample: int
-    start: int
-    context: int  # tokens before the last one of the prompt
+WIDTH = 8  # kernels are prepared for every new number of rows: so there are few, some idle rows being computed as well
 
 
 class Batch:
-    """Runs requests on a decoder. `prefill_tokens` bounds the (padded) prompt tokens of one forward pass."""
+    """Runs requests on a decoder that has `rounded(slots, WIDTH)` rows.
 
-    def __init__(self, decoder: Decoder, slots: int, prefill_tokens: int, version: int):
+    `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
+    """
+
+    def __init__(self, decoder: Decoder, slots: int, prefill_tokens: int):
         self.decoder, self.slots, self.prefill_tokens = decoder, slots, prefill_tokens
         self.rows: list[Row] = []
         self.holes: list[int] = []
+        self.cut: deque[Row] = deque()  # to be resumed, before anything that waits
         self.steps = self.generated = self.prefilled = 0
-        self._versions = [(0, version)]  # (first step, version), in order
-        device, length = decoder.device, decoder.cache.max_seq_len
+        self._docked: tuple[Request | Row | None, int] = (None, 0)  # whose first tokens are in the dock, how many
+        # (first step, version, identity) of the weights in use, in order.
+        self._drew = [(0, decoder.weights.version, decoder.weights.identity)]
+        device, length, rows = decoder.device, decoder.cache.longest, rounded(slots, WIDTH)
         self.tokens, self.positions, self.ends, self.top_k = (
-            torch.zeros(slots, dtype=torch.long, device=device) for _ in range(4)
+            torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)
         )
-        self.temperature, self.top_p = (torch.ones(slots, device=device) for _ in range(2))
-        self.greedy = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.stops = torch.full((slots, 1), -1, device=device)
+        self.temperature, self.top_p = (torch.ones(rows, device=device) for _ in range(2))
+        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.stops = torch.full((rows, 1), -1, device=device)
         # By position, like the cache: the numbers to draw with, then what was drawn.
-        self.uniform, self.logprobs = (torch.zeros(slots, length, device=device) for _ in range(2))
-        self.drawn = torch.zeros(slots, length, dtype=torch.long, device=device)
+        self.uniform, self.logprobs = (torch.zeros(rows, length, device=device) for _ in range(2))
+        self.drawn = torch.zeros(rows, length, dtype=torch.long, device=device)
 
     @property
-    def version(self) -> int:
-        return self._versions[-1][1]
+    def running(self) -> int:
+        """Rows that still draw tokens."""
+        return len(self.rows) - len(self.holes)
 
-    def switch(self, version: int, waiting: deque[Request]) -> None:
-        """Tokens from the next step on are of `version`. Stored prompts are forgotten: their keys are of older ones."""
+    def switch(self, weights: Weights, waiting: deque[Request], cut: bool = False) -> None:
+        """Compute with other weights from the next step on; prompts that wait are forgotten, as computed by the old.
+
+        cut: running rows give up their keys and values as well, and are resumed from their tokens.
+        """
+        if cut:
+            rows = [(row, self._so_far(i)) for i, row in enumerate(self.rows) if i not in self.holes]
+            for row, drawn in rows:
+                row.drawn = drawn
+            self.cut.extendleft(row for row, _ in sorted(rows, key=lambda pair: pair[0].start, reverse=True))
+            self.rows, self.holes = [], []
         for request in waiting:
             request.prefix = None
+        self._docked = (None, 0)
+        self.decoder.weights = weights
         oldest = min((row.start for row in self.rows), default=self.steps)
-        later = [start for start, _ in self._versions[1:]] + [self.steps]
-        kept = [v for v, until in zip(self._versions, later, strict=True) if until > oldest]
-        self._versions = [*kept, (self.steps, version)]
+        later = [start for start, *_ in self._drew[1:]] + [self.steps]
+        kept = [entry for entry, until in zip(self._drew, later, strict=True) if until > oldest]
+        self._drew = [*kept, (self.steps, weights.version, weights.identity)]
 
     def drop(self, request: Request) -> None:
         """Free the rows of a request that nobody waits for any more."""
         self.holes += [i for i, row in enumerate(self.rows) if row.request is request and i not in self.holes]
+        self.cut = deque(row for row in self.cut if row.request is not request)
 
     def admit(self, waiting: deque[Request]) -> None:
-        """Move samples from the front of `waiting` into free rows, in order, then close the gaps that remain."""
+        """Move samples into free rows, cut ones and then the front of `waiting`, in order; close gaps that remain."""
         self.holes.sort()
         free = self.holes + list(range(len(self.rows), self.slots))
         placed: dict[int, Row] = {}
-        fresh: list[tuple[Request, list[int]]] = []
-        stored: list[tuple[list[int], tuple[Tensor, Tensor]]] = []
-        widest = 0
-        while waiting and len(placed) < len(free):
-            request = waiting[0]
-            context = len(request.prompt) - 1
-            if context and request.prefix is None:
-                widest = max(widest, context)
-                if fresh and widest * (len(fresh) + 1) > self.prefill_tokens:
+        fresh: list[tuple[Request | Row, list[int]]] = []
+        stored: list[tuple[list[int], Prefix]] = []
+        spent = 0
+        while len(placed) < len(free) and (self.cut or waiting):
+            item = self.cut[0] if self.cut else waiting[0]
+            context = item.tokens[:-1]
+            if context and item.prefix is None:
+                if len(context) > self.prefill_tokens:
+                    if placed:
+                        break
+                    spent = self._dock(item, context)
+                    if item.prefix is None:
+                        break
+                elif spent + len(context) > self.prefill_tokens:
                     break
-            rows = free[len(placed) :][: request.sampling.n - request.admitted]
-            for sample, i in enumerate(rows, request.admitted):
-                placed[i] = Row(request, sample, self.steps, context)
-            request.admitted += len(rows)
-            if request.prefix is not None:
-                stored.append((rows, request.prefix))
+                else:
+                    spent += len(context)
+            rows = self._place(item, free[len(placed) :], placed)
+            if item.prefix is not None:
+                stored.append((rows, item.prefix))
             elif context:
-                fresh.append((request, rows))
-            if request.admitted == request.sampling.n:
-                request.prefix = None
+                fresh.append((item, rows))
+            if isinstance(item, Row):
+                self.cut.popleft()
+            elif item.admitted == item.sampling.n:
                 waiting.popleft()
         if not placed and not self.holes:
             return
@@ -120,22 +120,46 @@ class Batch:
         self._compact()
         self._survey()
 
-    def _prefill(self, fresh: list[tuple[Request, list[int]]]) -> None:
+    def _place(self, item: Request | Row, free: list[int], placed: dict[int, Row]) -> list[int]:
+        """Give free rows to a cut sample, or to as many samples of a request as there are rows for."""
+        if isinstance(item, Row):
+            item.start, placed[free[0]] = self.steps, item
+            return free[:1]
+        rows = free[: item.sampling.n - item.admitted]
+        for sample, i in enumerate(rows, item.admitted):
+            placed[i] = Row(item, sample, self.steps, Completion(item.prompt, [], [], [], ""))
+        item.admitted += len(rows)
+        return rows
+
+    def _dock(self, item: Request | Row, context: list[int]) -> int:
+        """Compute the next piece of a long prompt: its length. `item.prefix` is set when that was the last one."""
+        docked, done = self._docked
+        done = done if docked is item else 0
+        piece = context[done : done + self.prefill_tokens]
+        cache = self.decoder.cache
+        cache.reserve(done + len(piece), len(self.rows))
+        self.decoder.prefill([piece], [cache.dock], done)
+        done += len(piece)
+        self.prefilled += len(piece)
+        self._docked = (item, done)
+        if done == len(context):
+            keys, values = cache.read(cache.dock, done)
+            item.prefix = (keys.clone(), values.clone())
+            self._docked = (None, 0)
+        return len(piece)
+
+    def _prefill(self, fresh: list[tuple[Request | Row, list[int]]]) -> None:
         if not fresh:
             return
-        cache, budget = self.decoder.cache, self.prefill_tokens
-        prompts = [request.prompt[:-1] for request, _ in fresh]
+        cache = self.decoder.cache
+        prompts = [item.tokens[:-1] for item, _ in fresh]
         cache.reserve(max(map(len, prompts)), len(self.rows))
-        if len(fresh) == 1:
-            for start in range(0, len(prompts[0]), budget):
-                self.decoder.prefill([prompts[0][start : start + budget]], fresh[0][1][:1], start)
-        else:
-            self.decoder.prefill(prompts, [rows[0] for _, rows in fresh])
-        for (request, rows), prompt in zip(fresh, prompts, strict=True):
-            prefix = cache.read(rows[0], len(prompt))
-            cache.fill(rows[1:], prefix)
-            if request.admitted < request.sampling.n:
-                request.prefix = (prefix[0].clone(), prefix[1].clone())
+        self.decoder.prefill(prompts, [rows[0] for _, rows in fresh])
+        for (item, rows), prompt in zip(fresh, prompts, strict=True):
+            keys, values = cache.read(rows[0], len(prompt))
+            cache.fill(rows[1:], (keys, values))
+            if isinstance(item, Request) and item.admitted < item.sampling.n:
+                item.prefix = (keys.clone(), values.clone())
             self.prefilled += len(prompt)
 
     def _seat(self, placed: dict[int, Row]) -> None:
@@ -148,9 +172,9 @@ class Batch:
         stops = [[*request.stops, *[-1] * (width - len(request.stops))] for request in requests]
         index = torch.tensor(list(placed), device=device)
         for state, values in (
-            (self.tokens, [request.prompt[-1] for request in requests]),
+            (self.tokens, [row.tokens[-1] for row in placed.values()]),
             (self.positions, [row.context for row in placed.values()]),
-            (self.ends, [row.context + row.request.limit for row in placed.values()]),
+            (self.ends, [len(request.prompt) - 1 + request.limit for request in requests]),
             (self.temperature, [max(s.temperature, MIN_TEMPERATURE) if s.temperature else 1.0 for s in samplings]),
             (self.top_k, [s.top_k for s in samplings]),
             (self.top_p, [s.top_p for s in samplings]),
@@ -159,8 +183,11 @@ class Batch:
         ):
             state[index] = torch.tensor(values, dtype=state.dtype, device=device)
         for i, row in placed.items():
-            limit = row.request.limit
-            self.uniform[i, row.context : row.context + limit] = uniforms(row.request.seed, row.sample, limit)
+            first, limit = len(row.request.prompt) - 1, row.request.limit
+            self.uniform[i, first : first + limit] = uniforms(row.request.seed, row.sample, limit)
+            row.prefix = None
+            if row.request.admitted == row.request.sampling.n:
+                row.request.prefix = None
 
     def _compact(self) -> None:
         holes = self.holes
@@ -183,21 +210,21 @@ class Batch:
         self._reach = max((row.context - row.start for row in self.rows), default=0)
         self._any_greedy = any(row.request.sampling.temperature == 0 for row in self.rows)
         cut = [i for i, row in enumerate(self.rows) if narrows(row.request.sampling)]
-        self._cut = torch.tensor(cut, device=self.decoder.device) if cut else None
+        self._narrow = torch.tensor(cut, device=self.decoder.device) if cut else None
 
     def step(self) -> list[Request]:
         """Draw one token for every row; the requests that became complete. Call `admit` before."""
         rows, cache = len(self.rows), self.decoder.cache
-        # Lengths in multiples of 8 keep the attention kernels on aligned shapes.
-        length = min(-(-(self._reach + self.steps + 1) // 8) * 8, cache.max_seq_len)
+        length = rounded(self._reach + self.steps + 1, self.decoder.granule)
         cache.reserve(length, rows)
-        # Kernels are prepared for every new number of rows: so there are few, some idle rows being computed as well.
-        width = rows if rows <= 8 else min(-(-rows // 8) * 8, self.slots)
+        # One row alone would be multiplied by other kernels, which round differently.
+        width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
         logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)[:rows].float()
         positions = self.positions[:rows]
         logits /= self.temperature[:rows, None]
-        if self._cut is not None:
-            logits[self._cut] = keep_top(logits[self._cut], self.top_k[self._cut], self.top_p[self._cut])
+        if self._narrow is not None:
+            at = self._narrow
+            logits[at] = keep_top(logits[at], self.top_k[at], self.top_p[at])
         at = positions[:, None]
         uniform = self.uniform[:rows].gather(1, at)[:, 0]
         tokens, logprobs = draw(logits, uniform, self.greedy[:rows] if self._any_greedy else None)
@@ -211,15 +238,29 @@ class Batch:
         return [request for i in finished.nonzero().flatten().tolist() if (request := self._finish(i))]
 
     def _finish(self, i: int) -> Request | None:
-        row = self.rows[i]
-        request, count = row.request, self.steps - row.start
-        span = slice(row.context, row.context + count)
-        ids = self.drawn[i, span].tolist()
-        ends = [start for start, _ in self._versions[1:]] + [self.steps]
-        versions: list[int] = []
-        for (start, version), end in zip(self._versions, ends, strict=True):
-            versions += [version] * (end - max(start, row.start))
-        finish = "stop" if ids[-1] in request.stops else "length"
-        request.done[row.sample] = Completion(request.prompt, ids, self.logprobs[i, span].tolist(), versions, finish)
+        row, completion = self.rows[i], self._so_far(i)
+        request = row.request
+        completion.finish = "stop" if completion.token_ids[-1] in request.stops else "length"
+        request.done[row.sample] = completion
         self.holes.append(i)
         return request if len(request.done) == request.sampling.n else None
+
+    def _so_far(self, i: int) -> Completion:
+        """All that the sample in row i has drawn, before it was last cut and since."""
+        row = self.rows[i]
+        before, span = row.drawn, slice(row.context, row.context + self.steps - row.start)
+        versions, identities = list(before.versions), dict(before.identities)
+        ends = [start for start, *_ in self._drew[1:]] + [self.steps]
+        for (start, version, identity), end in zip(self._drew, ends, strict=True):
+            count = end - max(start, row.start)
+            if count > 0:
+                versions += [version] * count
+                identities[version] = identity
+        return Completion(
+            before.prompt_ids,
+            before.token_ids + self.drawn[i, span].tolist(),
+            before.logprobs + self.logprobs[i, span].tolist(),
+            versions,
+            "",
+            identities=identities,
+        )

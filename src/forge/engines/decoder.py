@@ -7,34 +7,43 @@ T cache positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.engines.weights import Layer, Weights, head_size
+from forge.engines.weights import Layer, Weights
+from forge.names import head_size
+
+BLOCK = 128  # cache positions in one sum over values: from 200 on, MKL may split a sum by the length of the whole
+QUERIES = 64  # prompt tokens that attend together
 
 
 class Cache:
-    """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`."""
+    """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`.
+
+    Behind the rows that decode, there is one more: the `dock`, where a long prompt is put together piece by piece.
+    """
 
     def __init__(self, config: Any, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device):
-        self.max_seq_len = max_seq_len
-        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, min(256, max_seq_len), head_size(config))
+        self.dock, self.longest = rows, rounded(max_seq_len, BLOCK)
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        shape = (layers, rows + 1, heads, min(2 * BLOCK, self.longest), head_size(config))
         # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        self.heads = torch.arange(shape[2], device=device)
+        self.heads = torch.arange(heads, device=device)
 
     def reserve(self, length: int, rows: int) -> None:
-        """Make room for `length` positions. What the first `rows` rows hold is kept."""
-        old = self.keys.shape[3]
+        """Make room for `length` positions, and up to the next block. The first `rows` rows and the dock are kept."""
+        length, old = rounded(length, BLOCK), self.keys.shape[3]
         if length > old:
-            size = min(max(length, 2 * old), self.max_seq_len)
+            size = min(max(length, 2 * old), self.longest)
             for name in ("keys", "values"):
                 before = getattr(self, name)
                 after = before.new_zeros(*before.shape[:3], size, before.shape[4])
-                after[:, :rows, :, :old] = before[:, :rows]
+                for kept in (slice(rows), slice(self.dock, None)):
+                    after[:, kept, :, :old] = before[:, kept]
                 setattr(self, name, after)
 
     def index(self, rows: Tensor, positions: Tensor) -> Tensor:
@@ -60,7 +69,12 @@ class Cache:
 
 
 class Decoder:
-    """The model: `weights` may be replaced between any two calls."""
+    """The model: `weights` may be replaced between any two calls.
+
+    On a CPU in float32, what a row computes depends bit for bit on that row alone: on no other row, no number of rows
+    (2 to 8, or a multiple of 8), no piece of the prompt it came in, no length of the cache. Where kernels round
+    differently with the shape, products are made of blocks of one shape; `granule` keeps to one kind of kernel.
+    """
 
     def __init__(
         self, config: Any, weights: Weights, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
@@ -72,12 +86,20 @@ class Decoder:
         self.eps = config.rms_norm_eps
         self.cos, self.sin = rotary_tables(config, max_seq_len, dtype, device)
         self.row_ids = torch.arange(rows, device=device)
-        self.steps = torch.arange(max_seq_len, device=device)
+        self.steps = torch.arange(self.cache.longest, device=device)
+        # Attention sees lengths in multiples of this. MKL rounds differently below 16, and PyTorch multiplies matrices
+        # of less than 400 products in a loop of its own, which rounds differently again: so none is that small.
+        self.granule = 16
+        while self.granule * self.D * self.H // self.K < 400 and self.granule < BLOCK:
+            self.granule *= 2
+        # With fewer than 4 heads in a group MKL sums over values in order, however many there are.
+        self.block = BLOCK if self.H // self.K >= 4 else self.cache.longest
+        self.queries = QUERIES if device.type == "cpu" else None  # elsewhere, one large product is the faster
 
     def decode(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
         """One token for each of the first B rows: tokens and positions (B,) -> next-token logits (B, V).
 
-        `length` bounds every row's position plus one, and with it the cost of attention.
+        `length`, a multiple of `granule`, bounds every row's position plus one, and with it the cost of attention.
         """
         rows, cache, G = len(tokens), self.cache, self.H // self.K
         index = cache.index(self.row_ids[:rows], positions)
@@ -92,45 +114,77 @@ class Decoder:
             # Rows and heads merge into one batch dimension without a copy; the heads of a group share its keys.
             keys, values = (c[i].flatten(0, 1)[: rows * self.K, :length] for c in (cache.keys, cache.values))
             q = q.reshape(rows * self.K, G, self.D)
-            scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self.D**-0.5)
-            self._finish_layer(layer, x, torch.bmm(scores.softmax(-1), values).view(rows, -1))
+            probs = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self.D**-0.5).softmax(-1)
+            out = torch.bmm(probs[..., : self.block], values[:, : self.block])
+            for at in range(self.block, length, self.block):
+                out.baddbmm_(probs[..., at : at + self.block], values[:, at : at + self.block])
+            self._finish_layer(layer, x, out.view(rows, -1))
         return self.weights.head(self._norm(x, self.weights.norm))
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], start: int = 0) -> None:
         """Write keys and values of each prompt's tokens into its row; there are no logits.
 
         The last token of a prompt is left to the first decode step: so the last layer's attention and MLP are never
-        needed here. `start` > 0 continues a single prompt whose first `start` tokens are already in its row.
+        needed here. `start` > 0 continues prompts whose first `start` tokens are already in their rows. The cache
+        must have room for them.
         """
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        longest = int(lengths.max())
-        inside = torch.arange(longest) < lengths[:, None]
-        # Linear layers run on the tokens back to back. Attention sees them padded on the right, which causality
-        # hides from every real token; `packed` are the places of the real ones.
-        packed = inside.flatten().nonzero().flatten()
-        # Kernels are prepared for every new number of tokens: so there are few, the last token being repeated.
-        packed = F.pad(packed[None], (0, -len(packed) % 64), "replicate")[0].to(self.device)
-        padded = (inside.flatten().cumsum(0) - 1).to(self.device)
-        positions = packed % longest + start
-        index = self.cache.index(torch.tensor(rows, device=self.device)[packed // longest], positions)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
-        x = F.embedding(tokens[padded[packed]], self.weights.embed)
+        prompt = torch.arange(len(prompts)).repeat_interleave(lengths)
+        positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths)[prompt] + start
+        blocks = self._blocks(prompt, positions, torch.tensor(rows), lengths + start)
+        index = self.cache.index(torch.tensor(rows)[prompt].to(self.device), positions.to(self.device))
+        # Kernels are prepared for every new number of tokens: so there are few, and what the added ones
+        # compute is never stored.
+        real, count = len(tokens), rounded(len(tokens), 64)
+        tokens, positions = F.pad(tokens, (0, count - real)), F.pad(positions, (0, count - real)).to(self.device)
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        x = F.embedding(tokens, self.weights.embed)
         last = len(self.weights.layers) - 1
         for i, layer in enumerate(self.weights.layers):
             q, k, v = self._qkv(layer, x, cos, sin)
-            self.cache.write(i, index, k, v)
+            self.cache.write(i, index, k[:real], v[:real])
             if i == last:
                 return
-            if start:
-                k, v = (c[i, rows[0], :, : start + longest][None] for c in (self.cache.keys, self.cache.values))
-                q = q.transpose(0, 1)[None]
-                seen = self.steps[: start + longest] <= positions[:, None]
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-            else:
-                q, k, v = (t[padded].unflatten(0, (-1, longest)).transpose(1, 2) for t in (q, k, v))
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            self._finish_layer(layer, x, out.transpose(1, 2).reshape(-1, self.H * self.D)[packed])
+            attended = q.new_zeros(count, self.H * self.D)
+            for block in blocks:
+                self._attend(i, q, block, attended)
+            self._finish_layer(layer, x, attended)
+
+    def _blocks(self, prompt: Tensor, positions: Tensor, rows: Tensor, ends: Tensor) -> list[_Block]:
+        """Prompt tokens that attend together: `queries` positions of every prompt that reaches them, or all.
+
+        prompt, positions: (N,). rows, ends: (prompts,). A block begins at a multiple of its size whatever piece of
+        the prompt is there, so that its keys always have one shape. Half a block, where prompts are short, rounds
+        like a whole one.
+        """
+        blocks, first, longest = [], int(positions.min()), int(ends.max())
+        size = longest - first
+        if self.queries:
+            size = self.queries if longest > self.queries // 2 else self.queries // 2
+            first = first // size * size
+        for begin in range(first, longest, size):
+            inside = ((positions >= begin) & (positions < begin + size)).nonzero().flatten()
+            reaching = ends > begin
+            place = (reaching.cumsum(0) - 1)[prompt[inside]] * size + positions[inside] - begin
+            seen = self.steps[: begin + size] <= self.steps[begin : begin + size, None]
+            mask = torch.zeros(seen.shape, dtype=self.cos.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
+            chosen = rows[reaching].tolist()
+            stride = chosen[1] - chosen[0] if len(chosen) > 1 else 1
+            # Rows at even distances, as they mostly are, are taken as a view.
+            even = stride > 0 and chosen == list(range(chosen[0], chosen[-1] + 1, stride))
+            where = slice(chosen[0], chosen[-1] + 1, stride) if even else chosen
+            blocks.append(_Block(inside.to(self.device), place.to(self.device), len(chosen), where, mask))
+        return blocks
+
+    def _attend(self, layer: int, q: Tensor, block: _Block, out: Tensor) -> None:
+        """Attention of one block's tokens, q (N, H, D), to all before them, written to `out` (N, H * D)."""
+        size, length = block.mask.shape
+        queries = q.new_zeros(block.prompts * size, self.H, self.D).index_copy_(0, block.place, q[block.tokens])
+        keys, values = (c[layer, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
+        queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=block.mask, enable_gqa=True)
+        out.index_copy_(0, block.tokens, attended.transpose(1, 2).reshape(-1, self.H * self.D)[block.place])
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -149,6 +203,19 @@ class Decoder:
         x += layer.output(attended)
         gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
         x += layer.down(F.silu(gate).mul_(up))
+
+
+class _Block(NamedTuple):
+    tokens: Tensor  # (n,): which of the tokens
+    place: Tensor  # (n,): where they stand among the block's queries, prompt after prompt
+    prompts: int
+    rows: Any  # the cache row of each prompt, as an index
+    mask: Tensor  # (queries of a prompt, keys)
+
+
+def rounded(count: int, to: int) -> int:
+    """`count`, rounded up to a multiple of `to`."""
+    return -(-count // to) * to
 
 
 def rotary_tables(config: Any, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

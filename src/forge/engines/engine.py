@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.engines.batch import Batch, Request
-from forge.engines.decoder import Decoder
+from forge.engines.batch import WIDTH, Batch
+from forge.engines.decoder import Decoder, rounded
+from forge.engines.requests import Request
 from forge.engines.weights import Weights, load_config, load_eos, read_checkpoint
 from forge.types import Completion, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ON_UPDATE = ("continue", "finish", "recompute")
 
 
 class EmbeddedEngine:
@@ -38,13 +40,21 @@ class EmbeddedEngine:
         device: str | torch.device | None = None,
         version: int = 0,
         prefill_tokens: int = 4096,
+        on_update: str = "continue",
     ):
         """Load a Hugging Face folder (config.json and safetensors).
 
         slots: sequences that run at once. max_seq_len: prompt and completion together, by default what the model
         allows but at most 4096; the cache takes the memory of what is used. dtype: float32 or bfloat16. device: by
-        default a GPU if there is one. version: of the weights in the folder. prefill_tokens: prompt tokens in one
-        forward pass.
+        default a GPU if there is one. version: of the weights in the folder, whose identity is "". prefill_tokens:
+        prompt tokens computed between two decode steps; a longer prompt is computed in pieces.
+
+        on_update: what a weight update does to running sequences.
+        - "continue": they go on under the new weights with the keys and values they have.
+        - "finish": they end under the old weights. Nothing is admitted until they have; then the weights change.
+        - "recompute": they are cut and resumed under the new weights: keys and values of the prompt and of all
+          tokens so far are computed anew, like prompts and before those that wait. Tokens already drawn stay, with
+          their log-probabilities and versions.
 
         FileNotFoundError, ValueError: the folder is incomplete, its model is not supported, or an argument is wrong.
         """
@@ -57,21 +67,25 @@ class EmbeddedEngine:
             (prefill_tokens >= 1, f"prefill_tokens must be at least 1, got {prefill_tokens}"),
             (2 <= self.max_seq_len <= limit, f"max_seq_len must be 2 to {limit} for this model, got {max_seq_len}"),
             (dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}"),
+            (on_update in ON_UPDATE, f"on_update must be one of {', '.join(ON_UPDATE)}, got {on_update!r}"),
         ):
             if not ok:
                 raise ValueError(message)
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.eos = load_eos(folder, config)
-        weights = Weights(config, read_checkpoint(folder), self.dtype, self.device)
-        decoder = Decoder(config, weights, slots, self.max_seq_len, self.dtype, self.device)
-        self._batch = Batch(decoder, slots, prefill_tokens, version)
+        self.on_update = on_update
+        weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
+        decoder = Decoder(config, weights, rounded(slots, WIDTH), self.max_seq_len, self.dtype, self.device)
+        self._batch = Batch(decoder, slots, prefill_tokens)
         self._waiting: deque[Request] = deque()
+        self._next: Weights | None = None  # taken over, not yet in use
+        self._draining: list[Future[None]] = []  # of the updates that it completes
         self._wake = threading.Condition()
         # Guarded by _wake: what callers hand to the thread, and why it ended.
         self._submitted: list[Request] = []
         self._cancelled: list[Request] = []
-        self._updates: list[tuple[Weights, int, Future[None]]] = []
+        self._updates: list[tuple[Weights, Future[None]]] = []
         self._closing = False
         self._error: BaseException | None = None
         threads = torch.get_num_threads()  # a new thread would start from OMP_NUM_THREADS instead
@@ -82,8 +96,10 @@ class EmbeddedEngine:
         """Ask for `sampling.n` completions of a prompt; cancelling the future frees what they occupy.
 
         Completions end at `max_tokens`, or before it where `max_seq_len` is reached. The text of a completion is
-        left empty. A seeded request draws the same numbers whatever else runs; its tokens then agree up to the
-        rounding of matrix products, which may differ with the batch size.
+        left empty. On a CPU in float32 the tokens and log-probabilities of a seeded request depend on the request and
+        the weights alone, bit for bit, whatever else runs and whenever it came, for one machine and number of
+        threads (tested with one and two). Elsewhere it draws with the same numbers whatever else runs, but matrix
+        products may round differently with the batch.
 
         ValueError: an empty or too long prompt, or a token the model does not have. RuntimeError: the engine is
         closed; if its thread failed, the exception that ended it.
@@ -106,22 +122,28 @@ class EmbeddedEngine:
             self._wake.notify()
         return request.future
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Future[None]:
-        """Replace all weights, between two decode steps; running sequences go on under the new ones.
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
+    ) -> Future[None]:
+        """Replace all weights between two decode steps; `on_update` says what running sequences do.
+
+        version, identity: what completions say of the tokens these weights draw; the identity is a digest of the
+        weights stated by whoever publishes them. A version stands for one set of weights.
 
         The tensors, under their Hugging Face names, are read and checked before this returns, beside the weights in
-        use; generation continues meanwhile. The future carries a ValueError, naming the tensor, for one that is
-        unknown, missing or of a wrong shape: weights and version then stay as they were. Running sequences keep the
-        keys and values of their earlier tokens.
+        use; generation continues meanwhile. The future completes when the weights are in use. Where several updates
+        wait for running sequences to end, the newest is taken and the others are skipped: all their futures complete
+        then, in order. The future carries a ValueError, naming the tensor, for one that is unknown, missing or of a
+        wrong shape: weights and version then stay as they were.
         """
         future: Future[None] = Future()
         try:
             with self._wake:
                 self._check_alive()
-            weights = Weights(self.config, named_tensors, self.dtype, self.device)
+            weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity)
             with self._wake:
                 self._check_alive()
-                self._updates.append((weights, version, future))
+                self._updates.append((weights, future))
                 self._wake.notify()
         except Exception as error:
             future.set_exception(error)
@@ -130,18 +152,24 @@ class EmbeddedEngine:
     @property
     def version(self) -> int:
         """The version of the weights in use."""
-        return self._batch.version
+        return self._batch.decoder.weights.version
+
+    @property
+    def identity(self) -> str:
+        """The identity of the weights in use: "" for those of the folder."""
+        return self._batch.decoder.weights.identity
 
     def stats(self) -> dict[str, int]:
         """Running rows, waiting samples, and totals since the start: tokens generated and prefilled, decode steps.
 
-        The last token of a prompt counts as decoded, not as prefilled.
+        A sample that was cut waits too. The last token of a prompt counts as decoded, not as prefilled; tokens that
+        are computed anew after a weight update are prefilled.
         """
         with self._wake:
             requests = [*self._waiting, *self._submitted]
         return {
-            "running": len(self._batch.rows) - len(self._batch.holes),
-            "waiting": sum(request.sampling.n - request.admitted for request in requests),
+            "running": self._batch.running,
+            "waiting": sum(request.sampling.n - request.admitted for request in requests) + len(self._batch.cut),
             "generated_tokens": self._batch.generated,
             "prefilled_tokens": self._batch.prefilled,
             "decode_steps": self._batch.steps,
@@ -178,7 +206,7 @@ class EmbeddedEngine:
         try:
             with torch.inference_mode():
                 while self._collect():
-                    self._batch.admit(self._waiting)
+                    self._batch.admit(deque() if self._draining else self._waiting)
                     if self._batch.rows:
                         for request in self._batch.step():
                             if request.future.set_running_or_notify_cancel():
@@ -192,33 +220,39 @@ class EmbeddedEngine:
         batch = self._batch
         with self._wake:
             while not (self._closing or self._submitted or self._updates or self._cancelled):
-                if self._waiting or len(batch.rows) > len(batch.holes):
-                    return True
+                if self._waiting or self._draining or batch.cut or batch.running:
+                    break
                 self._wake.wait()
             if self._closing:
                 return False
             self._waiting.extend(self._submitted)
-            cancelled, updates = self._cancelled, self._updates
+            cancelled = self._cancelled
+            if self._updates:
+                self._next = self._updates[-1][0]
+                self._draining += [future for _, future in self._updates]
             self._submitted, self._cancelled, self._updates = [], [], []
         for request in cancelled:
             batch.drop(request)
             if request in self._waiting:
                 self._waiting.remove(request)
-        for weights, version, future in updates:
-            batch.decoder.weights = weights
-            batch.switch(version, self._waiting)
-            if future.set_running_or_notify_cancel():
-                future.set_result(None)
+        if self._next is not None and not (self.on_update == "finish" and batch.running):
+            batch.switch(self._next, self._waiting, cut=self.on_update == "recompute")
+            taken, self._draining, self._next = self._draining, [], None
+            for future in taken:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(None)
         return True
 
     def _end(self, error: BaseException) -> None:
         with self._wake:
             self._error = error
-            requests = {row.request for row in self._batch.rows} | {*self._waiting, *self._submitted}
-            updates, self._updates = self._updates, []
+            rows = (*self._batch.rows, *self._batch.cut)
+            requests = {row.request for row in rows} | {*self._waiting, *self._submitted}
+            updates = self._draining + [future for _, future in self._updates]
+            self._updates, self._draining = [], []
             self._waiting.clear()
             self._submitted.clear()
         pending: list[Future[Any]] = [request.future for request in requests]
-        for future in pending + [update for _, _, update in updates]:
+        for future in pending + updates:
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(error)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge.names import Part, follows, layout
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -77,24 +79,24 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
+def pack(weight: Tensor) -> Tensor:
+    """A weight (out, in) as `Linear` wants it: a copy repacked for oneDNN where that is possible, else itself.
+
+    In float32 on a CPU PyTorch multiplies with MKL, which leaves the wider vectors of other makers' processors
+    unused: on an AMD one with AVX-512 oneDNN takes less than half the time, for the same result to rounding.
+    """
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._reorder_linear_weight(weight)
+    return weight
+
+
 class Linear:
     """A matrix product: x (N, in) -> (N, out)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        """weight: (out, in), bias: (out,)."""
+        """weight: (out, in), after `pack`. bias: (out,)."""
         self.weight, self.bias = weight, bias
-        self.packed = False
-
-    def pack(self) -> None:
-        """Repack the weight for oneDNN where that is possible; call it once, when the weight is filled.
-
-        In float32 on a CPU PyTorch multiplies with MKL, which leaves the wider vectors of other makers' processors
-        unused: on an AMD one with AVX-512 oneDNN takes less than half the time, for the same result to rounding.
-        """
-        weight = self.weight
-        if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-            self.packed = True
+        self.packed = weight.is_mkldnn
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
@@ -116,80 +118,80 @@ class Layer:
 
 
 class Weights:
-    """All weights of one policy version, filled from tensors under their Hugging Face names.
+    """All weights of one policy version with its number and identity, filled from tensors under Hugging Face names.
 
     A new version is a new `Weights`, made aside while the old one still decodes: taking it into use is an
     assignment, and one that fails to load was never in use.
     """
 
-    def __init__(self, config: Any, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        config: Any,
+        named: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        version: int = 0,
+        identity: str = "",
+    ):
         """ValueError, naming the tensor: an unknown name, a wrong shape, a name given twice, a weight missing."""
-        self._places: dict[str, Tensor] = {}
-        self._new: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.embed = self._place((config.vocab_size, config.hidden_size), "model.embed_tokens.weight")
-        self.layers = [self._layer(config, f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
-        self.norm = self._place((config.hidden_size,), "model.norm.weight")
-        tied = config.tie_word_embeddings
-        self.head = Linear(self.embed if tied else self._place(tuple(self.embed.shape), "lm_head.weight"))
-        self._fill(named, tied)
-        for linear in (self.head, *(x for y in self.layers for x in (y.qkv, y.output, y.gate_up, y.down))):
-            linear.pack()
+        self.version, self.identity = version, identity
+        done = _fill(layout(config), named, config.tie_word_embeddings, dtype, device)
 
-    def _layer(self, config: Any, at: str) -> Layer:
-        C, I, D = config.hidden_size, config.intermediate_size, head_size(config)  # noqa: E741
-        H, K = config.num_attention_heads, config.num_key_value_heads
-        attn, mlp = at + "self_attn.", at + "mlp."
-        q, kv, gate = (f"{attn}q_proj", H * D), [(f"{attn}{x}_proj", K * D) for x in "kv"], f"{mlp}gate_proj"
-        biased = config.model_type == "qwen2" or getattr(config, "attention_bias", False)
-        output_biased = config.model_type != "qwen2" and biased
-        qk_norm = None
-        if config.model_type == "qwen3":
-            qk_norm = torch.empty(H + K, D, **self._new)
-            self._places |= {f"{attn}q_norm.weight": qk_norm[:H], f"{attn}k_norm.weight": qk_norm[H:]}
-        return Layer(
-            input_norm=self._place((C,), f"{at}input_layernorm.weight"),
-            qkv=Linear(
-                self._fused((C,), [q, *kv], ".weight"),
-                self._fused((), [q, *kv], ".bias") if biased else None,
-            ),
-            qk_norm=qk_norm,
-            output=Linear(
-                self._place((C, H * D), f"{attn}o_proj.weight"),
-                self._place((C,), f"{attn}o_proj.bias") if output_biased else None,
-            ),
-            mlp_norm=self._place((C,), f"{at}post_attention_layernorm.weight"),
-            gate_up=Linear(self._fused((C,), [(gate, I), (f"{mlp}up_proj", I)], ".weight")),
-            down=Linear(self._place((C, I), f"{mlp}down_proj.weight")),
-        )
+        def linear(name: str) -> Linear:
+            return Linear(done[f"{name}.weight"], done.get(f"{name}.bias"))
 
-    def _place(self, shape: tuple[int, ...], name: str) -> Tensor:
-        self._places[name] = torch.empty(shape, **self._new)
-        return self._places[name]
-
-    def _fused(self, inner: tuple[int, ...], parts: list[tuple[str, int]], suffix: str) -> Tensor:
-        whole = torch.empty(sum(rows for _, rows in parts), *inner, **self._new)
-        views = whole.split([rows for _, rows in parts])
-        self._places |= {name + suffix: view for (name, _), view in zip(parts, views, strict=True)}
-        return whole
-
-    @torch.no_grad()
-    def _fill(self, named: Iterable[tuple[str, Tensor]], tied: bool) -> None:
-        places = self._places
-        for name, tensor in named:
-            if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
-                continue  # both follow from what else is loaded
-            place = places.pop(name, None)
-            if place is None:
-                raise ValueError(f"weight {name!r} is unknown to this model, or given twice")
-            # A norm is one vector, even where its place holds it once per head.
-            shape = place.shape[-1:] if name.endswith("norm.weight") else place.shape
-            if tensor.shape != shape:
-                raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model has {tuple(shape)}")
-            place.copy_(tensor)
-        if places:
-            first, more = next(iter(places)), len(places) - 1
-            raise ValueError(f"weight {first!r} is missing" + (f", and {more} more" if more else ""))
+        self.embed, self.norm = done["embed"], done["norm"]
+        self.head = Linear(pack(self.embed)) if config.tie_word_embeddings else linear("head")
+        self.layers = [
+            Layer(
+                input_norm=done[f"{at}.input_norm"],
+                qkv=linear(f"{at}.qkv"),
+                qk_norm=done.get(f"{at}.qk_norm"),
+                output=linear(f"{at}.output"),
+                mlp_norm=done[f"{at}.mlp_norm"],
+                gate_up=linear(f"{at}.gate_up"),
+                down=linear(f"{at}.down"),
+            )
+            for at in (f"layers.{i}" for i in range(config.num_hidden_layers))
+        ]
 
 
-def head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+@torch.no_grad()
+def _fill(
+    table: dict[str, tuple[Part, ...]],
+    named: Iterable[tuple[str, Tensor]],
+    tied: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The engine's parameters by name.
+
+    A matrix is packed as soon as its last part is there, and its plain copy is freed for the next one: touching new
+    memory would cost more than all the copying.
+    """
+    places = {part.name: (whole, i) for whole, parts in table.items() for i, part in enumerate(parts)}
+    filling: dict[str, Tensor] = {}
+    left = {whole: len(parts) for whole, parts in table.items()}
+    done: dict[str, Tensor] = {}
+    for name, tensor in named:
+        if follows(name, tied):
+            continue
+        if name not in places:
+            raise ValueError(f"weight {name!r} is unknown to this model, or given twice")
+        whole, i = places.pop(name)
+        parts = table[whole]
+        if tensor.shape != parts[i].shape:
+            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model has {parts[i].shape}")
+        if whole not in filling:
+            rows = sum(part.rows for part in parts)
+            filling[whole] = torch.empty(rows, *parts[0].inner, dtype=dtype, device=device)
+        first = sum(part.rows for part in parts[:i])
+        filling[whole][first : first + parts[i].rows] = tensor
+        left[whole] -= 1
+        if not left[whole]:
+            full = filling.pop(whole)
+            done[whole] = pack(full) if whole.endswith(".weight") else full
+    if places:
+        first_missing, more = next(iter(places)), len(places) - 1
+        raise ValueError(f"weight {first_missing!r} is missing" + (f", and {more} more" if more else ""))
+    return done

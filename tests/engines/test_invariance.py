@@ -1,0 +1,137 @@
+"""On a CPU in float32, a seeded request's tokens and log-probabilities are the same bits in any company."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from forge.engines import EmbeddedEngine
+from forge.types import Completion, Sampling
+
+# family, hidden size, heads, key-value heads, head size, intermediate size, vocabulary. Groups of 1 to 7 heads, sums
+# of more than 1024 products, sizes that fill no vector, products small enough for other kernels.
+MODELS = {
+    "even": (Qwen3Config, 64, 4, 2, 16, 192, 61),
+    "single": (LlamaConfig, 64, 4, 4, 16, 100, 260),
+    "wide": (Qwen3Config, 128, 8, 2, 32, 1152, 500),
+    "odd": (Qwen3Config, 96, 7, 1, 32, 200, 61),
+}
+Bits = list[tuple[list[int], list[float]]]
+
+
+def save(folder: Path, name: str, seed: int = 1) -> list[tuple[str, torch.Tensor]]:
+    kind, hidden, heads, kv_heads, size, inner, vocab = MODELS[name]
+    config = kind(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=size,
+        max_position_embeddings=700,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, hidden**-0.5) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    if not (folder / "config.json").exists():
+        model.save_pretrained(folder)
+    return list(model.state_dict().items())
+
+
+def bits(completions: list[Completion]) -> Bits:
+    return [(c.token_ids, c.logprobs) for c in completions]  # floats that are equal are the same bits here
+
+
+requests = st.tuples(
+    st.sampled_from([1, 2, 3, 9, 17, 33, 63, 64, 65, 100, 129, 200, 300]),  # prompt length
+    st.sampled_from([1, 1, 2, 5]),  # n
+    st.sampled_from([1, 5, 20, 40]),  # max_tokens
+    st.sampled_from([0.0, 0.7, 1.0, 2.0]),
+    st.sampled_from([1.0, 0.8]),
+    st.sampled_from([0, 5]),
+    st.integers(0, 10**6),  # seed
+    st.sampled_from([0.0, 0.0, 0.002, 0.01]),  # seconds before it is submitted
+)
+
+
+def prompt_of(length: int, seed: int, vocab: int) -> list[int]:
+    return random.Random(seed).choices(range(vocab), k=length)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str) -> None:
+    save(tmp_path, name)
+    vocab = MODELS[name][-1]
+    alone = EmbeddedEngine(tmp_path, slots=1, device="cpu")
+    shapes = ({"slots": 3}, {"slots": 13, "prefill_tokens": 37}, {"slots": 40, "max_seq_len": 410})
+    others = [EmbeddedEngine(tmp_path, device="cpu", **shape) for shape in shapes]  # type: ignore[arg-type]
+
+    @settings(max_examples=8, deadline=None, derandomize=True)
+    @given(st.lists(requests, min_size=1, max_size=8), st.sampled_from(range(len(others))))
+    def check(mix: list[Any], which: int) -> None:
+        futures, expected = [], []
+        for length, n, limit, temperature, top_p, top_k, seed, pause in mix:
+            prompt = prompt_of(length, seed, vocab)
+            sampling = Sampling(n, limit, temperature, top_p, top_k, seed=seed)
+            time.sleep(pause)
+            futures.append(others[which].submit(prompt, sampling))
+            expected.append((prompt, sampling))
+        together = [bits(future.result(60)) for future in futures]
+        for (prompt, sampling), found in zip(expected, together, strict=True):
+            assert found == bits(alone.submit(prompt, sampling).result(60))
+
+    try:
+        check()
+    finally:
+        for engine in (alone, *others):
+            engine.close()
+
+
+def test_a_cache_that_grows_changes_nothing(tmp_path: Path) -> None:
+    save(tmp_path, "wide")
+    with EmbeddedEngine(tmp_path, slots=2, device="cpu") as one, EmbeddedEngine(tmp_path, slots=2, device="cpu") as two:
+        short = Sampling(max_tokens=200, seed=1)
+        before = bits(one.submit([1, 2], short).result(60))
+        long = two.submit([3] * 40, Sampling(max_tokens=600, seed=2))
+        assert bits(two.submit([1, 2], short).result(60)) == before
+        assert bits(one.submit([3] * 40, Sampling(max_tokens=600, seed=2)).result(60)) == bits(long.result(60))
+        assert bits(one.submit([1, 2], short).result(60)) == before
+
+
+@pytest.mark.parametrize("mode", ["finish", "recompute"])
+def test_a_version_gives_the_same_bits_however_it_came_into_use(tmp_path: Path, mode: str) -> None:
+    first = save(tmp_path, "even")
+    second = save(tmp_path, "even", seed=2)
+    wanted = [([i, i + 1, 5] * (1 + 9 * i), Sampling(n=3, max_tokens=25, top_p=0.9, seed=i)) for i in range(6)]
+    expected: dict[int, list[Bits]] = {}
+    with EmbeddedEngine(tmp_path, slots=1, device="cpu") as engine:
+        for version, state in enumerate((first, second)):
+            engine.update_weights(state, version).result(30)
+            expected[version] = [bits(engine.submit(p, s).result(30)) for p, s in wanted]
+    seen = set()
+    with EmbeddedEngine(tmp_path, slots=7, device="cpu", on_update=mode, prefill_tokens=50) as engine:
+        futures = [engine.submit(p, s) for p, s in wanted]
+        futures[0].result(30)
+        update = engine.update_weights(second, 1, "second")
+        futures += [engine.submit(p, s) for p, s in wanted]
+        for i, future in enumerate(futures):
+            for sample, completion in enumerate(future.result(30)):
+                if len(set(completion.versions)) == 1:
+                    seen.add(completion.version)
+                    assert bits([completion])[0] == expected[completion.version][i % 6][sample]
+        update.result(30)
+    assert seen == {0, 1}

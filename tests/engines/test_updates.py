@@ -1,0 +1,220 @@
+"""Weight updates under running sequences, each mode against a loop by hand with the right weights for every token."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from forge.engines import EmbeddedEngine
+from forge.engines.sampling import uniforms
+from forge.types import Completion, Sampling
+
+from .conftest import EOS, VOCAB, Make, check_shape, error_of, random_model
+
+MODES = ("continue", "finish", "recompute")
+
+
+@torch.no_grad()
+def check_by_hand(models: dict[int, PreTrainedModel], completion: Completion, keep: bool) -> None:
+    """Log-probabilities at temperature 1, every token by the weights of its version.
+
+    keep: keys and values stay those of the version under which a token was decoded; otherwise all are of the version
+    that draws. Prompts but for their last token belong to the first token's version.
+    """
+    ids, count = [*completion.prompt_ids, *completion.token_ids], len(completion.prompt_ids)
+    assert completion.identities == {v: f"digest {v}" if v else "" for v in completion.versions}
+    assert completion.versions == sorted(completion.versions)
+    cache = DynamicCache()
+    done = 0
+    for i, version in enumerate(completion.versions):
+        model = models[version]
+        if not keep:
+            cache, done = DynamicCache(), 0
+        piece = torch.tensor([ids[done : count + i]])
+        positions = torch.arange(done, count + i)[None]
+        logits = model(piece, past_key_values=cache, position_ids=positions, use_cache=True).logits[0, -1]
+        done = count + i
+        expected = float(logits.log_softmax(-1)[completion.token_ids[i]])
+        assert completion.logprobs[i] == pytest.approx(expected, abs=2e-4)
+
+
+def check_draws(models: dict[int, PreTrainedModel], completion: Completion, seed: int, sample: int) -> None:
+    """Every token is the one its number of the seeded stream picks: for sequences with no old keys and values."""
+    numbers = uniforms(seed, sample, len(completion.token_ids))
+    for i, (token, version) in enumerate(zip(completion.token_ids, completion.versions, strict=True)):
+        with torch.no_grad():
+            prefix = torch.tensor([[*completion.prompt_ids, *completion.token_ids[:i]]])
+            total = models[version](prefix).logits[0, -1].softmax(-1).cumsum(-1)
+        low = float(total[token - 1]) if token else 0.0
+        assert low - 1e-5 <= float(numbers[i]) <= float(total[token]) + 1e-5
+
+
+def drive(engine: EmbeddedEngine, at: dict[int, Callable[[], Any]]) -> None:
+    """Call what stands at a number of steps after that decode step, in the engine's own thread."""
+    batch, step = engine._batch, engine._batch.step
+
+    def stepped() -> Any:
+        result = step()
+        if batch.steps in at:
+            at.pop(batch.steps)()
+        return result
+
+    batch.step = stepped  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def models(make: Make) -> tuple[Path, dict[int, PreTrainedModel]]:
+    folder, first = make("qwen3", eos=EOS)
+    return folder, {0: first} | {v: random_model("qwen3", seed=v) for v in (1, 2, 3)}
+
+
+def updater(engine: EmbeddedEngine, models: dict[int, PreTrainedModel], futures: list[Any], version: int) -> Any:
+    return lambda: futures.append(
+        engine.update_weights(models[version].state_dict().items(), version, f"digest {version}")
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("budget", [16, 4096])
+def test_every_token_is_of_the_weights_it_names(
+    models: tuple[Path, dict[int, PreTrainedModel]], mode: str, budget: int
+) -> None:
+    folder, by_version = models
+    with EmbeddedEngine(folder, slots=5, on_update=mode, prefill_tokens=budget) as engine:
+        updates: list[Any] = []
+        drive(engine, {6: updater(engine, by_version, updates, 1), 13: updater(engine, by_version, updates, 2)})
+        rng = random.Random(0)
+        requests = [
+            ([rng.randrange(VOCAB) for _ in range(length)], Sampling(n, limit, stop_token_ids=stops, seed=length))
+            for length, n, limit, stops in ((3, 7, 30, ()), (25, 2, 25, (7, 8)), (1, 3, 20, ()), (40, 2, 22, (11,)))
+        ]
+        results = [engine.submit(prompt, sampling) for prompt, sampling in requests]
+        versions = []
+        for future, (_, sampling) in zip(results, requests, strict=True):
+            completions = future.result(30)
+            check_shape(completions, sampling, {EOS, *sampling.stop_token_ids})
+            for sample, completion in enumerate(completions):
+                versions.append(tuple(dict.fromkeys(completion.versions)))
+                check_by_hand(by_version, completion, keep=mode == "continue")
+                if mode != "continue":
+                    check_draws(by_version, completion, sampling.seed or 0, sample)
+        assert [update.result(30) for update in updates] == [None, None]
+        assert (engine.version, engine.identity) == (2, "digest 2")
+        mixed = [v for v in versions if len(v) > 1]
+        assert not mixed if mode == "finish" else mixed
+        assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+def test_three_versions_in_one_sequence(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
+    folder, by_version = models
+    for mode in ("continue", "recompute"):
+        with EmbeddedEngine(folder, slots=3, on_update=mode) as engine:
+            futures: list[Any] = []
+            drive(engine, {4 * v: updater(engine, by_version, futures, v) for v in (1, 2, 3)})
+            sampling = Sampling(n=3, max_tokens=40, seed=5)
+            completions = engine.submit([9, 8, 7, 6], sampling).result(30)
+            for sample, completion in enumerate(completions):
+                check_by_hand(by_version, completion, keep=mode == "continue")
+                if mode == "recompute":
+                    check_draws(by_version, completion, 5, sample)
+            assert max(len(set(c.versions)) for c in completions) >= 3
+
+
+def test_finish_admits_nothing_until_the_running_ones_end(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
+    folder, by_version = models
+    order: list[str] = []
+    with EmbeddedEngine(folder, slots=4, on_update="finish") as engine:
+        futures: list[Any] = []
+
+        def both() -> None:
+            for version in (1, 2):
+                updater(engine, by_version, futures, version)()
+                futures[-1].add_done_callback(lambda _, v=version: order.append(f"update {v}"))
+
+        drive(engine, {3: both})
+        old = engine.submit([1, 2], Sampling(n=2, max_tokens=30, seed=1))
+        # Of eight samples two start under the old weights, the others wait although rows become free.
+        group = engine.submit([3, 4], Sampling(n=8, max_tokens=12, seed=2))
+        old.add_done_callback(lambda _: order.append("old"))
+        versions = [set(c.versions) for c in group.result(30)]
+        assert versions == [{0}, {0}, *[{2}] * 6]
+        assert all(c.identities == {2: "digest 2"} for c in group.result()[2:])
+        assert all(set(c.versions) == {0} for c in old.result(30))
+        assert max(error_of(by_version[2], c) for c in group.result()[2:]) < 1e-4
+        # The newest wins; both futures complete in order, when it is in use.
+        assert order == ["old", "update 1", "update 2"]
+
+
+def test_an_update_without_running_sequences_is_taken_at_once(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
+    folder, by_version = models
+    for mode in MODES:
+        with EmbeddedEngine(folder, slots=2, on_update=mode, version=0) as engine:
+            assert (engine.version, engine.identity) == (0, "")
+            engine.update_weights(by_version[1].state_dict().items(), 1, "digest 1").result(30)
+            assert (engine.version, engine.identity) == (1, "digest 1")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cancelling_around_an_update(models: tuple[Path, dict[int, PreTrainedModel]], mode: str) -> None:
+    folder, by_version = models
+    with EmbeddedEngine(folder, slots=4, on_update=mode, prefill_tokens=8) as engine:
+        futures: list[Any] = []
+        gone = engine.submit([5] * 20, Sampling(n=4, max_tokens=70, temperature=0))
+        kept = engine.submit([6, 7], Sampling(n=3, max_tokens=15, seed=3))
+        drive(engine, {5: updater(engine, by_version, futures, 1), 6: gone.cancel})
+        completions = kept.result(30)
+        assert futures[0].result(30) is None
+        assert all(set(c.versions) == {1} for c in completions)
+        assert max(error_of(by_version[1], c) for c in completions) < 1e-4
+        assert gone.cancelled()
+
+
+def test_recomputing_goes_on_in_pieces_between_steps(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
+    folder, by_version = models
+    with EmbeddedEngine(folder, slots=3, on_update="recompute", prefill_tokens=10) as engine:
+        futures: list[Any] = []
+        drive(engine, {8: updater(engine, by_version, futures, 1)})
+        pieces: list[tuple[int, int]] = []
+        batch, prefill = engine._batch, engine._batch.decoder.prefill
+
+        def recorded(prompts: Any, rows: Any, start: int = 0) -> None:
+            pieces.append((batch.steps, sum(map(len, prompts))))
+            prefill(prompts, rows, start)
+
+        batch.decoder.prefill = recorded  # type: ignore[method-assign]
+        prompts = [[1, 2, 3], [4] * 30, [5] * 25]
+        running = [engine.submit(p, Sampling(max_tokens=40, seed=i)) for i, p in enumerate(prompts)]
+        waiting = engine.submit([9] * 4, Sampling(max_tokens=3, seed=9))
+        for future in (*running, waiting):
+            check_by_hand(by_version, future.result(30)[0], keep=False)
+        assert max(size for _, size in pieces) <= 10
+        busy = [step for step, _ in pieces if step > 8]
+        assert len(set(busy)) > 3  # rows that are back draw between the pieces of those that are not
+
+
+def test_close_fails_what_is_cut_or_draining(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
+    folder, by_version = models
+    for mode in ("finish", "recompute"):
+        engine = EmbeddedEngine(folder, slots=2, on_update=mode, prefill_tokens=1)
+        futures: list[Any] = []
+        reached = threading.Event()
+        drive(engine, {4: updater(engine, by_version, futures, 1), 5: reached.set})
+        running = engine.submit([5] * 3, Sampling(n=2, max_tokens=93, temperature=0))
+        assert reached.wait(20)
+        engine.close()
+        for future in (running, *futures):
+            error = future.exception(5)
+            assert error is None or "closed" in str(error)
+
+
+def test_an_unknown_mode_is_refused(make: Make) -> None:
+    folder, _ = make()
+    with pytest.raises(ValueError, match="on_update must be one of continue, finish, recompute, got 'stop'"):
+        EmbeddedEngine(folder, on_update="stop")
