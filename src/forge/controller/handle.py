@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..observability.metrics import on_the_clock
 from .request import caller
 
 _session: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forge_sessions")
@@ -133,4 +134,9 @@ class Endpoint:
         # Not a coroutine itself: the call, its caller and its session are those of the moment when it is written.
         session = self.session or _session.get({}).get(self.service._name)
         call = Call(verb, self.name, args, kwargs, caller(), self.timeout, session, self.request_id)
-        return self.service._dispatch(call)
+        return _timed(f"{self.service._name}.{self.name}", self.service._dispatch(call))
+
+
+async def _timed(name: str, work: Coroutine[Any, Any, Any]) -> Any:
+    with on_the_clock(name):
+        return await work

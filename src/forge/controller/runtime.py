@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..janitor import Scratch
-from ..observability.metrics import Snapshot, drain
+from ..observability.metrics import Snapshot, drain, on_the_clock
 from . import board, processes
 from ._monarch import set_fault_hook
 from .errors import ReplicaDied
@@ -212,4 +212,5 @@ async def shutdown() -> None:
 async def drain_metrics() -> Snapshot:
     """Everything recorded in any process since the last call, merged. What a process had recorded and not yet handed
     over when it died is lost."""
-    return await runtime().drain_metrics()
+    with on_the_clock("drain_metrics"):
+        return await runtime().drain_metrics()

@@ -7,13 +7,15 @@ snapshots of any number of processes merge without loss (a mean stays the mean o
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import math
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 
@@ -117,12 +119,52 @@ def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight:
         _current.moments.setdefault((name, reduce), Moments()).merge(Moments(weight, total, 0.0, value, value))
 
 
+class Clock:
+    """What the time of one task went into: the phases and calls that it was in, each second in one of them."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self.task: asyncio.Task | None = None
+
+    def start(self) -> None:
+        """Count the current task's time from here on, and that of no task that it starts."""
+        self.task = asyncio.current_task()
+        _clock.set(self)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by name since the last time."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Count a block under this name, whatever is within it."""
+        token, began = _clock.set(None), time.perf_counter()
+        try:
+            yield
+        finally:
+            _clock.reset(token)
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+_clock: ContextVar[Clock | None] = ContextVar("forge_clock", default=None)
+
+
+def on_the_clock(name: str) -> AbstractContextManager[None]:
+    """A block of which the current task's clock, if it has one, takes note."""
+    clock = _clock.get()
+    if clock is None or threading.current_thread() is not threading.main_thread():
+        return nullcontext()
+    return clock.within(name) if clock.task is asyncio.current_task() else nullcontext()
+
+
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Time a block: adds to the metric `seconds/<name>` (summed) and to the trace."""
+    """Time a block: adds to the metric `seconds/<name>` (summed), to the trace and to the current task's clock."""
     start, tick = time.time(), time.perf_counter()
     try:
-        yield
+        with on_the_clock(name):
+            yield
     finally:
         duration = time.perf_counter() - tick
         record_metric(f"seconds/{name}", duration, Reduce.SUM)
