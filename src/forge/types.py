@@ -65,7 +65,8 @@ class Completion:
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
     temperature, top-k and top-p), and `versions[i]` the policy version that drew it. `finish` is "stop" (a stop
-    token, included in `token_ids`) or "length".
+    token, included in `token_ids`) or "length". `identities` has, for every version in `versions`, the identity of the
+    weights that drew its tokens: the digest their publisher stated, "" where none was. `sampled_by` names the replica.
     """
 
     prompt_ids: tuple[int, ...]
@@ -75,11 +76,22 @@ class Completion:
     finish: str
     text: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    identities: dict[int, str] = field(default_factory=dict)
+    sampled_by: str = ""
 
     @property
     def version(self) -> int:
         """The oldest policy version that contributed a token."""
         return min(self.versions)
+
+
+class Origin(NamedTuple):
+    """Where tokens come from: the policy version, the identity of its weights ("" where it is not stated) and who
+    sampled them."""
+
+    version: int
+    identity: str = ""
+    sampled_by: str = ""
 
 
 @dataclass(slots=True, init=False)
@@ -103,6 +115,7 @@ class Episode:
     advantage: float | None
     text: str
     info: dict[str, Any]
+    origins: frozenset[Origin]  # one for each version among `versions`
 
     def __init__(
         self,
@@ -136,6 +149,8 @@ class Episode:
         self.advantage = advantage
         self.text = completion.text if completion is not None else ""
         self.info = dict(info or {})
+        stated, sampled_by = ({}, "") if completion is None else (completion.identities, completion.sampled_by)
+        self.origins = frozenset(Origin(v, stated.get(v, ""), sampled_by) for v in {*(versions or ())})
         if completion is not None:
             self.info.setdefault("finish", completion.finish)
 
@@ -147,10 +162,14 @@ class Episode:
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one prompt, scored together. `index` orders groups within a run; the texts are for people."""
+    """The episodes of one prompt, scored together. The texts are for people.
+
+    `index` is that of the prompt: it orders groups, and a replay buffer takes each once in a run. -1 says that it has
+    none.
+    """
 
     episodes: list[Episode]
-    index: int = 0
+    index: int = -1
     target: str = ""
     prompt: str = ""
 
@@ -174,8 +193,9 @@ class Batch:
 
     `tokens`, `mask`, `logprobs`, `versions`, `advantages` and `weights` are [tokens]; `lengths` is [sequences] and sums
     to the number of tokens. Only tokens with mask True are trained on. `logprobs` is NaN where the behaviour policy is
-    unknown. `weights` holds each token's share of the loss: a batch's loss is the weighted sum of its tokens' losses,
-    so any split of a batch gives the same loss and gradient. `ref_logprobs` is filled in by a reference model.
+    unknown. `origins` says what the versions among the trained tokens stand for. `weights` holds each token's share of
+    the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch gives the same loss and
+    gradient. `ref_logprobs` is filled in by a reference model.
     """
 
     tokens: np.ndarray
@@ -186,6 +206,7 @@ class Batch:
     advantages: np.ndarray
     weights: np.ndarray
     ref_logprobs: np.ndarray | None = None
+    origins: frozenset[Origin] = frozenset()
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -199,4 +220,4 @@ class Batch:
             name: None if (values := getattr(self, name)) is None else values[index]
             for name in ("tokens", "mask", "logprobs", "versions", "advantages", "weights", "ref_logprobs")
         }
-        return Batch(lengths=self.lengths[sequences], **arrays)
+        return Batch(lengths=self.lengths[sequences], origins=self.origins, **arrays)

@@ -69,6 +69,75 @@ def killed(store: VersionStore) -> None:
         os._exit(7)
 
 
+def killed_settling(store: VersionStore) -> None:
+    """The rank that comes last is killed when it has published, before it can tell."""
+    import forge.store.parts as module
+
+    model = build(True, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    if dist.get_rank() == 1:
+
+        def dies(*_: object) -> None:
+            os.kill(os.getpid(), 9)
+
+        module.Attempt.end = dies  # type: ignore[method-assign]
+        copy = module.copy_and_hash
+        module.copy_and_hash = lambda *tensors: time.sleep(0.5) or copy(*tensors)
+    print(store.put("policy", dict(model.named_parameters()), 5, timeout=20.0), flush=True)
+    os._exit(0)
+
+
+def skewed(store: VersionStore) -> None:
+    """Rank 1 leaves a put out; the ones after it work."""
+    model = build(True, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    for version in range(1, 6):
+        if version == 2:
+            if dist.get_rank() == 0:
+                try:
+                    store.put("policy", dict(model.named_parameters()), version, timeout=0.5)
+                except IncompleteVersion:
+                    pass
+                else:
+                    raise AssertionError("one rank alone made a version")
+            dist.barrier()
+            continue
+        assert store.put("policy", dict(model.named_parameters()), version, timeout=20.0) == version
+
+
+def broken(store: VersionStore) -> None:
+    """What goes wrong on one rank is heard by the other at once."""
+    import forge.store.parts as module
+
+    model = build(True, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    if dist.get_rank() == 1:
+
+        def fails(*_: object) -> str:
+            raise OSError("no memory left")
+
+        module.copy_and_hash = fails
+    began = time.monotonic()
+    try:
+        store.put("policy", dict(model.named_parameters()), timeout=60.0)
+    except (IncompleteVersion, OSError) as error:
+        print(error, time.monotonic() - began < 30, flush=True)
+
+
+def churn(store: VersionStore) -> None:
+    """Put, read and delete a key of this process's own and one that all share, for a while."""
+    own, end = f"own-{os.getpid()}", time.monotonic() + 6
+    number = 0.0
+    while time.monotonic() < end:
+        number += 1
+        for key in (own, "shared"):
+            store.put(key, {"a": torch.full((int(number) % 7 * 5000 + 10,), number), "b": torch.tensor(number)})
+        got = store.get(own)
+        assert got["a"].eq(number).all()
+        shared = store.get("shared")
+        assert shared["a"].eq(shared["b"]).all()
+        if int(number) % 10 == 0:
+            store.delete(own)
+    print(number, flush=True)
+
+
 def overwrite(store: VersionStore) -> None:
     """Put 1,000 versions of one number each, or as many as there is time for until killed."""
     for number in range(1, 1001):

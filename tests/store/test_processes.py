@@ -49,10 +49,39 @@ def test_a_rank_that_is_killed_in_a_put_leaves_no_version_and_is_named(store: Ve
     first, second = start("killed", store, 2)
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 7, output
-    assert "rank 0 waited 2 s for what ranks 1 should have put" in output
+    assert "rank 0 waited 2 s for what ranks 1 should put" in output
     assert second.wait(10) == -signal.SIGKILL
     assert store.versions("policy") == [1]
     assert len(store.get("policy")) == 5
+
+
+def test_a_rank_that_is_killed_once_it_has_published(store: VersionStore):
+    first, second = start("killed_settling", store, 2)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 0, output
+    assert output.split()[-1] == "5"
+    assert second.wait(10) == -signal.SIGKILL
+    assert store.versions("policy") == [5]
+    assert len(store.get("policy")) == 5
+
+
+@pytest.mark.parametrize(
+    ("task", "says"), [("skewed", ""), ("broken", "rank 1 could not put policy: no memory left True")]
+)
+def test_what_one_rank_does_not_do(store: VersionStore, task: str, says: str):
+    ranks = start(task, store, 2)
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert says in outputs[0]
+    assert store.versions("policy") == ([4, 5] if task == "skewed" else [])
+
+
+def test_processes_that_put_and_delete_at_once(store: VersionStore):
+    writers = [process for _ in range(4) for process in start("churn", store)]
+    for writer in writers:
+        output, _ = writer.communicate(timeout=60)
+        assert writer.returncode == 0, output
+        assert float(output) > 10
 
 
 def test_no_reader_sees_a_torn_version_in_a_thousand_overwrites(store: VersionStore):

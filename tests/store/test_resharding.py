@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -19,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge.store import IncompleteVersion, Ranks, VersionStore
 from forge.store.boxes import local_boxes
-from forge.store.parts import Attempt, Part
+from forge.store.parts import Part
 
 Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
 
@@ -46,18 +47,15 @@ def spread(full: torch.Tensor, layout: Layout) -> DTensor:
 
 
 def put(store: VersionStore, key: str, full: torch.Tensor, layout: Layout, dtype: torch.dtype | None, lost=()) -> None:
-    """One rank after the other, as no rank waits here for the last one."""
-    world, attempt_id = prod(layout[0]), uuid4().hex
+    """Every rank's part, made under a process group of its own, put at the same time."""
+    world, group, parts = prod(layout[0]), uuid4().hex, []
     for rank in range(world):
         with rank_of(rank, world):
-            ranks = Ranks(rank, world, attempt_id)
-            part = Part.of(key, {"w": spread(full, layout), "plain": full}, 1, dtype, ranks)
-            part = replace(part, blocks=()) if rank in lost else part
-            with store.segments.writing(part.size) as (segment, memory), store._locked(key):
-                attempt = Attempt(store._folder(key), ranks)
-                if attempt.add(part.write(segment, memory)):
-                    attempt.settle(store._publish)
-    attempt.outcome(lambda: store._locked(key), 0.01)
+            value = {"w": spread(full, layout), "plain": full}
+            part = Part.of(key, value, 1, dtype, Ranks(rank, world, group))
+            parts.append(replace(part, blocks=()) if rank in lost else part)
+    with ThreadPoolExecutor(world) as threads:
+        assert set(threads.map(lambda part: store.put_part(part, 20.0), parts)) == {1}
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -25,6 +26,8 @@ class Generator(ForgeActor):
         slots: sequences decoded at once.
         max_seq_len: prompt and completion together; None means the model's own limit.
         dtype: of weights and cache, "float32" or "bfloat16".
+        on_update: what becomes of running sequences at new weights: "continue" under them, "finish" under the old ones
+            first, or "recompute" what they have read and written under the new ones and go on.
         temperature, top_p, top_k, max_tokens: defaults of `generate`.
     """
 
@@ -37,6 +40,7 @@ class Generator(ForgeActor):
         slots: int = 256,
         max_seq_len: int | None = None,
         dtype: str = "float32",
+        on_update: str = "continue",
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -46,8 +50,15 @@ class Generator(ForgeActor):
             raise ValueError(f"generator.engine must be embedded, got {engine!r}")
         self.model, self.reach = model, store
         self.store: Store | None = None
-        self.updating = 0
-        self.engine_args: dict[str, Any] = {"slots": slots, "max_seq_len": max_seq_len, "dtype": dtype}
+        # Updates under way, requested so far, and the latest of them that was loaded.
+        self.updating = self.asked = self.loaded = 0
+        self.loading = threading.Lock()
+        self.engine_args: dict[str, Any] = {
+            "slots": slots,
+            "max_seq_len": max_seq_len,
+            "dtype": dtype,
+            "on_update": on_update,
+        }
         self.defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
 
     def setup(self) -> None:
@@ -92,7 +103,9 @@ class Generator(ForgeActor):
 
     @endpoint(catch_up=True)
     async def update_weights(self, version: int) -> int:
-        """Load a published version; sequences under way go on with it. Returns the version now in use.
+        """Load a published version beside the decoding, swap it in between two steps; returns the version now in use.
+
+        With `on_update` "finish" that is when the running sequences have ended; a newer version may have come by then.
 
         A generator that was away during a fanout of this loads that version before it serves.
 
@@ -105,9 +118,13 @@ class Generator(ForgeActor):
         if self.store is None:
             raise ValueError("this generator has no weight store to update from")
         self.updating += 1
+        self.asked += 1
         try:
             with phase("update_weights"):
-                digest, swapped = await asyncio.to_thread(self._load, self.store, version)
+                loaded = await asyncio.to_thread(self._load, self.store, version, self.asked)
+                if loaded is None:
+                    return self.engine.version
+                digest, swapped = loaded
                 await asyncio.wrap_future(swapped)
         finally:
             self.updating -= 1
@@ -120,10 +137,15 @@ class Generator(ForgeActor):
             )
         return self.engine.version
 
-    def _load(self, store: Store, version: int) -> tuple[str, Future[None]]:
-        """Read and check a version beside the decoding; only the swap is left to the engine."""
-        with store.open(POLICY, version) as snapshot:
-            return snapshot.digest, self.engine.update_weights(snapshot.tensors(), version, snapshot.digest)
+    def _load(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
+        """Read and check a version beside the decoding; only the swap is left to the engine. None if a later request
+        came first: one that nobody waits for any more must not bring old weights back."""
+        with self.loading:
+            if number < self.loaded:
+                return None
+            self.loaded = number
+            with store.open(POLICY, version) as snapshot:
+                return snapshot.digest, self.engine.update_weights(snapshot.tensors(), version, snapshot.digest)
 
     @endpoint
     async def stats(self) -> dict[str, Any]:

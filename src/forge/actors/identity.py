@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..store import MissingVersion, Store
+from ..store import MissingVersion, Store, VersionStore
 from ..types import Batch, Origin
 
 # The key under which the policy's weights are published.
@@ -33,8 +33,9 @@ class Identities:
     def check(self, batch: Batch) -> None:
         """UnknownWeights unless the weights behind every token are those that were published under its version.
 
-        What does not say where it comes from cannot be checked: episodes made by hand, and completions of a generator
-        that was never given a published version.
+        Tokens without a version (-1) cannot be checked, and pass. Those with a version that was published must say with
+        which weights; those with one that was not pass only as long as they say nothing about it (a generator that was
+        never given a published version).
         """
         for origin in batch.origins:
             if origin.version < 0 or origin.identity in self._published.get(origin.version, ()):
@@ -84,9 +85,9 @@ def check_age(batch: Batch, version: int, max_policy_age: int) -> None:
             )
 
 
-def check_current(store: Store, version: int, who: str) -> None:
+def check_current(store: VersionStore, version: int, who: str) -> None:
     """StaleWeights if two versions were published after the one that `who` serves: it has missed an update."""
-    newer = [published for published in store.versions(POLICY) if published > version]
+    newer = [published for published in store.published(POLICY) if published > version]
     if len(newer) > 1:
         raise StaleWeights(
             f"{who} still serves version {version}, though {newer} were published since: it missed an update"

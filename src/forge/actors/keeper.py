@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -25,8 +26,14 @@ from ..store.manifest import Manifest, checksum
 from ..store.parts import Part, Ranks
 from ..store.snapshot import Snapshot
 
-# Seconds for which a reader or writer may hold memory of the store without a word.
-LEASE = 600.0
+# Seconds beyond a transfer's own limit after which its memory is taken back.
+GRACE = 60.0
+# Buffers that a process keeps for the next transfers.
+SPARE = 8
+
+
+class LeaseLost(RuntimeError):
+    """Memory of the store was taken back from a reader or writer who took too long, or the keeper was replaced."""
 
 
 class Keeper(ForgeActor):
@@ -38,40 +45,52 @@ class Keeper(ForgeActor):
 
     def __init__(self, store: VersionStore) -> None:
         self.store = store
-        self._leases: dict[str, tuple[ExitStack, dict[str, Window], dict[str, Tensor], asyncio.TimerHandle]] = {}
+        self._leases: dict[str, Lease] = {}
 
     def setup(self) -> None:
         if not self.store.is_here():
             raise ValueError(f"the keeper of {self.store.root} must run on the host where it is")
 
     @endpoint
-    async def open(self, key: str, version: int | None) -> tuple[str, str, dict[str, Window]]:
-        """Hold a version for a reader: a lease, the contents list, and a window to each segment."""
+    async def open(self, key: str, version: int | None, limit: float) -> tuple[str, str, dict[str, Window]]:
+        """Hold a version for a reader, for `limit` seconds: a lease, the contents list, a window to each segment."""
         stack = ExitStack()
         snapshot = await asyncio.to_thread(stack.enter_context, self.store.open(key, version))
         windows = {name: Window(memory) for name, memory in snapshot.memory.items()}
-        return self._lease(stack, windows, {}), snapshot.manifest.to_json(), windows
+        return self._lease(Lease(stack, windows, {}), limit), snapshot.manifest.to_json(), windows
 
     @endpoint
-    async def reserve(self, size: int) -> tuple[str, str, Window]:
-        """Memory of the store for a writer: a lease, the segment's name, and a window to it."""
+    async def reserve(self, size: int, limit: float) -> tuple[str, str, Window]:
+        """Memory of the store for a writer, for `limit` seconds: a lease, the segment's name, and a window to it."""
         stack = ExitStack()
         name, memory = await asyncio.to_thread(stack.enter_context, self.store.segments.writing(max(size, 1)))
         window = Window(memory)
-        return self._lease(stack, {name: window}, {name: memory}), name, window
+        return self._lease(Lease(stack, {name: window}, {name: memory}), limit), name, window
 
     @endpoint
     async def publish(self, lease: str, part: str, ranks: Ranks, timeout: float) -> int:
-        """Publish what was written into reserved memory, see `VersionStore.put`.
+        """Publish what was written into reserved memory, see `VersionStore.put`; ends the lease.
 
         Raises:
             CorruptWeights: it is not what the writer had.
+            LeaseLost: the memory was taken back before.
         """
-        manifest, memory = Manifest.from_json(part), self._leases[lease][2]
-        for shard in manifest.shards:
-            if shard.segment and checksum(shard.view(memory[shard.segment])) != shard.checksum:
-                raise CorruptWeights(f"{manifest.key}: tensor {shard.name!r} {shard.box} was damaged on its way")
-        return await asyncio.to_thread(self.store.publish, manifest, ranks, timeout)
+        held = self._leases.pop(lease, None)
+        if held is None:
+            raise LeaseLost("the memory for what is to be published was taken back: raise the timeout of the put")
+
+        def publish() -> int:
+            # In the thread to its end, also if nobody waits for it any more: the memory is held as long.
+            with held.stack:
+                manifest = Manifest.from_json(part)
+                for shard in manifest.shards:
+                    if shard.segment and checksum(shard.view(held.memory[shard.segment])) != shard.checksum:
+                        text = f"{manifest.key}: tensor {shard.name!r} {shard.box} was damaged on its way"
+                        raise CorruptWeights(text)
+                return self.store.publish(manifest, ranks, timeout)
+
+        await held.shut()
+        return await asyncio.to_thread(publish)
 
     @endpoint
     async def release(self, lease: str) -> None:
@@ -83,18 +102,33 @@ class Keeper(ForgeActor):
         """What the store answers to `method`."""
         return await asyncio.to_thread(getattr(self.store, method), *args, **kwargs)
 
-    def _lease(self, stack: ExitStack, windows: dict[str, Window], memory: dict[str, Tensor]) -> str:
-        lease, loop = uuid4().hex, asyncio.get_running_loop()
-        timer = loop.call_later(LEASE, lambda: loop.create_task(self._release(lease)))
-        self._leases[lease] = stack, windows, memory, timer
-        return lease
+    def _lease(self, lease: Lease, limit: float) -> str:
+        name, loop = uuid4().hex, asyncio.get_running_loop()
+        lease.timer = loop.call_later(limit + GRACE, lambda: loop.create_task(self._release(name)))
+        self._leases[name] = lease
+        return name
 
-    async def _release(self, lease: str) -> None:
-        if lease in self._leases:
-            stack, windows, _, timer = self._leases.pop(lease)
-            timer.cancel()
-            await asyncio.gather(*(window.close() for window in windows.values()))
-            stack.close()
+    async def _release(self, name: str) -> None:
+        if name in self._leases:
+            lease = self._leases.pop(name)
+            await lease.shut()
+            lease.stack.close()
+
+
+@dataclass
+class Lease:
+    """Memory of the store in the hands of another host: what holds it, and the windows to it."""
+
+    stack: ExitStack
+    windows: dict[str, Window]
+    memory: dict[str, Tensor]
+    timer: asyncio.TimerHandle | None = None
+
+    async def shut(self) -> None:
+        """Close the windows."""
+        if self.timer is not None:
+            self.timer.cancel()
+        await asyncio.gather(*(window.close() for window in self.windows.values()))
 
 
 class Reach:
@@ -131,7 +165,8 @@ class RemoteStore:
 
     def __init__(self, keeper: Any, timeout: float = 300.0) -> None:
         self._keeper, self._timeout = keeper, timeout
-        self._memory: dict[int, list[Tensor]] = {}  # buffers by size, to be used again
+        self._spare: list[Tensor] = []  # buffers to be used again
+        self._choosing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="forge-remote-store", daemon=True).start()
 
@@ -148,7 +183,7 @@ class RemoteStore:
         with self._buffer(part.size) as memory:
 
             async def send() -> int:
-                lease, segment, window = await self._keeper.reserve.route(part.size)
+                lease, segment, window = await self._keeper.reserve.route(part.size, timeout)
                 try:
                     manifest = await asyncio.to_thread(part.write, segment, memory)
                     if part.size:
@@ -170,7 +205,7 @@ class RemoteStore:
         with ExitStack() as buffers:
 
             async def fetch() -> Snapshot:
-                lease, manifest, windows = await self._keeper.open.route(key, version)
+                lease, manifest, windows = await self._keeper.open.route(key, version, self._timeout)
                 try:
                     memory = {}
                     for name, window in windows.items():
@@ -216,11 +251,11 @@ class RemoteStore:
     @contextmanager
     def _buffer(self, size: int) -> Iterator[Tensor]:
         """Memory for one transfer, used before if there is some: the first touch is what costs."""
-        spare = self._memory.setdefault(size, [])
-        memory = spare.pop() if spare else torch.empty(size, dtype=torch.uint8)
-        try:
-            yield memory
-        finally:
-            spare.append(memory)
-            for other in [known for known in self._memory if known != size]:
-                del self._memory[other]
+        with self._choosing:
+            fits = [spare for spare in self._spare if len(spare) == size]
+            memory = fits[0] if fits else torch.empty(size, dtype=torch.uint8)
+            self._spare = [spare for spare in self._spare if spare is not memory]
+        yield memory
+        # Not after an error: a transfer that was given up may still write to it.
+        with self._choosing:
+            self._spare = [*self._spare, memory][-SPARE:]

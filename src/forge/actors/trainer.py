@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..controller import ForgeActor, endpoint
 from ..data.packing import Aggregation, pack
 from ..observability import phase
-from ..store import VersionStore
+from ..store import Store
 from ..types import Batch, Episode, Group
+from .identity import POLICY, Identities, check_age
+from .keeper import Reach, connect
 from .ledger import Ledger
 
+if TYPE_CHECKING:
+    from ..training.background import Background
+
 JOURNAL = "trainer.journal"
+IDENTITIES = "identities"
+
+
+class Write(NamedTuple):
+    """A checkpoint that is written while training goes on."""
+
+    folder: str
+    extra: dict[str, Any] | None
+    keep: int
 
 
 class Trainer(ForgeActor):
@@ -30,6 +44,8 @@ class Trainer(ForgeActor):
         recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
             share: it loads the checkpoint that was last saved there, or restored, and trains the batches since then
             again, from a journal beside it. None makes the loss of a process the end of the run.
+        max_policy_age: the most versions (optimiser steps) that a trained token may be old; None is any age. A batch
+            with an older one is refused.
         **settings: further settings of `forge.training.trainer.PolicyTrainer`.
     """
 
@@ -38,19 +54,23 @@ class Trainer(ForgeActor):
         model: str,
         *,
         loss: Callable[..., Any],
-        store: VersionStore | None = None,
+        store: Store | Reach | None = None,
         optimizer: dict[str, Any] | None = None,
         aggregation: Aggregation = "token_mean",
         shard_degree: int = -1,
         recovery: str | None = None,
+        max_policy_age: int | None = None,
         **settings: Any,
     ) -> None:
-        self.model, self.loss, self.store, self.aggregation = model, loss, store, aggregation
+        self.model, self.loss, self.reach, self.aggregation = model, loss, store, aggregation
         self.optimizer, self.shard_degree, self.settings = optimizer or {}, shard_degree, settings
+        self.max_policy_age = max_policy_age
         self.recovery = None if recovery is None else Path(recovery).resolve()
         lost = "what it had learned is lost: set checkpoint.every, or give Trainer a recovery= folder"
         journal = None if self.recovery is None else str(self.recovery / JOURNAL)
         self.ledger = Ledger(self, journal, lost=lost, shared=True)
+        self.background: Background | None = None
+        self.writing: tuple[Write, str, int] | None = None  # its path, and the point in the journal
 
     def setup(self) -> None:
         from ..training.distributed import join
@@ -58,6 +78,8 @@ class Trainer(ForgeActor):
         from ..training.trainer import PolicyTrainer
 
         self.ledger.begin()
+        self.store = connect(self.reach)
+        self.identities = None if self.store is None else Identities(self.store)
         place = self.context
         ranks = join(place.rank, place.world_size, place.rendezvous, self.shard_degree)
         self.trainer = PolicyTrainer(self.model, ranks, OptimizerSettings(**self.optimizer), **self.settings)
@@ -65,17 +87,23 @@ class Trainer(ForgeActor):
     def on_respawn(self) -> None:
         from ..training import checkpoint
 
-        def train(step: tuple[Batch, dict[str, float]]) -> dict[str, float]:
-            batch, metrics = step
+        def redo(change: tuple[Batch, dict[str, float]] | Write) -> dict[str, float] | str:
+            if isinstance(change, Write):  # it was being written when the process was lost
+                self.writing = change, (path := self._begin(change)), self.ledger.now
+                return path
+            batch, metrics = change
             self.trainer.train_step(batch, self.loss)
             return metrics
 
-        self.ledger.replay(lambda path: checkpoint.load(self.trainer, path), train)
+        self.ledger.replay(lambda path: checkpoint.load(self.trainer, path), redo)
 
     def teardown(self) -> None:
         from ..training.distributed import leave
 
-        leave()
+        try:
+            self._settle()
+        finally:
+            leave()
 
     @endpoint
     def train_step(self, batch: Batch | Sequence[Episode | Group]) -> dict[str, float]:
@@ -83,43 +111,66 @@ class Trainer(ForgeActor):
 
         Episodes and groups are packed here; an episode without an advantage trains on its reward (REINFORCE without
         a baseline).
+
+        Raises:
+            StaleWeights: a token is older than `max_policy_age`; names who sampled it.
+            UnknownWeights: a token's weights are not those that were published under its version.
         """
         if self.ledger.repeated:
             return self.ledger.answer
         # The ranks train at the same time: one of them stands for all in the time by phase.
         with phase("train") if self.context.rank == 0 else nullcontext():
             batch = batch if isinstance(batch, Batch) else self._pack(batch)
+            if self.max_policy_age is not None:
+                check_age(batch, self.trainer.step, self.max_policy_age)
+            if self.identities is not None:
+                self.identities.check(batch)
             metrics = {f"train/{name}": value for name, value in self.trainer.train_step(batch, self.loss).items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
         return self.ledger.complete((batch, metrics), metrics)
 
     @endpoint
     def push_weights(self, version: int) -> None:
-        """Publish the current weights as `version`."""
+        """Publish the current weights as `version`: every rank writes what it holds.
+
+        Raises:
+            IncompleteVersion, VersionConflict, OSError: see `VersionStore.put`; nothing was published.
+        """
         if self.store is None:
             raise ValueError("this trainer has no weight store to publish to")
-        with phase("push_weights"):
-            weights = self.trainer.export_weights()
-            if self.context.rank == 0:
-                self.store.put(version, weights)
-            else:
-                for _ in weights:  # gathering a sharded tensor needs every rank
-                    pass
+        with phase("push_weights") if self.context.rank == 0 else nullcontext():
+            self.store.put(POLICY, self.trainer.weights(), version)
 
     @endpoint
-    def save_checkpoint(self, folder: str, extra: dict[str, Any] | None = None, keep: int = 2) -> str:
-        """Write a checkpoint, see `forge.training.checkpoint.save`; returns its path."""
+    def save_checkpoint(
+        self, folder: str, extra: dict[str, Any] | None = None, keep: int = 2, wait: bool = True
+    ) -> str:
+        """Write a checkpoint, see `forge.training.checkpoint.save`; returns its path.
+
+        Args:
+            wait: False copies the state in memory, and returns while the copy is being written: whatever comes next to
+                save, load or export waits for it, and raises what went wrong.
+
+        Raises:
+            CheckpointFailed: this one, or the one before it that was not waited for, could not be written.
+        """
         from ..training import checkpoint
 
         if self.ledger.repeated:
             return self.ledger.answer
         with phase("checkpoint"):
-            path = str(checkpoint.save(self.trainer, folder, extra=extra, keep=None))
+            self._settle()
+            known = {} if self.identities is None else self.identities.recent(self.trainer.step)
+            write = Write(folder, {**(extra or {}), IDENTITIES: known}, keep)
+            if not wait:
+                path = self._begin(write)
+                self.ledger.complete(write, path)
+                self.writing = write, path, self.ledger.now
+                return path
+            path = str(checkpoint.save(self.trainer, folder, extra=write.extra, keep=None))
             if Path(folder).resolve() == self.recovery:
                 self.ledger.restart(str(Path(path).resolve()), path)
-            # Not before: until then the journal may stand on a checkpoint that is now to go.
-            if self.context.rank == 0:
-                checkpoint.prune(folder, keep, path)
+            self._prune(write, path)
         return path
 
     @endpoint
@@ -129,7 +180,10 @@ class Trainer(ForgeActor):
 
         if self.ledger.repeated:
             return checkpoint.extra(path)
+        self._settle()
         extra = checkpoint.load(self.trainer, path)
+        if self.identities is not None and self.context.rank == 0:
+            self.identities.adopt(extra.get(IDENTITIES, {}))
         self.ledger.restart(str(Path(path).resolve()), None)
         return extra
 
@@ -138,7 +192,32 @@ class Trainer(ForgeActor):
         """Write the policy and its tokenizer in Hugging Face format."""
         from ..training import checkpoint
 
+        self._settle()
         checkpoint.export(self.trainer, folder, self.model)
+
+    def _begin(self, write: Write) -> str:
+        """Copy the state, and write the copy while training goes on."""
+        from ..training.background import Background
+
+        self.background = self.background or Background(self.trainer)
+        return str(self.background.save(write.folder, extra=write.extra))
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being written, and stand on it from here on."""
+        if self.writing is None or self.background is None:
+            return
+        (write, path, since), self.writing = self.writing, None
+        self.background.wait()
+        if Path(write.folder).resolve() == self.recovery:
+            self.ledger.rebase(str(Path(path).resolve()), since)
+        self._prune(write, path)
+
+    def _prune(self, write: Write, path: str) -> None:
+        """Not before the journal stands on `path`: until then it may stand on a checkpoint that is now to go."""
+        from ..training import checkpoint
+
+        if self.context.rank == 0:
+            checkpoint.prune(write.folder, write.keep, path)
 
     def _pack(self, items: Sequence[Episode | Group]) -> Batch:
         episodes = [e for item in items for e in (item.episodes if isinstance(item, Group) else [item])]

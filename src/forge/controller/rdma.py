@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 from torch import Tensor
@@ -27,11 +28,11 @@ class Window:
 
     async def read_into(self, memory: Tensor, timeout: float) -> None:
         """Copy all bytes from the owner's memory into `memory`, at least as large."""
-        await self._buffer.read_into(memory, timeout=round(timeout))
+        await self._buffer.read_into(memory, timeout=math.ceil(timeout))
 
     async def write_from(self, memory: Tensor, timeout: float) -> None:
         """Copy `memory` into the owner's memory, at least as large."""
-        await self._buffer.write_from(memory, timeout=round(timeout))
+        await self._buffer.write_from(memory, timeout=math.ceil(timeout))
 
     async def close(self) -> None:
         """Let nobody in any more."""

@@ -51,6 +51,7 @@ def pack(episodes: Sequence[Episode], *, aggregation: Aggregation = "token_mean"
         versions=_flat([episode.versions for episode in episodes], np.int64),
         advantages=np.repeat(np.array([e.advantage for e in episodes], np.float32), lengths) * mask,
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
+        origins=frozenset().union(*(episode.origins for episode in episodes)),
     )
 
 

@@ -1,8 +1,8 @@
 """Importance weights for tokens that another implementation sampled: the engine and the trainer differ by rounding, and
 by the steps that were made since.
 
-A weight multiplies a token's loss and passes no gradient. It is `pi / mu`, the trained policy over what sampled, bounded
-one way or the other, because a few tokens with enormous ratios would else decide the update.
+A weight multiplies a token's loss and passes no gradient. It is `pi / mu`, the trained policy over what sampled,
+bounded one way or the other, because a few tokens with enormous ratios would else decide the update.
 """
 
 from __future__ import annotations

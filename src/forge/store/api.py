@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..observability.metrics import PROCESS_NAME
 from .versions import VersionStore
 
 ADDRESS = "FORGE_STORE"
@@ -27,16 +28,23 @@ _store: VersionStore | None = None
 
 def default_store() -> VersionStore:
     """The store of this run: that of the process which started this one, or else a new one that goes with this
-    process."""
+    process.
+
+    Raises:
+        RuntimeError: this is a component, and its controller had no store when it started it.
+    """
     global _store
     address = os.environ.get(ADDRESS)
-    if _store is None or str(_store.root) != address:
-        if address:
-            _store = VersionStore(address)
-        else:
-            _store = VersionStore.create()
-            use(_store)
-            atexit.register(_store.close)
+    if _store is not None and str(_store.root) == address and _store.root.is_dir():
+        return _store
+    if address and (_store is None or not _store.owned):
+        _store = VersionStore(address)
+    elif PROCESS_NAME in os.environ:
+        raise RuntimeError("this run has no store: have the controller call forge.store.default_store() at first")
+    else:
+        _store = VersionStore.create()
+        use(_store)
+        atexit.register(_store.close)
     return _store
 
 

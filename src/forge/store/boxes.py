@@ -95,8 +95,13 @@ def writes(tensor: Tensor) -> bool:
 def missing(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
     """What is wrong with blocks that should fill `shape` exactly once; None if nothing is."""
     everything = whole(shape)
-    for a, b in itertools.combinations(boxes, 2):
-        if a.meet(b):
+    boxes = sorted(boxes, key=lambda box: box.offset)
+    for number, a in enumerate(boxes):
+        for b in itertools.islice(boxes, number + 1, None):
+            if shape and b.offset[0] >= a.offset[0] + a.size[0]:
+                break  # so do all that follow
+            if not a.meet(b):
+                continue
             return f"{a} was written twice, with different values" if a == b else f"{a} and {b} were both written"
     gap = everything.numel - sum(box.numel for box in boxes)
     if gap == 0:

@@ -56,7 +56,7 @@ class Manifest:
     def checksums(self) -> dict[str, str]:
         """One checksum a tensor, over its blocks."""
         return {
-            name: hash_bytes(json.dumps([(s.dtype, s.shape, s.box.offset, s.checksum) for s in shards]).encode())
+            name: hash_bytes(json.dumps(sorted((s.dtype, s.shape, s.box.offset, s.checksum) for s in shards)).encode())
             for name, shards in sorted(self.by_name.items())
         }
 
@@ -84,16 +84,21 @@ class Manifest:
     def join(cls, version: int, parts: Sequence[Manifest]) -> Manifest:
         """The version that the parts of all ranks make. Of equal blocks, which ranks on different meshes have written,
         the first counts."""
-        kept: dict[tuple[str, Box, str], Shard] = {}
+        kept: dict[tuple[str, str, Box, str], Shard] = {}
         for part in parts:
             for shard in part.shards:
-                kept.setdefault((shard.name, shard.box, shard.checksum), shard)
+                kept.setdefault((shard.name, shard.dtype, shard.box, shard.checksum), shard)
         return cls(parts[0].key, version, parts[0].single, tuple(kept.values()))
 
     def difference(self, other: Manifest) -> str | None:
-        """The first tensor by name that is not the same in both; None if all are."""
-        names = sorted(self.checksums.keys() | other.checksums.keys())
-        return next((name for name in names if self.checksums.get(name) != other.checksums.get(name)), None)
+        """The first tensor by name that is not the same in both; None if there is none, or if they cannot be compared,
+        their blocks being others."""
+        for name in sorted(self.by_name.keys() | other.by_name.keys()):
+            one, two = self.by_name.get(name, []), other.by_name.get(name, [])
+            comparable = {shard.box for shard in one} == {shard.box for shard in two}
+            if not one or not two or (comparable and self.checksums[name] != other.checksums[name]):
+                return name
+        return None
 
     def to_json(self) -> str:
         return json.dumps([self.key, self.version, self.single, [astuple(shard) for shard in self.shards]])
@@ -123,6 +128,7 @@ def checksum(values: Tensor) -> str:
 def copy_and_hash(source: Tensor, target: Tensor) -> str:
     """Fill `target`, contiguous on the CPU, and return its checksum, taken from the source where it has the same bytes:
     a copy that did not happen does not go unnoticed then."""
+    source = source.resolve_conj().resolve_neg()
     if source.device.type != "cpu" or source.dtype != target.dtype or not source.is_contiguous():
         target.copy_(source)
         return checksum(target)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -23,36 +25,38 @@ from .boxes import Box, local_boxes, whole, writes
 from .manifest import Manifest, Shard, copy_and_hash
 from .segments import ALIGNMENT
 
-# After this long a put that was never settled belongs to ranks that are gone.
+# After this long nobody waits any more for the outcome of a put.
 ABANDONED = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Who puts together: this one of `world`. `attempt` is the same text for all of them, and another one for every
-    put."""
+    """Who puts together: this one of `world`. `group` is a name that all of them know, and nobody else."""
 
     rank: int = 0
     world: int = 1
-    attempt: str = ""
+    group: str = ""
 
 
 _group: tuple[Any, str] | None = None
-_puts: dict[tuple[str, str], int] = {}
+_naming = threading.Lock()
 
 
-def ranks_of(key: str, tensors: Mapping[str, Tensor]) -> Ranks:
-    """All ranks of the process group if one of the tensors is spread over them, else this process alone."""
+def ranks_of(tensors: Mapping[str, Tensor]) -> Ranks:
+    """All ranks of the process group if one of the tensors is spread over them, else this process alone.
+
+    The first call in a process group is a collective.
+    """
     global _group
     spread = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not spread or not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks()
-    if _group is None or _group[0] is not dist.group.WORLD:
-        named = [uuid4().hex]
-        dist.broadcast_object_list(named, src=0)
-        _group = dist.group.WORLD, named[0]
-    number = _puts[_group[1], key] = _puts.get((_group[1], key), 0) + 1
-    return Ranks(dist.get_rank(), dist.get_world_size(), f"{_group[1]}-{number}")
+    with _naming:
+        if _group is None or _group[0] is not dist.group.WORLD:
+            named = [uuid4().hex]
+            dist.broadcast_object_list(named, src=0)
+            _group = dist.group.WORLD, named[0]
+    return Ranks(dist.get_rank(), dist.get_world_size(), _group[1])
 
 
 def flatten(value: Any) -> tuple[dict[str, Tensor], bool]:
@@ -118,9 +122,13 @@ class Part:
         dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
     ) -> Part:
-        """This rank's part of a value, floating-point tensors as `dtype`; TypeError and ValueError as in `flatten`."""
+        """This rank's part of a value, floating-point tensors as `dtype`; TypeError and ValueError as in `flatten`, or
+        for a version that is not a whole number from 0."""
+        version = None if version is None else operator.index(version)
+        if version is not None and version < 0:
+            raise ValueError(f"a version is a number from 0, got {version}")
         tensors, single = flatten(value)
-        ranks = ranks or ranks_of(key, tensors)
+        ranks = ranks or ranks_of(tensors)
         blocks: list[Block] = []
         for name, tensor in tensors.items():
             to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -153,62 +161,87 @@ class Part:
 
 
 class Attempt:
-    """The meeting place of the ranks of one put. Every rank adds its part; the last one settles what becomes of it."""
+    """The meeting place of the ranks of one put. Every rank adds its part; the last one settles what becomes of it.
+
+    A rank joins the group's newest attempt unless that is over or has its part already; then it opens the next one. To
+    be made, like everything that writes here, under the store's lock.
+    """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._ranks = ranks
         self._all = folder / "attempts"
-        self._place = self._all / ranks.attempt
-
-    def add(self, part: Manifest) -> bool:
-        """Write this rank's part; whether all are there now. The key is locked."""
-        self._place.mkdir(parents=True, exist_ok=True)
-        write_text(self._place / f"{self._ranks.rank}.part", part.to_json())
-        return not self._absent() and not self._result.exists()
-
-    def settle(self, publish: Callable[[list[Manifest]], int]) -> None:
-        """Publish the parts and leave word of the outcome for all ranks. The key is locked."""
-        parts = [self._place / f"{rank}.part" for rank in range(self._ranks.world)]
-        try:
-            outcome: Any = publish([Manifest.from_json(part.read_text()) for part in parts])
-        except (errors.IncompleteVersion, errors.VersionConflict, OSError) as error:
-            outcome = [type(error).__name__, str(error)]
-        write_text(self._result, json.dumps(outcome))
+        self._all.mkdir(parents=True, exist_ok=True)
+        numbers = [int(path.name.rpartition("-")[2]) for path in self._all.glob(f"{ranks.group}-*")]
+        self._place = self._all / f"{ranks.group}-{max(numbers, default=1)}"
+        if self._result.exists() or self._part(ranks.rank).exists():
+            self._place = self._all / f"{ranks.group}-{max(numbers) + 1}"
+        self._place.mkdir(exist_ok=True)
         for other in self._all.iterdir():
-            # A rank that puts again has read the outcome of its last put.
-            settled = other != self._place and (other / "outcome").exists()
-            if settled or time.time() - other.stat().st_mtime > ABANDONED:
+            if time.time() - other.stat().st_mtime > ABANDONED:
                 shutil.rmtree(other)
 
-    def outcome(self, locked: Callable[[], AbstractContextManager], timeout: float) -> int:
+    def add(self, part: Manifest) -> bool:
+        """Write this rank's part; whether all are there now."""
+        write_text(self._part(self._ranks.rank), part.to_json())
+        return not self.absent()
+
+    def settle(self, publish: Callable[[list[Manifest]], int]) -> None:
+        """Publish the parts and leave word of the outcome for all ranks."""
+        try:
+            outcome: Any = publish([Manifest.from_json(part.read_text()) for part in map(self._part, self._everyone)])
+        except Exception as error:  # whatever it was, every rank must hear of it
+            outcome = [type(error).__name__, str(error)]
+        self.end(outcome)
+
+    def end(self, outcome: Any) -> None:
+        """Leave word: a version, or the kind and text of an error."""
+        write_text(self._result, json.dumps(outcome))
+
+    def outcome(
+        self, locked: Callable[[], AbstractContextManager], publish: Callable[[list[Manifest]], int], timeout: float
+    ) -> int:
         """Wait for the last rank; the published version.
 
         Raises:
             IncompleteVersion: a rank did not write within `timeout` seconds, or the version is not whole.
-            VersionConflict: see `VersionStore.put`.
+            VersionConflict, OSError: see `VersionStore.put`.
         """
         end, pause = time.monotonic() + timeout, 0.0005
         while not self._result.exists():
-            if time.monotonic() > end:
+            late = time.monotonic() > end
+            if late or not self.absent():
                 with locked():
-                    if not self._result.exists():  # nobody may publish what this rank now lets go of
-                        names = ", ".join(map(str, self._absent()))
-                        text = f"rank {self._ranks.rank} waited {timeout:g} s for what ranks {names} should have put"
-                        write_text(self._result, json.dumps(["IncompleteVersion", text]))
-                break
+                    # Under the lock: the last rank settles before it lets go, unless it is killed in between.
+                    if not self._result.exists():
+                        if not self.absent():
+                            self.settle(publish)
+                        elif late:  # nobody may publish what this rank now lets go of
+                            names = ", ".join(map(str, self.absent()))
+                            text = f"rank {self._ranks.rank} waited {timeout:g} s for what ranks {names} should put"
+                            self.end(["IncompleteVersion", text])
+                continue
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         outcome = json.loads(self._result.read_text())
         if isinstance(outcome, int):
             return outcome
-        raise getattr(errors, outcome[0], RuntimeError)(outcome[1])
+        kind, text = outcome
+        raise {"OSError": OSError}.get(kind, getattr(errors, kind, errors.IncompleteVersion))(text)
+
+    def absent(self) -> list[int]:
+        """The ranks that have not added their parts."""
+        return [rank for rank in self._everyone if not self._part(rank).exists()]
+
+    @property
+    def _everyone(self) -> range:
+        return range(self._ranks.world)
 
     @property
     def _result(self) -> Path:
         return self._place / "outcome"
 
-    def _absent(self) -> list[int]:
-        return [rank for rank in range(self._ranks.world) if not (self._place / f"{rank}.part").exists()]
+    def _part(self, rank: int) -> Path:
+        return self._place / f"{rank}.part"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -63,6 +63,8 @@ class Snapshot:
             raise ValueError(
                 f"{self._where(name)} has shape {shards[0].shape}, it cannot be read into {tuple(target.shape)}"
             )
+        if target.is_meta:
+            raise ValueError(f"{self._where(name)} cannot be read into a tensor on the meta device: it has no memory")
         for box, values in local_boxes(target):
             for shard in shards:
                 if overlap := box.meet(shard.box):

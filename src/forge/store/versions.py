@@ -13,10 +13,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -25,11 +26,12 @@ from ..janitor import Scratch
 from .errors import IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest
 from .parts import Attempt, Part, Ranks, write_text
-from .segments import Segments
+from .segments import Segments, lock, locked
 from .snapshot import Snapshot
 
 PREFIX = "forge-weights-"
-PATIENCE = 30.0  # seconds in which a version that is dropped while it is opened gives way to a newer one
+PATIENCE = 60.0  # seconds to wait for what other processes hold for moments only
+IDENTITIES = 4096  # digests that are remembered
 HISTORY = 16  # contents lists of dropped versions that stay, to tell in which tensor two versions differ
 
 
@@ -45,7 +47,8 @@ class VersionStore:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.root, self.keep = Path(root), keep
-        self.segments = Segments(self.root)
+        self.segments = Segments(self.root, self._locked)
+        self._known: dict[tuple[Path, int, int], set[str]] = {}  # segments by manifest
         self._scratch: Scratch | None = None
         self._owner: int | None = None
 
@@ -58,10 +61,17 @@ class VersionStore:
         scratch = Scratch(PREFIX, base)
         store = cls(scratch.path, keep)
         store._scratch = scratch
-        store._owner = os.open(scratch.path / "owner", os.O_RDWR | os.O_CREAT, 0o600)
+        unnamed = scratch.path / "owner.unfinished"
+        store._owner = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(store._owner, fcntl.LOCK_EX)
+        unnamed.rename(scratch.path / "owner")
         store.segments.make()
         return store
+
+    @property
+    def owned(self) -> bool:
+        """Whether this object made the store, or removed it since."""
+        return self._scratch is not None
 
     def is_here(self) -> bool:
         """Whether this process is on the store's host: its folder can be reached, and is the one that was made."""
@@ -99,20 +109,37 @@ class VersionStore:
         """
         if not self.root.is_dir():
             raise FileNotFoundError(f"the weight store {self.root} was removed")
-        part = Part.of(key, value, version, dtype, ranks)
+        return self.put_part(Part.of(key, value, version, dtype, ranks), timeout)
+
+    def put_part(self, part: Part, timeout: float) -> int:
+        """Put what `Part.of` made of a value."""
         # Held until the version is published or given up: nobody else may take the segment before.
-        with self.segments.writing(part.size) as (segment, memory):
-            return self.publish(part.write(segment, memory), part.ranks, timeout)
+        with ExitStack() as held:
+            try:
+                segment, memory = held.enter_context(self.segments.writing(part.size))
+                written = part.write(segment, memory)
+            except Exception as error:
+                self._give_up(part, error)
+                raise
+            return self.publish(written, part.ranks, timeout)
 
     def publish(self, part: Manifest, ranks: Ranks, timeout: float) -> int:
         """Make what was written to a segment, which the caller holds, a version or one rank's part of it; see `put`."""
-        with self._locked(part.key):
+        with self._locked():
             if ranks.world == 1:
+                self._folder(part.key).mkdir(exist_ok=True)
                 return self._publish([part])
             attempt = Attempt(self._folder(part.key), ranks)
             if attempt.add(part):
                 attempt.settle(self._publish)
-        return attempt.outcome(lambda: self._locked(part.key), timeout)
+        return attempt.outcome(self._locked, self._publish, timeout)
+
+    def _give_up(self, part: Part, error: Exception) -> None:
+        """Let the other ranks know, if they still wait for this one."""
+        if part.ranks.world > 1 and not isinstance(error, TimeoutError):
+            with self._locked():
+                attempt = Attempt(self._folder(part.key), part.ranks)
+                attempt.end(["IncompleteVersion", f"rank {part.ranks.rank} could not put {part.key}: {error}"])
 
     def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
         """Read a version, the newest by default.
@@ -146,7 +173,7 @@ class VersionStore:
             path = self._folder(key) / f"v{number}.json"
             with ExitStack() as held:
                 try:
-                    manifest = Manifest.from_json(path.read_text())
+                    manifest = Manifest.from_json(contents := path.read_text())
                     memory = held.enter_context(self.segments.reading(manifest.segments))
                 except FileNotFoundError:
                     if version is not None and not path.exists():
@@ -155,7 +182,7 @@ class VersionStore:
                         raise
                     time.sleep(0.001)
                     continue
-                if path.exists():  # else its segments may be others by now
+                if _read(path) == contents:  # else its segments may be another's by now
                     yield Snapshot(manifest, memory)
                     return
 
@@ -196,11 +223,11 @@ class VersionStore:
         """
         if not self.exists(key):
             raise self._missing(key, None)
-        with self._locked(key):
-            for path in self._folder(key).iterdir():
-                if path.name != "lock":
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.segments.reclaim(self._referenced)
+        with self._locked():
+            # Renamed first: a key that is half removed must not be seen.
+            gone = self._folder(key).rename(self.root / f"deleted-{uuid4().hex}")
+            shutil.rmtree(gone)
+            self.segments.reclaim(self._referenced())
 
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
         """Wait until the key has a version of at least `min_version`; returns the newest.
@@ -225,27 +252,36 @@ class VersionStore:
             MissingVersion: neither.
         """
         folder = self._folder(key)
-        for path in (folder / f"v{version}.json", folder / "dropped" / f"{version}.json"):
-            if path.exists():
-                return Manifest.from_json(path.read_text())
+        # Once more the first one: it may have been dropped between the two looks.
+        for path in (folder / f"v{version}.json", folder / "dropped" / f"{version}.json", folder / f"v{version}.json"):
+            if contents := _read(path):
+                return Manifest.from_json(contents)
         raise self._missing(key, version)
+
+    def published(self, key: str) -> list[int]:
+        """The numbers of versions, ascending, those included that were dropped not long ago."""
+        dropped = self._folder(key) / "dropped"
+        names = os.listdir(dropped) if dropped.is_dir() else []
+        return sorted({*self.versions(key), *(int(name.removesuffix(".json")) for name in names)})
 
     def identities(self, key: str) -> dict[int, set[str]]:
         """The digests under which each version was ever published, dropped ones included."""
         found: dict[int, set[str]] = {}
-        path = self._folder(key) / "identities"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            version, digest = line.split()
-            found.setdefault(int(version), set()).add(digest)
+        for line in (_read(self._folder(key) / "identities") or "").splitlines():
+            version, _, digest = line.partition(" ")
+            if digest:  # a line that was cut off by a full disk has none
+                found.setdefault(int(version), set()).add(digest)
         return found
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
         """Take over what an earlier store knew of published versions."""
-        with self._locked(key):
+        with self._locked():
+            self._folder(key).mkdir(exist_ok=True)
             self._note(key, [(version, digest) for version, many in identities.items() for digest in sorted(many)])
 
     def close(self) -> None:
         """Remove the store and everything in it."""
+        self.segments.forget(everything=True)
         shutil.rmtree(self.root, ignore_errors=True)
         if self._owner is not None:
             os.close(self._owner)
@@ -268,17 +304,22 @@ class VersionStore:
         except ValueError as error:
             raise IncompleteVersion(str(error)) from None
         if number in versions:
-            other = manifest.difference(self.manifest(key, number))
-            if other is not None:
-                raise VersionConflict(f"{key} version {number} was published before: tensor {other!r} was different")
-            return number
+            before = self.manifest(key, number)
+            if manifest.digest == before.digest:
+                return number
+            tensor = before.difference(manifest)
+            how = "in another layout" if tensor is None else f"with other values: tensor {tensor!r} was different"
+            raise VersionConflict(f"{key} version {number} was published before {how}")
+        for rank, part in enumerate(parts):
+            if not all(map(self.segments.held, part.segments)):
+                raise IncompleteVersion(f"{key} version {number}: rank {rank} was lost before it was published")
         if number < newest:
             raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
         # Known before it can be used: who uses it must be able to identify it.
         self._note(key, [(number, manifest.digest)])
         write_text(folder / f"v{number}.json", manifest.to_json())
         self._drop(folder, [*versions, number][: -self.keep])
-        self.segments.reclaim(self._referenced)
+        self.segments.reclaim(self._referenced())
         return number
 
     def _drop(self, folder: Path, versions: list[int]) -> None:
@@ -290,18 +331,20 @@ class VersionStore:
             old.unlink()
 
     def _referenced(self) -> set[str]:
-        """The segments of published versions, and of those that are being put."""
+        """The segments of published versions. Those that are being put are held by their writers."""
         found: set[str] = set()
-        for path in [*self.root.glob("key-*/v*.json"), *self.root.glob("key-*/attempts/*/*.part")]:
-            try:
-                found |= Manifest.from_json(path.read_text()).segments
-            except FileNotFoundError:
-                continue
+        known, self._known = self._known, {}
+        for path in self.root.glob("key-*/v*.json"):
+            status = path.stat()
+            file = path, status.st_ino, status.st_mtime_ns
+            self._known[file] = known.get(file) or Manifest.from_json(path.read_text()).segments
+            found |= self._known[file]
         return found
 
     def _note(self, key: str, identities: list[tuple[int, str]]) -> None:
-        with (self._folder(key) / "identities").open("a") as file:
-            file.writelines(f"{version} {digest}\n" for version, digest in identities)
+        path = self._folder(key) / "identities"
+        lines = (_read(path) or "").splitlines() + [f"{version} {digest}" for version, digest in identities]
+        write_text(path, "".join(f"{line}\n" for line in lines[-IDENTITIES:]))
 
     def _missing(self, key: str, version: int | None) -> MissingVersion:
         if not self.exists(key):
@@ -311,16 +354,15 @@ class VersionStore:
     def _folder(self, key: str) -> Path:
         return self.root / f"key-{quote(key, safe='')}"
 
-    @contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
-        folder = self._folder(key)
-        folder.mkdir(exist_ok=True)
-        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(file)
+    def _locked(self) -> AbstractContextManager[None]:
+        return locked(self.root / "lock", PATIENCE)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
 
 
 def _sweep(folder: Path) -> None:
@@ -329,14 +371,12 @@ def _sweep(folder: Path) -> None:
         owner = os.open(folder / "owner", os.O_RDWR)
     except OSError:
         # Without an owner yet: being made, unless that is long ago.
-        if time.time() - folder.stat().st_mtime < 60:
-            return
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            if time.time() - folder.stat().st_mtime > 60:
+                shutil.rmtree(folder, ignore_errors=True)
         return
     try:
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        return
+        if lock(owner, fcntl.LOCK_EX):
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(owner)

@@ -70,7 +70,9 @@ class PolicyTrainer:
         Returns:
             metrics, equal on every rank: loss, grad_norm, learning_rate, tokens, micro_batches, and means over trained
             tokens of entropy, kl (of the policy to the reference, k3), ratio, ratio_deviation (mean |ratio - 1|) and
-            whatever `loss.metrics` reports; ratio_max_deviation is a maximum.
+            whatever `loss.metrics` reports; ratio_max_deviation is a maximum. on_policy is the share of tokens that
+            this very version sampled (its number is the step's), and engine_difference the mean |log ratio| of those,
+            if there are any: how far the engine that sampled and this trainer are apart under equal weights.
 
         Raises:
             FloatingPointError: the loss or the gradient is not finite; the weights are left as they were.
@@ -87,7 +89,8 @@ class PolicyTrainer:
             tensors = self._named_tensors(micro, logprobs, entropy)
             value = _weighted(loss, micro, tensors)
             value.backward()
-            for name, amount in _token_sums(loss, tensors).items():
+            current = torch.from_numpy(micro.versions[micro.mask] == self.step).to(logprobs.device)
+            for name, amount in _token_sums(loss, tensors, current).items():
                 totals[name] = totals.get(name, torch.zeros_like(amount)) + amount
             totals["loss"] = totals.get("loss", torch.zeros((), device=value.device)) + value.detach()
             behaviour = tensors["behaviour_logprobs"]
@@ -96,6 +99,9 @@ class PolicyTrainer:
                 largest = torch.maximum(largest, (ratio - 1.0).abs().max())
         metrics = self._reduce(totals, int(batch.mask.sum()))
         metrics["ratio_max_deviation"] = self._max(largest)
+        apart = metrics.pop("engine_difference")
+        if metrics["on_policy"]:
+            metrics["engine_difference"] = apart / metrics["on_policy"]
         metrics |= self.optimizer_step(metrics["loss"])
         return metrics | {"tokens": float(len(batch.tokens)), "micro_batches": float(len(micro_batches[0]))}
 
@@ -122,11 +128,15 @@ class PolicyTrainer:
         self._reshard()
         return scores
 
+    def weights(self) -> dict[str, Tensor]:
+        """What this rank holds of every parameter, under its Hugging Face name: DTensors where they are sharded."""
+        self._reshard()
+        return {name: parameter.detach() for name, parameter in self.policy.model.named_parameters()}
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names. Every rank must iterate; all get the same."""
-        self._reshard()
-        for name, parameter in self.policy.model.named_parameters():
-            yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+        for name, tensor in self.weights().items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _reshard(self) -> None:
         """A forward pass without a backward one leaves copies, in its own dtype, in place of the parameters."""
@@ -205,14 +215,17 @@ def _call_by_name(loss: Callable[..., Any], tensors: dict[str, Tensor | None]) -
 
 
 @torch.no_grad()
-def _token_sums(loss: Loss, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Sums over trained tokens of the standard diagnostics and of the loss's own."""
+def _token_sums(loss: Loss, tensors: dict[str, Tensor | None], current: Tensor) -> dict[str, Tensor]:
+    """Sums over trained tokens of the standard diagnostics and of the loss's own; `current` marks the tokens of the
+    version that trains."""
     logprobs, behaviour, entropy, ref = (
         tensors[name] for name in ("logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
     )
     assert logprobs is not None and behaviour is not None and entropy is not None
     ratio = importance_ratio(logprobs, behaviour)
     sums = {"entropy": entropy.sum(), "ratio": ratio.sum(), "ratio_deviation": (ratio - 1.0).abs().sum()}
+    sums["on_policy"] = current.sum()
+    sums["engine_difference"] = (logprobs - behaviour)[current].abs().sum()
     if ref is not None:
         sums["kl"] = kl_k3(logprobs, ref).sum()
     if hasattr(loss, "metrics"):
