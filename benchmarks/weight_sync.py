@@ -130,9 +130,7 @@ def gaps(folder: Path, rounds: int) -> None:
         feeder.join()
         usual = median(b - a for a, b in pairwise(steps))
     store.close()
-    print(
-        f"\n{size / 1e6:.0f} MB of weights, 32 sequences, {len(steps)} steps; a step takes {usual * 1e3:.1f} ms (median)"
-    )
+    print(f"\n{size / 1e6:.0f} MB of weights, 32 sequences, {len(steps)} steps of {usual * 1e3:.1f} ms (median)")
     print("\n| stretch | longest gap, ms: median | worst | in steps: median |\n|---|---|---|---|")
     for updating, name in ((False, "no update"), (True, "an update beside it")):
         values = longest[updating]

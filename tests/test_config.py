@@ -94,6 +94,8 @@ def test_overrides(config):
         (["--generator.procs", "2"], "services.generator.procs must be 1: scale it with num_replicas"),
         (["--reward.call_timeout", "-1"], "services.reward: call_timeout must be positive"),
         (["--checkpoint.keep", "0"], "checkpoint.keep must be at least 1"),
+        (["--checkpoint.async_write", "true"], "checkpoint.async_write does nothing: checkpoint.every is 0"),
+        (["--resume", "auto"], "--resume is understood by recipes only"),
         (["--dataset.max_prompt_tokens", "4096"], "together exceed training.seq_len: at most 3584"),
         (["--eval.every", "3", "--training.sync_interval", "2"], "a multiple of training.sync_interval"),
         (["--seed"], "--seed needs a value"),
@@ -131,7 +133,7 @@ def test_every_shipped_file_loads_and_round_trips(path):
 
 def test_sections_unpack():
     cfg = build(GRPOConfig, {"model": "m", "dataset": {"task": "reverse"}})
-    assert dict(**cfg.checkpoint) == {"every": 0, "keep": 2}
+    assert dict(**cfg.checkpoint) == {"every": 0, "keep": 2, "async_write": False}
 
 
 @pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])

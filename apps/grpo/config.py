@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from forge.config import ConfigError, Section
 from forge.sections import RecipeConfig, ServiceConfig
@@ -14,7 +14,9 @@ class AlgorithmConfig(Section):
     """GRPO: `n_samples` completions a prompt, scored against one another.
 
     `beta` > 0 adds a KL penalty to a frozen reference model; `normalize` divides advantages by the group's standard
-    deviation; `skip_no_signal` leaves out groups whose rewards are all equal.
+    deviation; `skip_no_signal` leaves out groups whose rewards are all equal. `correction` weighs tokens by how much
+    the trained policy differs from what sampled them, truncated at `correction_high` or masked outside the two bounds,
+    in place of the clip, see `forge.losses.GRPOLoss`.
     """
 
     n_samples: int = 8
@@ -25,6 +27,14 @@ class AlgorithmConfig(Section):
     max_tokens: int = 512
     normalize: bool = True
     skip_no_signal: bool = True
+    correction: Literal["none", "truncate", "mask"] = "none"
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+
+    def loss(self) -> dict[str, Any]:
+        """Settings for `forge.losses.GRPOLoss`."""
+        names = ("clip_low", "clip_high", "beta", "correction", "correction_low", "correction_high")
+        return {name: self[name] for name in names}
 
 
 @dataclass
@@ -66,6 +76,14 @@ class GRPOConfig(RecipeConfig):
             (
                 self.services.ref_model != ServiceConfig() and not self.grpo.beta,
                 "services.ref_model is set and nothing uses it: grpo.beta is 0",
+            ),
+            (
+                self.grpo.correction != "mask" and self.grpo.correction_low != AlgorithmConfig.correction_low,
+                "grpo.correction_low does something only if grpo.correction is mask",
+            ),
+            (
+                self.grpo.correction == "none" and self.grpo.correction_high != AlgorithmConfig.correction_high,
+                "grpo.correction_high does nothing: grpo.correction is none",
             ),
         ):
             if bad:

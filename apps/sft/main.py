@@ -9,6 +9,7 @@ a small model that is made from the seed, and nothing is downloaded.
 import asyncio
 
 from apps.sft.config import SFTConfig
+from forge import actors
 from forge.actors import DatasetActor, Generator, RewardActor, Trainer, evaluate
 from forge.controller import drain_metrics
 from forge.losses import SFTLoss
@@ -39,21 +40,30 @@ async def main(cfg: SFTConfig, model: str, held_out: list[Sample], record: Run, 
         ),
         RewardActor.options(**services.reward).as_service(**cfg.reward),
     )
-    before = await evaluate(policy, reward, held_out)
-    record.log(0, await drain_metrics(), **before)
-    for step in range(1, cfg.training.steps + 1):
+    await actors.resume(record, trainer, dataset)
+
+    async def accuracy(step: int) -> dict[str, float]:
+        await trainer.push_weights.call(step)
+        await policy.update_weights.fanout(step)
+        return await evaluate(policy, reward, held_out)
+
+    def reached() -> bool:
+        return record.history[-1].get("eval/accuracy", -1.0) >= cfg.eval.stop_at
+
+    if record.start == 0:
+        before = await accuracy(0)
+        record.log(0, await drain_metrics(), **before)
+    for step in range(record.start + 1, cfg.training.steps + 1):
+        if reached():
+            break
         episodes = await dataset.supervised.route(cfg.training.batch_size)
         metrics = await trainer.train_step.route(episodes)
-        if step == cfg.training.steps or (cfg.eval.every and step % cfg.eval.every == 0):
-            await trainer.push_weights.call(step)
-            await policy.update_weights.fanout(step)
-            metrics |= await evaluate(policy, reward, held_out)
-        if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
-            position = {"dataset": await dataset.state_dict.route()}
-            await trainer.save_checkpoint.call(record.checkpoints, position, cfg.checkpoint.keep)
+        last = step == cfg.training.steps
+        if last or (cfg.eval.every and step % cfg.eval.every == 0):
+            metrics |= await accuracy(step)
         record.log(step, await drain_metrics(), **metrics)
-        if metrics.get("eval/accuracy", -1.0) >= cfg.eval.stop_at:
-            break
+        if cfg.checkpoint.due(step, last or reached()):
+            await actors.save(record, trainer, dataset, **cfg.checkpoint.how)
     await trainer.export_model.call(record.model)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -37,8 +36,54 @@ class Section:
         return getattr(self, name)
 
 
+@dataclasses.dataclass
+class Arguments:
+    """A command line: `--config FILE`, `--resume RUN`, and overrides `--a.b VALUE` (or `--a.b=VALUE`).
+
+    Raises:
+        ConfigError: a word that is none of these, or a name without its value.
+    """
+
+    config: Path | None
+    resume: str | None
+    overrides: list[tuple[str, str]]
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Arguments:
+        found, rest = cls(None, None, []), list(argv)
+        while rest:
+            name, equals, value = rest.pop(0).partition("=")
+            if not name.startswith("--"):
+                raise ConfigError(f"did not understand {name!r}: overrides are written --section.key VALUE")
+            if not equals:
+                if not rest:
+                    raise ConfigError(f"{name} needs a value")
+                value = rest.pop(0)
+            if name == "--config":
+                found.config = Path(value)
+            elif name == "--resume":
+                found.resume = value
+            else:
+                found.overrides.append((name[2:], value))
+        return found
+
+
 def load(cls: type[T], argv: Sequence[str]) -> T:
-    """Read `--config FILE` and overrides `--a.b VALUE` (or `--a.b=VALUE`) into `cls`, and run its `validate`.
+    """Read `--config FILE` and overrides into `cls`, see `read`.
+
+    Raises:
+        ConfigError: as `read`; or no file is given, or `--resume`, which `forge.recipe.launch` understands.
+    """
+    arguments = Arguments.parse(argv)
+    if arguments.config is None:
+        raise ConfigError("--config FILE is missing")
+    if arguments.resume is not None:
+        raise ConfigError("--resume is understood by recipes only")
+    return read(cls, arguments.config, arguments.overrides)
+
+
+def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) -> T:
+    """Read a YAML file with overrides into `cls`, and run its `validate`.
 
     A dotted name that does not exist at the top is looked for under `services`, so `--trainer.procs 2` sets
     `services.trainer.procs`. Values are YAML.
@@ -46,7 +91,6 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
     Raises:
         ConfigError: unknown key, wrong type, missing file, malformed YAML, or what `validate` refuses.
     """
-    path, overrides = _arguments(argv)
     values = _read(path)
     for name, text in overrides:
         _set(values, cls, name, _value(text))
@@ -54,14 +98,6 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
     if hasattr(config, "validate"):
         config.validate()
     return config
-
-
-def load_or_exit(cls: type[T], argv: Sequence[str] | None = None) -> T:
-    """`load`, but a mistake ends the program with its one line."""
-    try:
-        return load(cls, sys.argv[1:] if argv is None else argv)
-    except (ConfigError, OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 def build(cls: type[T], values: Any, where: str = "") -> T:
@@ -99,23 +135,12 @@ def to_dict(config: Any) -> dict[str, Any]:
     }
 
 
-def _arguments(argv: Sequence[str]) -> tuple[Path, list[tuple[str, str]]]:
-    path, overrides, rest = None, [], list(argv)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not name.startswith("--"):
-            raise ConfigError(f"did not understand {name!r}: overrides are written --section.key VALUE")
-        if not equals:
-            if not rest:
-                raise ConfigError(f"{name} needs a value")
-            value = rest.pop(0)
-        if name == "--config":
-            path = Path(value)
-        else:
-            overrides.append((name[2:], value))
-    if path is None:
-        raise ConfigError("--config FILE is missing")
-    return path, overrides
+def flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """Plain data of a configuration by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, _join(where, name)) if value and isinstance(value, dict) else {_join(where, name): value}
+    return found
 
 
 def _value(text: str) -> Any:

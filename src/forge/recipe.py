@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from .actors.reward import load_reward
-from .config import load_or_exit, to_dict
+from .config import Arguments, to_dict
 from .controller import ForgeError, run
 from .models import build_small_model, resolve_model
 from .observability import Run
+from .observability.lock import RunLock
+from .observability.run import check_free
+from .resume import Start, check_origin, find_start, read_config, write_origin
 from .sections import DatasetConfig, EvalConfig
-from .store import VersionStore
+from .store import VersionStore, use
 from .types import Sample
 
 Main = Callable[..., Coroutine[Any, Any, None]]
@@ -23,32 +28,73 @@ def launch(main: Main, config_type: type[Any], argv: list[str] | None = None) ->
 
     `model` is the model's local folder, `held_out` the problems to evaluate on, `record` the run's folder and `store`
     carries weights from trainer to generators. Bad input ends the program with one line and starts nothing.
+
+    `--resume runs/x` goes on with a run from its newest checkpoint, `--resume auto` with the one that is configured if
+    there is something to go on from. Afterwards `record.start` is the step to start at.
     """
-    cfg = load_or_exit(config_type, argv)
-    try:
-        model = (
-            resolve_model(cfg.model)
-            if cfg.model
-            else build_small_model(f"{cfg.run.root}/{cfg.run.name}-initial", seed=cfg.seed, **cfg.from_scratch)
-        )
-        for name in [*cfg.reward.functions, *filter(None, [cfg.reward.accuracy])]:
-            load_reward(name)
-        held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
-        if cfg.run.overwrite:
-            check_overwrite(cfg, model)
-        record = Run(**cfg.run, config=to_dict(cfg), steps=cfg.training.steps, tensorboard=cfg.metrics.tensorboard)
-    except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"error: {error}") from None
-    store = VersionStore.create()
-    try:
-        run(main(cfg, model, held_out, record, store))
-    except ForgeError as error:
-        raise SystemExit(f"error: {error}") from error
-    finally:
+    with ExitStack() as closing:
         try:
-            record.close()
-        finally:
-            store.close()
+            arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
+            cfg: Any = read_config(config_type, arguments)
+            closing.callback(RunLock(Path(cfg.run.root) / cfg.run.name).close)
+            start = find_start(cfg, arguments.resume)
+            if start.finished:
+                print(f"{cfg.run.root}/{cfg.run.name} is finished: it ended after step {start.step}")
+                return
+            model, held_out, record = prepare(cfg, start)
+        except (ValueError, OSError, ImportError) as error:
+            raise SystemExit(f"error: {error}") from None
+        closing.callback(record.close)
+        use(store := VersionStore.create())
+        closing.callback(store.close)
+        from .training.checkpoint import CheckpointFailed
+
+        try:
+            run(main(cfg, model, held_out, record, store))
+        except (ForgeError, CheckpointFailed) as error:
+            raise SystemExit(f"error: {error}") from error
+        record.finish()
+
+
+def prepare(cfg: Any, start: Start) -> tuple[str, list[Sample], Run]:
+    """The model, the held-out problems and the run's folder, once everything is checked.
+
+    Raises:
+        ValueError, OSError, ImportError: what is wrong, in one line.
+    """
+    folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
+    overwrite = start.checkpoint is None and (cfg.run.overwrite or start.anew)
+    if start.checkpoint is None:
+        check_free(folder, overwrite)
+        model = resolve_model(cfg.model) if cfg.model else build_small_model(initial, seed=cfg.seed, **cfg.from_scratch)
+    else:
+        model = resolve_model(cfg.model or str(initial))
+        check_origin(folder, model, local(cfg.dataset.path))
+    for name in [*cfg.reward.functions, *filter(None, [cfg.reward.accuracy])]:
+        load_reward(name)
+    held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
+    if overwrite:
+        check_overwrite(cfg, model)
+    record = Run(
+        cfg.run.name,
+        to_dict(cfg),
+        root=cfg.run.root,
+        overwrite=overwrite,
+        steps=cfg.training.steps,
+        tensorboard=cfg.metrics.tensorboard,
+        resume=start.checkpoint,
+        start=start.step,
+    )
+    if start.checkpoint is None:
+        write_origin(folder, model, local(cfg.dataset.path))
+    else:
+        record.say(f"going on from {start.checkpoint}")
+    return model, held_out, record
+
+
+def local(path: str | None) -> str | None:
+    """The path, if it is one of this machine and no hub id."""
+    return path if path is not None and Path(path).exists() else None
 
 
 def check_overwrite(cfg: Any, model: str) -> None:

@@ -147,6 +147,7 @@ class GeneratorConfig(Section):
     slots: int = 256
     max_seq_len: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    on_update: Literal["continue", "finish", "recompute"] = "continue"
 
 
 @dataclass
@@ -159,10 +160,29 @@ class RewardConfig(Section):
 
 @dataclass
 class CheckpointConfig(Section):
-    """`every` so many steps (0: never); the newest `keep` stay."""
+    """`every` so many steps, and after the last (0: never); the newest `keep` stay.
+
+    `async_write`: training goes on while a copy of the state is written.
+    """
 
     every: int = 0
     keep: int = 2
+    async_write: bool = False
+
+    def validate(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(f"checkpoint.keep must be at least 1, got {self.keep}")
+        if self.async_write and not self.every:
+            raise ConfigError("checkpoint.async_write does nothing: checkpoint.every is 0")
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Settings for `forge.actors.save`."""
+        return {"keep": self.keep, "async_write": self.async_write}
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether a checkpoint is written after this step."""
+        return self.every > 0 and (last or step % self.every == 0)
 
 
 @dataclass
@@ -224,5 +244,4 @@ class RecipeConfig(Section):
             )
         self.dataset.validate()
         self.training.validate()
-        if self.checkpoint.keep < 1:
-            raise ConfigError(f"checkpoint.keep must be at least 1, got {self.checkpoint.keep}")
+        self.checkpoint.validate()

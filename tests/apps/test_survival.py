@@ -10,7 +10,7 @@ from pathlib import Path
 from forge.training.checkpoint import checkpoints, extra
 from tests.apps.test_recipes import CONFIG, children, command, gone, rows, start
 
-STEPS = 42
+STEPS = 72
 SURVIVOR = CONFIG | {
     "training": CONFIG["training"] | {"steps": STEPS},
     "checkpoint": {"every": 6},

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 
+from forge.training import checkpoint
 from tests.training import ranks
-from tests.training.cases import write_model
+from tests.training.cases import example, make_trainer, write_model
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +31,10 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, model: Path, untied: Path) -> Callable[[str], list[Any]]:
     """What each of two processes got from a scenario of `tests.training.ranks`, by the scenario's name."""
     folder = tmp_path_factory.mktemp("ranks")
+    alone = make_trainer(model)
+    for seed in range(3):
+        alone.train_step(example(seed), ranks.LOSS)
+    checkpoint.save(alone, folder / "one")
     context = mp.get_context("spawn")
     rendezvous = context.SimpleQueue()
     processes = [

@@ -18,6 +18,7 @@ from forge.controller import ActorContext
 from forge.data.packing import Aggregation
 from forge.losses import GRPOLoss
 from forge.training import checkpoint
+from forge.training.background import Background
 from forge.training.distributed import Ranks, join, leave
 from tests.actors.respawn import request
 from tests.training.cases import example, make_trainer, weights_of
@@ -80,6 +81,43 @@ def saved(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
     }
 
 
+def background(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
+    """Two checkpoints that are written while training goes on, and one that one rank cannot write its part of."""
+    trainer = make_trainer(model, ranks)
+    writer = Background(trainer)
+    losses, paths = [], []
+    for seed in range(4):
+        losses.append(trainer.train_step(example(seed), LOSS)["loss"])
+        if seed % 2 == 0:
+            paths.append(writer.save(folder, extra={"seed": seed}))
+    writer.wait()
+    restored = make_trainer(model, ranks)
+    extra = checkpoint.load(restored, paths[0])
+    again = [restored.train_step(example(seed), LOSS)["loss"] for seed in (1, 2, 3)]
+    content = checkpoint.Content.of(trainer, folder, None)
+    if ranks.rank == 1:
+        content.files = {"no/such/folder": b""}
+    try:
+        content.write()
+    except checkpoint.CheckpointFailed as error:
+        message = str(error)
+    torch.distributed.barrier()
+    return {
+        "losses": losses,
+        "again": again,
+        "extra": extra,
+        "message": message,
+        "left": sorted(path.name for path in folder.iterdir()),
+    }
+
+
+def of_one_rank(ranks: Ranks, model: Path, path: Path) -> list[float]:
+    """Two ranks go on from a checkpoint of one."""
+    trainer = make_trainer(model, ranks)
+    checkpoint.load(trainer, path)
+    return [trainer.train_step(example(seed), LOSS)["loss"] for seed in (3, 4)]
+
+
 def not_finite(ranks: Ranks, model: Path) -> dict[str, Any]:
     """A step on a batch with one advantage that is no number, which only one rank sees."""
     trainer = make_trainer(model, ranks)
@@ -101,7 +139,7 @@ def replaced(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
         actor = Trainer(str(model), loss=LOSS, recovery=str(folder))
         actor.context = ActorContext("Trainer", rank=ranks.rank, world_size=2, incarnation=incarnation)
         actor.ledger.begin()
-        actor.trainer = make_trainer(model, ranks)
+        actor.trainer, actor.identities = make_trainer(model, ranks), None
         return actor
 
     def train(actor: Trainer, seed: int) -> dict[str, float]:
@@ -136,6 +174,8 @@ def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, 
         "replaced": partial(replaced, ranks, model, folder / "recovery"),
         "saved": partial(saved, ranks, model, folder),
         "not finite": partial(not_finite, ranks, model),
+        "background": partial(background, ranks, model, folder / "background"),
+        "of one rank": partial(of_one_rank, ranks, model, folder / "one" / "step_000003"),
     }
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.training import checkpoint
+from forge.training.background import Background
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 from tests.training.ranks import LOSS
 
@@ -72,7 +77,9 @@ def test_what_is_not_complete_is_neither_listed_nor_loaded(model: Path, tmp_path
     trainer.train_step(example(), LOSS)
     with pytest.raises((pickle.PicklingError, AttributeError)):
         checkpoint.save(trainer, tmp_path, extra={"cannot be pickled": lambda: None})
-    (unfinished,) = set(tmp_path.iterdir()) - {first}
+    assert list(tmp_path.iterdir()) == [first]
+    unfinished = tmp_path / "step_000001.unfinished"
+    shutil.copytree(first, unfinished)
     assert checkpoint.checkpoints(tmp_path) == [first]
     for path in (unfinished, tmp_path / "step_000001", tmp_path):
         with pytest.raises(FileNotFoundError, match="is not a complete checkpoint"):
@@ -80,6 +87,53 @@ def test_what_is_not_complete_is_neither_listed_nor_loaded(model: Path, tmp_path
     second = checkpoint.save(trainer, tmp_path)
     assert checkpoint.checkpoints(tmp_path) == [first, second] == sorted(tmp_path.iterdir())
     assert checkpoint.checkpoints(tmp_path / "nowhere") == []
+
+
+def test_a_copy_is_written_while_training_goes_on(model: Path, tmp_path: Path):
+    trainer = make_trainer(model)
+    trainer.train_step(example(0), LOSS)
+    expected = checkpoint.save(trainer, tmp_path / "waited for", extra={"name": "x"})
+    background = Background(trainer)
+    path = background.save(tmp_path / "copied", extra={"name": "x"})
+    after = [trainer.train_step(example(seed), LOSS) for seed in (1, 2, 3)]
+    background.wait()
+    first, second = make_trainer(model), make_trainer(model)
+    assert checkpoint.load(first, path) == checkpoint.load(second, expected) == {"name": "x"}
+    assert largest_difference(weights_of(first), weights_of(second)) == 0.0
+    assert [first.train_step(example(seed), LOSS) for seed in (1, 2, 3)] == after
+    assert largest_difference(weights_of(first), weights_of(trainer)) == 0.0
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel refuses to write more than this into a file, as it does when a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 1000, 40_000])
+def test_a_disk_that_is_full_leaves_the_older_checkpoint(model: Path, tmp_path: Path, size: int):
+    trainer = make_trainer(model)
+    trainer.train_step(example(0), LOSS)
+    first = checkpoint.save(trainer, tmp_path, extra={"name": "x"})
+    trainer.train_step(example(1), LOSS)
+    background, message = Background(trainer), rf"step_000002 could not be written: .*; the newest is {first}"
+    with largest_file(size):
+        with pytest.raises(checkpoint.CheckpointFailed, match=message):
+            checkpoint.save(trainer, tmp_path)
+        background.save(tmp_path)
+        with pytest.raises(checkpoint.CheckpointFailed, match=message):
+            background.wait()
+    assert list(tmp_path.iterdir()) == [first]
+    restored = make_trainer(model)
+    assert checkpoint.load(restored, first) == {"name": "x"}
+    assert restored.train_step(example(1), LOSS) is not None
+    assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
+    assert checkpoint.save(trainer, tmp_path).name == "step_000002"
 
 
 @pytest.mark.parametrize("which", ["model", "untied"])

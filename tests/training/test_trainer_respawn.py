@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from forge.actors import Trainer
 from forge.controller import Unrecoverable
@@ -43,11 +42,28 @@ def save(name: str, keep: int = 1) -> Step:
     return name, lambda trainer, folder: Path(trainer.save_checkpoint(str(folder), {"name": name}, keep)).name
 
 
+def begin(name: str, keep: int = 1) -> Step:
+    """A checkpoint that is written while training goes on."""
+    return name, lambda trainer, folder: Path(trainer.save_checkpoint(str(folder), {"name": name}, keep, False)).name
+
+
 def load(step: int) -> Step:
     return "load", lambda trainer, folder: trainer.load_checkpoint(str(folder / f"step_{step:06d}"))
 
 
 SCRIPT = [train(0), train(1), save("a"), train(2), save("b"), save("c"), train(3), load(3), train(4)]
+BACKGROUND = [
+    train(0),
+    begin("a"),
+    train(1),
+    begin("b", 2),
+    train(2),
+    save("d"),
+    begin("c"),
+    train(3),
+    load(3),
+    train(4),
+]
 
 
 def assert_same(trainer: Trainer, other: Trainer) -> None:
@@ -84,9 +100,19 @@ class Killer:
         return watched
 
 
-def test_a_kill_at_any_moment_changes_nothing(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def killed(trainer: Trainer) -> None:
+    """Its threads are gone too: what one of them was doing has either been done or not."""
+    if trainer.background is not None and trainer.background._thread is not None:
+        trainer.background._thread.join()
+
+
+@pytest.mark.parametrize("script", [SCRIPT, BACKGROUND], ids=["waited for", "in the background"])
+def test_a_kill_at_any_moment_changes_nothing(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: list[Step]
+):
     calm = make(0, tmp_path / "calm")
-    expected = [act(calm, tmp_path / "calm") for _, act in SCRIPT]
+    expected = [act(calm, tmp_path / "calm") for _, act in script]
+    calm.teardown()
     moments = 0
     with monkeypatch.context() as patch:
         killer = Killer(patch)
@@ -94,16 +120,22 @@ def test_a_kill_at_any_moment_changes_nothing(make: Make, tmp_path: Path, monkey
             folder = tmp_path / "run"
             trainer, replaced = make(0), False
             killer.left = moments = moments + 1
-            for (name, act), right in zip(SCRIPT, expected, strict=True):
+            for (name, act), right in zip(script, expected, strict=True):
                 with request(name):
                     try:
                         answer = act(trainer, folder)
-                    except (Killed, CheckpointException):  # torch wraps what is raised while it writes
+                    except (Killed, checkpoint.CheckpointFailed):  # torch wraps what is raised while it writes
+                        killed(trainer)
                         trainer, replaced = make(1), True
                         answer = act(trainer, folder)
                 assert answer == right, (moments, name)
+            try:
+                trainer.teardown()
+            except (Killed, checkpoint.CheckpointFailed):
+                trainer, replaced = make(1), True
+                trainer.teardown()
             assert_same(trainer, calm)
-            assert checkpoint.extra(checkpoint.checkpoints(folder)[-1]) == {"name": "c"}
+            assert checkpoint.extra(checkpoint.checkpoints(folder)[-1])["name"] == "c"
             if not replaced:
                 break
             shutil.rmtree(folder)
@@ -164,6 +196,25 @@ def test_after_going_back_to_an_older_checkpoint_the_newer_ones_are_not_restored
     last = trainer.save_checkpoint(folder, None, 1)
     assert_same(make(2), trainer)
     assert Path(last) in checkpoint.checkpoints(folder)
+
+
+def test_a_write_that_fails_in_the_background_is_said_and_the_one_before_it_is_stood_on(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer, folder = make(0), str(tmp_path / "run")
+    first = trainer.save_checkpoint(folder)
+    trainer.train_step(example(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.dcp, "save", lambda *_, **__: Path("/proc/nowhere").write_bytes(b""))
+        assert trainer.save_checkpoint(folder, None, 1, wait=False).endswith("step_000001")
+        trainer.train_step(example(1))
+        with pytest.raises(checkpoint.CheckpointFailed, match=r"step_000001 could not be .*; the newest is .*_000000"):
+            trainer.save_checkpoint(folder)
+    assert checkpoint.checkpoints(folder) == [Path(first)]
+    again = make(1)
+    again.teardown()  # writes step 1 anew
+    assert_same(again, trainer)
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step_000001"]
 
 
 def test_episodes_are_trained_again_as_they_were_packed(make: Make):

@@ -90,6 +90,25 @@ def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(two_ranks: TwoRan
         assert_same_metrics(trainer.train_step(example(seed), ranks.LOSS), expected, 1e-5)
 
 
+def test_a_checkpoint_of_one_rank_continues_on_two(two_ranks: TwoRanks, model: Path):
+    trainer = make_trainer(model)
+    for seed in range(3):
+        trainer.train_step(example(seed), ranks.LOSS)
+    expected = [trainer.train_step(example(seed), ranks.LOSS)["loss"] for seed in (3, 4)]
+    first, second = two_ranks("of one rank")
+    assert first == second
+    assert first == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_two_ranks_write_in_the_background_while_they_train(two_ranks: TwoRanks):
+    for result in two_ranks("background"):
+        assert result["again"] == result["losses"][1:]
+        assert result["extra"] == {"seed": 0}
+        # One rank could not write: both know, and what was there stays.
+        assert "step_000004 could not be written: No such file or directory; the newest is" in result["message"]
+        assert result["left"] == ["step_000001", "step_000003"]
+
+
 def test_two_replaced_ranks_have_the_weights_of_those_they_replace(two_ranks: TwoRanks):
     for result in two_ranks("replaced"):
         assert result["step"] == 3

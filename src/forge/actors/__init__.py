@@ -6,6 +6,7 @@ from .generator import Generator
 from .reference import ReferenceModel
 from .replay_buffer import ReplayBuffer
 from .reward import RewardActor
+from .snapshot import resume, save
 from .trainer import Trainer
 from .window import Window
 
@@ -18,4 +19,6 @@ __all__ = [
     "Trainer",
     "Window",
     "evaluate",
+    "resume",
+    "save",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..types import Episode, Group
@@ -11,8 +12,28 @@ from ..types import Episode, Group
 Item = Episode | Group
 
 
+@dataclass
+class Seen:
+    """Indices of a stream, nearly all of them from 0 on: all below `low`, and those `above`."""
+
+    low: int = 0
+    above: set[int] = field(default_factory=set)
+
+    def __contains__(self, index: int) -> bool:
+        return index < self.low or index in self.above
+
+    def add(self, index: int) -> None:
+        if index not in self:
+            self.above.add(index)
+        while self.low in self.above:
+            self.above.remove(self.low)
+            self.low += 1
+
+
 class Contents:
     """Items in order, counters and a random state: no waiting, no messages, no metrics.
+
+    `seen` are the indices of all groups that ever came in, kept or not. A group that comes again is dropped.
 
     The same operations in the same order give the same answers and leave the same contents. A journal of operations
     relies on that.
@@ -21,17 +42,25 @@ class Contents:
     def __init__(self, max_policy_age: int | None, order: Literal["fifo", "random"], seed: int) -> None:
         self.max_policy_age, self.order = max_policy_age, order
         self.items: list[Item] = []
-        self.dropped = {"unscored": 0, "unscored_episodes": 0, "too_old": 0}
+        self.dropped = {"unscored": 0, "unscored_episodes": 0, "too_old": 0, "repeated": 0, "forgotten": 0}
+        self.seen = Seen()
         self.random = random.Random(seed)
         self.version = 0
 
     def admits(self, item: Item) -> bool:
         """Whether `add` would keep something of this item now."""
         scored = _scored(item)
-        return scored is not None and self._young(scored)
+        index = _index(item)
+        return scored is not None and self._young(scored) and (index is None or index not in self.seen)
 
     def add(self, item: Item) -> bool:
         """Keep what is scored of an item; False and counted if it is dropped."""
+        index = _index(item)
+        if index is not None:
+            if index in self.seen:
+                self.dropped["repeated"] += 1
+                return False
+            self.seen.add(index)
         scored = _scored(item)
         if scored is None:
             self.dropped["unscored"] += 1
@@ -67,6 +96,7 @@ class Contents:
             "dropped": self.dropped,
             "version": self.version,
             "random": self.random.getstate(),
+            "seen": self.seen,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -74,10 +104,21 @@ class Contents:
         self.items, self.dropped = list(state["items"]), dict(state["dropped"])
         self.version = state["version"]
         self.random.setstate(state["random"])
+        self.seen = Seen(state["seen"].low, set(state["seen"].above))
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """Count groups that never come in: nobody knows their prompts any more."""
+        for index in indices:
+            self.seen.add(index)
+            self.dropped["forgotten"] += 1
 
     def _young(self, item: Item) -> bool:
         # Version -1 says that nobody knows who sampled it: age cannot be judged, the trainer takes it as on-policy.
         return self.max_policy_age is None or item.version == -1 or item.version >= self.version - self.max_policy_age
+
+
+def _index(item: Item) -> int | None:
+    return item.index if isinstance(item, Group) and item.index >= 0 else None
 
 
 def _scored(item: Item) -> Item | None:

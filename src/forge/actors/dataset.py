@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ..controller import ForgeActor, endpoint
 from ..data.prompts import supervised
 from ..observability import Reduce, record_metric
 from ..types import Episode, Sample
+from .contents import Seen
 from .ledger import Ledger
 
 if TYPE_CHECKING:
@@ -21,11 +23,15 @@ class DatasetActor(ForgeActor):
         tokenizer: Hugging Face folder or hub id whose tokenizer makes the prompts.
         journal: file from which a replaced dataset takes up its position; None makes the loss of its process the end
             of the run.
+        remember: how many of the last samples a saved state holds, so that those whose rollouts were under way can be
+            handed out again.
         **dataset: settings of `forge.data.dataset.PromptDataset`.
     """
 
-    def __init__(self, tokenizer: str, *, journal: str | None = None, **dataset: Any) -> None:
+    def __init__(self, tokenizer: str, *, journal: str | None = None, remember: int = 1024, **dataset: Any) -> None:
         self.tokenizer_path, self.settings = tokenizer, dataset
+        self.issued: deque[Sample] = deque(maxlen=remember)
+        self.again: deque[Sample] = deque()  # to be handed out before the stream goes on
         lost = "the position in the data is lost: give DatasetActor a journal= to keep it"
         self.ledger = Ledger(self, journal, lost=lost, state=self.state_dict)
 
@@ -41,13 +47,16 @@ class DatasetActor(ForgeActor):
     def on_respawn(self) -> None:
         position = self.dataset.state_dict()
 
-        def restore(recorded: dict[str, Any]) -> None:
+        def restore(state: dict[str, Any]) -> None:
             nonlocal position
-            position = recorded
+            position = state["position"]
+            self._recall(state["issued"], state["again"])
 
         def redo(change: tuple[Any, dict[str, Any]]) -> Any:
-            answer, recorded = change
-            restore(recorded)
+            nonlocal position
+            answer, position = change
+            if isinstance(answer, Sample):
+                self._issue(answer)
             return answer
 
         self.ledger.replay(restore, redo)
@@ -60,8 +69,9 @@ class DatasetActor(ForgeActor):
         if self.ledger.repeated:
             return self.ledger.answer
         skipped = self.dataset.skipped
-        sample = next(self.dataset)
+        sample = self.again[0] if self.again else next(self.dataset)
         record_metric("data/skipped", self.dataset.skipped - skipped, Reduce.SUM)
+        self._issue(sample)
         return self._complete(sample)
 
     @endpoint
@@ -73,16 +83,42 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def state_dict(self) -> dict[str, Any]:
-        """The position in the stream."""
-        return self.dataset.state_dict()
+        """The position in the stream, and the samples that were handed out last."""
+        return {"position": self.dataset.state_dict(), "issued": [*self.issued], "again": [*self.again]}
 
     @endpoint
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position."""
+    def load_state_dict(self, state: dict[str, Any], seen: Seen | None = None) -> list[int]:
+        """Go on from a saved position.
+
+        Args:
+            seen: the indices that are done with: all others before the position are handed out again first. None says
+                that all are.
+
+        Returns:
+            indices that would have to be, and that the state does not remember.
+        """
         if self.ledger.repeated:
-            return
-        self.dataset.load_state_dict(state)
-        self.ledger.restart(state, None)
+            return self.ledger.answer
+        self.dataset.load_state_dict(state["position"])
+        forgotten: list[int] = []
+        if seen is None:
+            self._recall(state["issued"], state["again"])
+        else:
+            known = {sample.prompt.index: sample for sample in [*state["issued"], *state["again"]]}
+            open_ = [index for index in range(seen.low, self.dataset.served) if index not in seen]
+            forgotten = [index for index in open_ if index not in known]
+            self._recall([], [known[index] for index in open_ if index in known])
+        return self.ledger.restart(self.state_dict(), forgotten)
+
+    def _recall(self, issued: list[Sample], again: list[Sample]) -> None:
+        self.issued.clear()
+        self.issued.extend(issued)
+        self.again = deque(again)
+
+    def _issue(self, sample: Sample) -> None:
+        if self.again and self.again[0].prompt.index == sample.prompt.index:
+            self.again.popleft()
+        self.issued.append(sample)
 
     def _complete(self, answer: Any) -> Any:
         return self.ledger.complete((answer, self.dataset.state_dict()), answer)

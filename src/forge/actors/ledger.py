@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any
 
 from ..controller import ForgeActor, Unrecoverable, request_id
@@ -45,12 +46,14 @@ class Ledger:
     ) -> None:
         self._owner, self._path, self._lost, self._state, self._shared = owner, path, lost, state, shared
         self._live = 0
+        self._records = 0  # in the journal
         self._kept: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # single answers, lists
 
     def begin(self) -> None:
         """In a first process: start an empty journal in the place of what an earlier run left."""
         if self._owner.context.incarnation == 0 and self._writes:
             self._journal.rewrite([])
+            self._records = 0
 
     @property
     def repeated(self) -> bool:
@@ -65,12 +68,12 @@ class Ledger:
     def enter(self, change: Any) -> None:
         """Write down a change that is not all of a request."""
         if self._writes:
-            self._journal.append(("change", None, change))
+            self._append(None, change)
 
     def complete(self, change: Any, answer: Any) -> Any:
         """Write down a change that completes the request. Redoing it (see `replay`) must give the same answer."""
         if self._writes:
-            self._journal.append(("change", request_id(), change))
+            self._append(request_id(), change)
         self._remember(request_id(), answer)
         if self._writes and self._state and self._journal.size > max(self.FLOOR, self.GROWTH * self._live):
             self._rewrite(self._state())
@@ -83,6 +86,17 @@ class Ledger:
             self._rewrite(state)
         return answer
 
+    @property
+    def now(self) -> int:
+        """This point in the journal, for `rebase`."""
+        return self._records
+
+    def rebase(self, state: Any, since: int) -> None:
+        """Begin the journal at `state`, which stands for all changes before the point `since` (see `now`); those after
+        it stay."""
+        if self._writes:
+            self._rewrite(state, since)
+
     def replay(self, restore: Callable[[Any], Any], redo: Callable[[Any], Any]) -> None:
         """Give the recorded state, if any, to `restore`, and each change since to `redo`, which returns its answer.
 
@@ -93,6 +107,7 @@ class Ledger:
             raise Unrecoverable(f"{self._owner.context} was replaced and {self._lost}")
         try:
             for kind, head, body in self._journal.replay():
+                self._records += 1
                 if kind == "state":
                     self._kept = head
                     restore(body)
@@ -114,8 +129,14 @@ class Ledger:
     def _writes(self) -> bool:
         return self._path is not None and not (self._shared and self._owner.context.rank)
 
-    def _rewrite(self, state: Any) -> None:
-        self._journal.rewrite([("state", self._kept, state)])
+    def _append(self, request: str | None, change: Any) -> None:
+        self._journal.append(("change", request, change))
+        self._records += 1
+
+    def _rewrite(self, state: Any, since: int | None = None) -> None:
+        later = [] if since is None else islice(self._journal.replay(), since, None)
+        self._journal.rewrite(chain([("state", self._kept, state)], later))
+        self._records = 1 if since is None else 1 + self._records - since
         self._live = self._journal.size
 
     def _remember(self, request: str | None, answer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from ..controller import ForgeActor, endpoint
@@ -16,7 +17,8 @@ class ReplayBuffer(ForgeActor):
     """Episodes or groups, bounded in number and in age.
 
     `add` waits while the buffer is full (back-pressure); `sample` waits until there is enough that is young enough.
-    What is dropped is counted with its reason. A group with an unscored episode keeps the others if two remain.
+    What is dropped is counted with its reason. A group with an unscored episode keeps the others if two remain. A group
+    that has an index is taken once: one that comes again is dropped.
 
     Args:
         capacity: most items held.
@@ -57,7 +59,7 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def add(self, item: Item) -> bool:
-        """Put one item in, waiting for room. Returns False if it was dropped: unscored, or too old by then."""
+        """Put one item in, waiting for room. Returns False if it was dropped: unscored, repeated or too old by then."""
         if self.ledger.repeated:
             return self.ledger.answer
         async with self.changed:
@@ -99,14 +101,18 @@ class ReplayBuffer(ForgeActor):
         return copy.deepcopy(self.contents.state_dict())
 
     @endpoint
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a saved state in place of the current one."""
+    async def load_state_dict(self, state: dict[str, Any], forgotten: Sequence[int] = ()) -> int:
+        """Take up a saved state in place of the current one; returns how many items it holds.
+
+        Args:
+            forgotten: indices of groups that can no longer come in, to be counted as dropped.
+        """
         if self.ledger.repeated:
-            return
+            return self.ledger.answer
         async with self.changed:
             self.contents.load_state_dict(state)
-            self.changed.notify_all()
-            self.ledger.restart(state, None)
+            self._change("forget", forgotten)
+            return self.ledger.restart(self.contents.state_dict(), self._size)
 
     @property
     def _size(self) -> int:

@@ -15,14 +15,15 @@ class Window:
         batch_size: rollouts of one training step.
         steps: training steps of the run; no rollout beyond them is admitted.
         version: the version served at the start.
+        held: rollouts beyond it that were done before.
     """
 
-    def __init__(self, batch_size: int, max_policy_age: int, steps: int, version: int = 0) -> None:
+    def __init__(self, batch_size: int, max_policy_age: int, steps: int, version: int = 0, held: int = 0) -> None:
         if max_policy_age < 0:
             raise ValueError(f"max_policy_age must be at least 0, got {max_policy_age}")
         self.batch_size, self.max_policy_age = batch_size, max_policy_age
         self.end = steps * batch_size
-        self.admitted = self.numbered = version * batch_size
+        self.admitted = self.numbered = version * batch_size + held
         self.version = version
         self._changed = asyncio.Condition()
 

@@ -14,12 +14,12 @@ LOG_EVERY = 10.0
 class Progress:
     """Shows step, reward, accuracy, tokens a second, policy age and the time that is left."""
 
-    def __init__(self, name: str, steps: int) -> None:
+    def __init__(self, name: str, steps: int, start: int = 0) -> None:
         self.steps = steps
         self._live = sys.stderr.isatty()
-        self._bar = tqdm(total=steps, desc=name, disable=not self._live, dynamic_ncols=True, unit="step")
+        self._bar = tqdm(total=steps, initial=start, desc=name, disable=not self._live, dynamic_ncols=True, unit="step")
         self._started = time.perf_counter()
-        self._first: int | None = None
+        self._first: int | None = start or None
         self._logged = 0.0
 
     def update(self, step: int, row: dict[str, float]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import yaml
 
 from ..types import Group
 from .console import Progress
-from .metrics import Snapshot
+from .metrics import Clock, Snapshot, phase
 from .report import write_report
 from .trace import write_trace
+
+MARK, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", "finished"
 
 
 class Run:
@@ -28,10 +31,14 @@ class Run:
         steps: training steps, for the progress bar.
         overwrite: remove an earlier run of this name.
         tensorboard: also write TensorBoard event files.
+        resume: the checkpoint from which the run goes on: what was recorded after it is cut off, whatever `overwrite`
+            says.
+        start: the step of that checkpoint.
 
     Raises:
-        FileExistsError: the folder holds an earlier run and `overwrite` is False.
+        FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
         ModuleNotFoundError: tensorboard is asked for and not installed.
+        ValueError: what is to be gone on from was damaged; names the file and the line.
     """
 
     def __init__(
@@ -43,27 +50,32 @@ class Run:
         root: str = "runs",
         overwrite: bool = False,
         tensorboard: bool = False,
+        resume: str | None = None,
+        start: int = 0,
     ) -> None:
-        self.folder = Path(root) / name
+        self.folder, self.resume, self.start = Path(root) / name, resume, start
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ModuleNotFoundError(
                 "metrics.tensorboard needs the tensorboard package: pip install 'torchforge[tensorboard]'"
             )
-        if (self.folder / "metrics.jsonl").exists():
-            if not overwrite:
-                raise FileExistsError(
-                    f"{self.folder} holds an earlier run: choose another run.name, or set run.overwrite to true"
-                )
-            shutil.rmtree(self.folder)
+        if resume is None:
+            check_free(self.folder, overwrite)
+            if (self.folder / MARK).exists():
+                clear(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        self._metrics = (self.folder / "metrics.jsonl").open("a")
+        self.history: list[dict[str, float]] = cut(self.folder / MARK, start) if resume else []
+        if resume:
+            cut(self.folder / "rollouts.jsonl", start)
+        self._done.unlink(missing_ok=True)
+        write_whole(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
+        self._metrics = (self.folder / MARK).open("a")
         self._rollouts = (self.folder / "rollouts.jsonl").open("a")
-        self._board = _summary_writer(self.folder / "tensorboard") if tensorboard else None
-        self._progress = Progress(name, steps)
-        self._all = Snapshot()
-        self._started = self._last = time.perf_counter()
-        self.history: list[dict[str, float]] = []
+        self._board = _summary_writer(self.folder / "tensorboard", start + 1) if tensorboard else None
+        self._progress = Progress(name, steps, start)
+        self._all, self._finished = Snapshot(), False
+        self._clock = Clock()
+        self._last = time.perf_counter()
+        self._started = self._last - (self.history[-1]["seconds"] if self.history else 0.0)
 
     @property
     def checkpoints(self) -> str:
@@ -78,12 +90,32 @@ class Run:
     def model(self) -> str:
         return str(self.folder / "model")
 
+    @property
+    def _done(self) -> Path:
+        return self.folder / FINISHED
+
+    def steps(self, end: int) -> Iterator[int]:
+        """The steps that are still to be made up to `end`, numbered by the version that each trains. The time of the
+        task that makes them is split up by what it waits for: `wall/<phase>`, in seconds."""
+        self._clock.start()
+        yield from range(self.start, end)
+
     def log(self, step: int, snapshot: Snapshot, **values: float) -> dict[str, float]:
-        """Write one row: everything recorded since the last one, `values`, and the rates that follow from them."""
+        """Write one row: everything recorded since the last one, `values`, and the rates that follow from them.
+
+        `wall/accounted` is the share of the time since the last row that the phases add up to.
+        """
+        with phase("log"):
+            return self._log(step, snapshot, **values)
+
+    def _log(self, step: int, snapshot: Snapshot, **values: float) -> dict[str, float]:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         row = {"step": float(step), "seconds": now - self._started, **snapshot.values(), **values}
         row["seconds/step"] = seconds
+        if spent := self._clock.take():
+            row |= {f"wall/{name}": taken for name, taken in spent.items()}
+            row["wall/accounted"] = sum(spent.values()) / seconds
         row["generation/tokens_per_second"] = row.get("generation/tokens", 0.0) / seconds
         if row.get("seconds/train"):
             row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
@@ -100,6 +132,10 @@ class Run:
     def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Keep these groups as they were, with the step that trains on them: one line each, the first response in
         full and the rewards of all."""
+        with phase("log"):
+            self._log_rollouts(step, groups)
+
+    def _log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         for group in groups:
             line = {
                 "step": step,
@@ -112,6 +148,15 @@ class Run:
             }
             self._rollouts.write(json.dumps(line) + "\n")
         self._rollouts.flush()
+
+    def sync(self) -> None:
+        """Have on the disk what was logged so far: a checkpoint's steps must not be missing here after a power cut."""
+        for file in (self._metrics, self._rollouts):
+            os.fsync(file.fileno())
+
+    def finish(self) -> None:
+        """The run came to its end: `close` marks it as finished."""
+        self._finished = True
 
     def say(self, text: str) -> None:
         """Print a line without tearing the progress bar."""
@@ -132,12 +177,72 @@ class Run:
         self._rollouts.close()
         if self._board is not None:
             self._board.close()
-        write_trace(self.folder / "trace.json", self._all.spans)
-        if self.history:
-            write_report(self.folder, self.history)
+        name = f"trace_{self.start:06d}.json" if self.resume else "trace.json"
+        try:
+            write_trace(self.folder / name, self._all.spans)
+            if self.history:
+                write_report(self.folder, self.history)
+        except OSError as error:  # a full disk; what the run ended with is more important
+            print(f"trace and report of {self.folder} could not be written: {error}", flush=True)
+        if self._finished:
+            write_whole(self._done, "")
 
 
-def _summary_writer(folder: Path):
+def check_free(folder: Path, overwrite: bool) -> None:
+    """FileExistsError if a run may not begin in this folder, because there is one."""
+    if (folder / MARK).exists() and not overwrite:
+        raise FileExistsError(
+            f"{folder} holds an earlier run: go on with it by --resume {folder}, choose another run.name, or set "
+            "run.overwrite to true"
+        )
+
+
+def clear(folder: Path) -> None:
+    """Remove an earlier run, but not the lock on its folder. A kill in between leaves no half of a checkpoint, and
+    either what marks it as a run or nothing that another would take for its own."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path.rename(path.with_suffix(".removed")))
+    for path in folder.iterdir():
+        if path.name not in (MARK, CONFIG, "lock"):
+            path.unlink()
+    (folder / MARK).unlink()
+    (folder / CONFIG).unlink(missing_ok=True)
+
+
+def cut(path: Path, last: int) -> list[dict[str, Any]]:
+    """Take all lines of later steps than `last` off a file of JSON lines; returns the others.
+
+    Raises:
+        ValueError: a line is damaged which is not the end of a write that was cut short.
+    """
+    kept: list[dict[str, Any]] = []
+    lines = path.read_text().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is damaged: it cannot be gone on from") from None
+            break
+        if row["step"] > last:
+            break
+        kept.append(row)
+    write_whole(path, "".join(f"{line}\n" for line in lines[: len(kept)]))
+    return kept
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it: whoever is killed here leaves the old or the new."""
+    aside = path.with_name(f"{path.name}.unfinished")
+    with aside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _summary_writer(folder: Path, first: int):
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=first if first > 1 else None)

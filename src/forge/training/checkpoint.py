@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from .distributed import Ranks
 from .trainer import PolicyTrainer
 
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
+
+
+class CheckpointFailed(OSError):
+    """A checkpoint could not be written; what was there before it is as it was."""
 
 
 def save(
@@ -29,35 +38,124 @@ def save(
         keep: how many of the newest checkpoints stay; None leaves them all, for `prune` to remove.
 
     Returns:
-        the checkpoint's path. It exists under this name only once it is complete, and what it replaces stays readable
-        until then: a process that is killed here loses neither.
+        the checkpoint's path. It exists under this name only once it is complete and on the disk, and what it replaces
+        stays readable until then: neither a process that is killed here nor a power cut loses both.
+
+    Raises:
+        CheckpointFailed: the reason, on every rank.
     """
-    folder = Path(folder)
-    final = folder / f"step_{trainer.step:06d}"
-    aside = final.with_suffix(UNFINISHED)
-    lead = trainer.ranks.rank == 0
-    if lead:
-        for left in folder.glob(f"step_*{UNFINISHED}"):
-            shutil.rmtree(left)
-        aside.mkdir(parents=True)
-    _barrier(trainer)
-    weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
-    dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=aside)
-    torch.save({"step": trainer.step, "rng": torch.get_rng_state()}, aside / f"rank_{trainer.ranks.rank}.pt")
-    if lead:
-        torch.save(extra or {}, aside / "extra.pt")
-    _barrier(trainer)
-    if lead:
-        replaced = final.with_suffix(REPLACED)
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.replace(final, replaced)
-        os.replace(aside, final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if keep is not None:
-            prune(folder, keep, final)
+    final = Content.of(trainer, folder, extra).write()
+    if keep is not None and trainer.ranks.rank == 0:
+        prune(folder, keep, final)
     _barrier(trainer)
     return final
+
+
+@dataclass
+class Content:
+    """What one rank writes of a checkpoint. `shards` are the trainer's own tensors, not copies of them."""
+
+    ranks: Ranks
+    final: Path
+    shards: dict[str, Any]
+    files: dict[str, bytes]
+
+    @classmethod
+    def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> Content:
+        """What the trainer is at this moment; every rank must call it."""
+        weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
+        rank = trainer.ranks.rank
+        files = {f"rank_{rank}.pt": _bytes({"step": trainer.step, "rng": torch.get_rng_state()})}
+        if rank == 0:
+            files["extra.pt"] = _bytes(extra or {})
+        final = Path(folder) / f"step_{trainer.step:06d}"
+        return cls(trainer.ranks, final, {"model": weights, "optimizer": optimizer}, files)
+
+    def write(self, group: dist.ProcessGroup | None = None) -> Path:
+        """Write it; every rank must call it. `group` is what the ranks agree over, by default all of them.
+
+        Raises:
+            CheckpointFailed: the reason, on every rank.
+        """
+        aside = self.final.with_suffix(UNFINISHED)
+
+        def prepare() -> None:
+            for left in self.final.parent.glob(f"step_*{UNFINISHED}"):
+                shutil.rmtree(left)
+            aside.mkdir(parents=True)
+
+        def write_files() -> None:
+            for name, data in self.files.items():
+                with (aside / name).open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+        def rename() -> None:
+            replaced = self.final.with_suffix(REPLACED)
+            _sync(aside)
+            if self.final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                os.replace(self.final, replaced)
+            os.replace(aside, self.final)
+            _sync(self.final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+        self._together(prepare, group, lead=True)
+        self._together(lambda: dcp.save(self.shards, checkpoint_id=aside, process_group=group), group)
+        self._together(write_files, group)
+        self._together(rename, group, lead=True)
+        return self.final
+
+    def _together(self, stage: Callable[[], Any], group: dist.ProcessGroup | None, lead: bool = False) -> None:
+        """A stage on every rank, or on the first: either all get past it, or all raise."""
+        error: BaseException | None = None
+        try:
+            if not lead or self.ranks.rank == 0:
+                stage()
+        # torch's wrapper is no Exception
+        except (Exception, CheckpointException) as raised:
+            error = raised
+        reasons: list[str | None] = [None if error is None else _reason(error)]
+        if self.ranks.mesh is not None:
+            reasons *= self.ranks.world_size
+            dist.all_gather_object(reasons, None if error is None else _reason(error), group=group)
+        reason = next(filter(None, reasons), None)
+        if reason is None:
+            return
+        if self.ranks.rank == 0:
+            # Its space may be what the rest of the run needs.
+            shutil.rmtree(self.final.with_suffix(UNFINISHED), ignore_errors=True)
+        there = checkpoints(self.final.parent)
+        left = f"the newest is {there[-1]}" if there else "there is no other"
+        left += f"; {shutil.disk_usage(self.final.parent).free / 1e6:.1f} MB are free there"
+        raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {left}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return next(_reason(cause) for cause, _ in error.failures.values())
+    # torch's file format says that it lost count where the disk said that it is full.
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        error = error.__context__
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, outlast a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def prune(folder: str | Path, keep: int, written: str | Path) -> None:
@@ -99,6 +197,11 @@ def extra(checkpoint: str | Path) -> dict[str, Any]:
     return torch.load(_complete(checkpoint) / "extra.pt", weights_only=False)
 
 
+def step_of(checkpoint: str | Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(Path(checkpoint).stem.removeprefix("step_"))
+
+
 def checkpoints(folder: str | Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
     complete: dict[int, Path] = {}
@@ -125,9 +228,18 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         shutil.rmtree(aside, ignore_errors=True)
         trainer.policy.model.save_pretrained(aside, state_dict=weights)
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(aside)
+        for file in aside.iterdir():
+            _sync(file)
+        _sync(aside)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
+        _sync(folder.parent)
     _barrier(trainer)
+
+
+def is_complete(checkpoint: str | Path) -> bool:
+    """Whether all that `load` needs is there."""
+    return all((Path(checkpoint) / name).exists() for name in (".metadata", "rank_0.pt", "extra.pt"))
 
 
 def _complete(checkpoint: str | Path) -> Path:
@@ -135,7 +247,7 @@ def _complete(checkpoint: str | Path) -> Path:
     checkpoint = Path(checkpoint)
     replaced = checkpoint.with_suffix(REPLACED)
     found = replaced if replaced.exists() and not checkpoint.exists() else checkpoint
-    if found.suffix == UNFINISHED or not (found / "extra.pt").exists():
+    if found.suffix == UNFINISHED or not is_complete(found):
         raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint")
     return found
 

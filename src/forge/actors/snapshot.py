@@ -1,0 +1,60 @@
+"""The whole state of a run, in a checkpoint: saved while rollouts go on, and taken up again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ..controller import Service
+from ..observability import Run
+from ..observability.metrics import on_the_clock
+
+
+async def save(
+    record: Run,
+    trainer: Service,
+    dataset: Service,
+    buffer: Service | None = None,
+    *,
+    keep: int = 2,
+    async_write: bool = False,
+) -> None:
+    """Write a checkpoint of the trainer with the state of the others; what was logged before stays with it.
+
+    Rollouts that are under way are not part of it. `resume` has them done again.
+
+    Args:
+        keep: how many of the newest checkpoints stay.
+        async_write: go on as soon as the state is copied in memory.
+
+    Raises:
+        CheckpointFailed: this one, or the one before it that was not waited for, could not be written.
+    """
+    with on_the_clock("checkpoint"):
+        await asyncio.to_thread(record.sync)
+        state: dict[str, Any] = {}
+        # In this order: what the buffer has seen was handed out before the position of the dataset. What comes into the
+        # buffer between the two counts as under way.
+        if buffer is not None:
+            state["buffer"] = await buffer.state_dict.route()
+        state["dataset"] = await dataset.state_dict.route()
+        await trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
+
+
+async def resume(record: Run, trainer: Service, dataset: Service, buffer: Service | None = None) -> int:
+    """Take up the checkpoint that the run goes on from, if it does.
+
+    The dataset hands out again the samples that the buffer had not seen. Those that nobody remembers are counted in
+    `dropped/forgotten`.
+
+    Returns:
+        how many rollouts the buffer holds.
+    """
+    if record.resume is None:
+        return 0
+    state = await trainer.load_checkpoint.route(record.resume)
+    if buffer is None:
+        await dataset.load_state_dict.route(state["dataset"])
+        return 0
+    forgotten = await dataset.load_state_dict.route(state["dataset"], state["buffer"]["seen"])
+    return await buffer.load_state_dict.route(state["buffer"], forgotten)

@@ -1,0 +1,175 @@
+"""Going on with a run: which one, from where, and whether it is still the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .config import Arguments, ConfigError, flat, read, to_dict
+from .observability.run import FINISHED, MARK, write_whole
+
+T = TypeVar("T")
+
+# All else would make it another run. `model` may move: its content is compared.
+MAY_CHANGE = (
+    "model",
+    "training.steps",
+    "training.seq_len",
+    "training.gradient_accumulation_steps",
+    "training.gradient_checkpointing",
+    "generator.slots",
+    "generator.max_seq_len",
+    "services.",
+    "parallelism.",
+    "checkpoint.",
+    "eval.",
+    "metrics.",
+    "run.",
+)
+ORIGIN = "origin.json"
+MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
+# A file is known by its size and as many bytes of it, evenly spread: of a model's weights, training changes all.
+SAMPLES, SAMPLE = 256, 1 << 16
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: at a checkpoint and its step, or at the beginning.
+
+    `finished`: there is nothing to do. `anew`: the same run came to nothing before, and gives way.
+    """
+
+    checkpoint: str | None = None
+    step: int = 0
+    finished: bool = False
+    anew: bool = False
+
+
+def read_config(cls: type[T], arguments: Arguments) -> T:
+    """The configuration of a command line: that of `--config`, else the one that the run to go on with has left.
+
+    Raises:
+        ConfigError: as `forge.config.read`; or there is no such run, or another one is configured.
+    """
+    if arguments.resume in (None, "auto"):
+        if arguments.config is None:
+            raise ConfigError("--config FILE is missing")
+        return read(cls, arguments.config, arguments.overrides)
+    folder = Path(arguments.resume)  # type: ignore[arg-type]
+    if not folder.is_dir():
+        raise ConfigError(f"--resume {folder}: there is no such run")
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"--resume {folder}: it is no run, it has no config.yaml")
+    cfg: Any = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
+    if arguments.config is None and not any(name.startswith("run.") for name, _ in arguments.overrides):
+        # It may have been moved since, or be called from elsewhere.
+        cfg.run.root, cfg.run.name = str(folder.parent), folder.name
+    elif (Path(cfg.run.root) / cfg.run.name).resolve() != folder.resolve():
+        raise ConfigError(
+            f"--resume {folder}, but the configuration is that of {Path(cfg.run.root) / cfg.run.name}: "
+            "leave out run.name and run.root"
+        )
+    return cfg
+
+
+def find_start(cfg: Any, resume: str | None) -> Start:
+    """Where the run of this configuration starts.
+
+    Raises:
+        ConfigError: there is no complete checkpoint to go on from; what is there is another run, or further than
+            `training.steps`.
+    """
+    from .training import checkpoint
+
+    folder = Path(cfg.run.root) / cfg.run.name
+    if resume == "auto" and not cfg.checkpoint.every:
+        raise ConfigError("--resume auto needs checkpoint.every: there would never be anything to go on from")
+    if resume is None or (resume == "auto" and not (folder / MARK).exists()):
+        return Start()
+    there = [path for path in checkpoint.checkpoints(folder / "checkpoints") if checkpoint.is_complete(path)]
+    if not there:
+        if resume != "auto":
+            raise ConfigError(f"--resume {folder}: it has no complete checkpoint, so there is nothing to go on from")
+        if not cfg.run.overwrite and not _came_to_nothing(cfg, folder):
+            raise ConfigError(
+                f"{folder} holds an earlier run without a checkpoint to go on from: choose another run.name, or set "
+                "run.overwrite to true"
+            )
+        print(f"{folder} has no checkpoint yet: starting again", flush=True)
+        return Start(anew=True)
+    before = _left(cfg, folder)
+    for name, was, now in changes(before, cfg):
+        if not name.startswith(MAY_CHANGE):
+            raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
+    step = checkpoint.step_of(there[-1])
+    if step > cfg.training.steps:
+        raise ConfigError(
+            f"--resume {folder}: it is at step {step} already, and training.steps is {cfg.training.steps}"
+        )
+    goal = [name for name, _, _ in changes(before, cfg) if name == "training.steps" or name.startswith("eval.")]
+    finished = (folder / FINISHED).exists() and not goal and (folder / "model" / "config.json").exists()
+    return Start(str(there[-1]), step, finished)
+
+
+def _left(cfg: Any, folder: Path) -> Any:
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"--resume {folder}: it has no config.yaml")
+    return read(type(cfg), folder / "config.yaml")
+
+
+def _came_to_nothing(cfg: Any, folder: Path) -> bool:
+    """It is the same run, and was ended before its first checkpoint."""
+    before = _left(cfg, folder)
+    same = all(name.startswith(MAY_CHANGE) for name, _, _ in changes(before, cfg))
+    return same and before.checkpoint.every > 0 and not (folder / FINISHED).exists()
+
+
+def changes(before: Any, after: Any) -> list[tuple[str, Any, Any]]:
+    """Name, old and new value of what differs between two configurations."""
+    old, new = flat(to_dict(before)), flat(to_dict(after))
+    return [(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]
+
+
+def write_origin(folder: Path, model: str, data: str | None) -> None:
+    """Write down what the run is made from: the model, and the data if they are local files."""
+    write_whole(folder / ORIGIN, json.dumps(_origin(model, data), indent=1))
+
+
+def check_origin(folder: Path, model: str, data: str | None) -> None:
+    """Compare with what the run was made from.
+
+    Raises:
+        ConfigError: names the file that has changed.
+    """
+    if not (folder / ORIGIN).exists():
+        raise ConfigError(f"--resume {folder}: it has no {ORIGIN}, so nobody knows what it was made from")
+    before, now = json.loads((folder / ORIGIN).read_text()), _origin(model, data)
+    for what, place in (("model", model), ("data", data)):
+        for name in sorted({**before[what], **now[what]}):
+            if before[what].get(name) != now[what].get(name):
+                raise ConfigError(f"--resume {folder}: {Path(place or '') / name} has changed since the run began")
+
+
+def _origin(model: str, data: str | None) -> dict[str, dict[str, str]]:
+    weights = [path for path in sorted(Path(model).iterdir()) if path.suffix in MODEL_FILES]
+    local = Path(data) if data is not None else None
+    rows = [] if local is None else [local] if local.is_file() else sorted(p for p in local.rglob("*") if p.is_file())
+    return {
+        "model": {path.name: _digest(path) for path in weights},
+        "data": {str(path.relative_to(local)) if path != local else "": _digest(path) for path in rows},  # type: ignore[arg-type]
+    }
+
+
+def _digest(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(max(0, size - SAMPLE) * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE))
+            if size <= SAMPLE:
+                break
+    return digest.hexdigest()

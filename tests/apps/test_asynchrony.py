@@ -1,0 +1,47 @@
+"""Asynchronous runs keep what they promise: ages, importance ratios, and where the time went."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.apps.test_recipes import CONFIG, command, finish, rows
+
+STEPS = 50
+# Long sequences and a quick trainer: versions change in the middle of most of them.
+STILL = CONFIG | {
+    "from_scratch": CONFIG["from_scratch"] | {"max_positions": 128},
+    "training": CONFIG["training"] | {"steps": STEPS, "learning_rate": 0.0, "seq_len": 512},
+    "grpo": {"n_samples": 4, "max_tokens": 80},
+    "checkpoint": {"every": 0},
+    "eval": {"problems": 0},
+}
+
+
+@pytest.mark.parametrize("on_update", ["continue", "finish", "recompute"])
+def test_50_steps_without_learning_leave_the_ratio_at_1(tmp_path, on_update):
+    overrides = ["--async.max_policy_age", "2", "--generator.on_update", on_update]
+    code, output = finish(*command(tmp_path, *overrides, config=STILL))
+    assert code == 0, output
+    history = rows(tmp_path)[1:]
+    assert len(history) == STEPS
+    assert max(row["train/ratio_max_deviation"] for row in history) < 1e-4
+    assert 1 <= max(row["policy_age/max"] for row in history) <= 2
+    apart = [row["train/engine_difference"] for row in history if row["train/on_policy"]]
+    assert all(difference < 1e-4 for difference in apart)
+    if on_update != "finish":  # some tokens are of the version that trains, though their sequence began before it
+        assert apart
+    spent = sum(row["wall/accounted"] * row["seconds/step"] for row in history)
+    assert spent >= 0.99 * sum(row["seconds/step"] for row in history)
+
+
+@pytest.mark.parametrize(("age", "overrides"), [(0, []), (1, ["--grpo.correction", "truncate"])])
+def test_the_phases_of_a_step_add_up_to_the_wall(tmp_path, age, overrides):
+    config = CONFIG | {"training": CONFIG["training"] | {"steps": 10, "batch_size": 16}}
+    code, output = finish(*command(tmp_path, "--async.max_policy_age", str(age), *overrides, config=config))
+    assert code == 0, output
+    history = rows(tmp_path)[1:]
+    spent = sum(row["wall/accounted"] * row["seconds/step"] for row in history)
+    assert 0.99 <= spent / sum(row["seconds/step"] for row in history) <= 1.0001
+    assert {"wall/replay_buffer.sample", "wall/trainer.train_step", "wall/generator.update_weights"} <= set(history[3])
+    if overrides:
+        assert "train/correction_fraction" in history[0]

@@ -1,0 +1,81 @@
+"""A run's folder: held by one controller, gone on with where it was, and never half removed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge.observability import Run
+from forge.observability.lock import RunLock
+from forge.observability.metrics import Snapshot
+from forge.observability.run import clear, cut
+
+HOLD = """
+import os, subprocess, sys
+from forge.observability.lock import RunLock
+lock = RunLock(sys.argv[1])
+os.dup2(lock._handle, 9, inheritable=True)
+subprocess.Popen(["/bin/sh", "-c", 'sleep 1; touch "$0"', sys.argv[2]], pass_fds=[9])
+os._exit(0)
+"""
+
+
+def test_a_folder_is_free_once_the_last_process_of_its_run_is_gone(tmp_path: Path):
+    subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run"), str(tmp_path / "ended")], check=True)
+    lock = RunLock(tmp_path / "run")
+    assert (tmp_path / "ended").exists()
+    with pytest.raises(BlockingIOError, match="is being run by process"):
+        RunLock(tmp_path / "run", patience=0.1)
+    (tmp_path / "run/config.yaml").touch()
+    lock.close()
+    RunLock(tmp_path / "run").close()
+
+
+def test_a_folder_that_was_made_for_nothing_goes(tmp_path: Path):
+    RunLock(tmp_path / "a" / "run").close()
+    assert not (tmp_path / "a" / "run").exists()
+
+
+def test_cutting_back(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"step": step}) for step in (0, 1, 1, 2, 3)]
+    path.write_text("\n".join([*lines, '{"step": 4, "re']))
+    assert [row["step"] for row in cut(path, 9)] == [0, 1, 1, 2, 3]
+    assert [row["step"] for row in cut(path, 1)] == [0, 1, 1]
+    assert path.read_text().splitlines() == lines[:3]
+    path.write_text("\n".join([lines[0], "{", lines[1]]))
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2 is damaged"):
+        cut(path, 9)
+    assert cut(tmp_path / "none.jsonl", 3) == []
+
+
+def test_the_report_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
+    first = Run("one", {}, steps=4, root=str(tmp_path))
+    for step in range(4):
+        first.log(step, Snapshot(), reward=float(step))
+    first.close()
+    second = Run("one", {}, steps=4, root=str(tmp_path), overwrite=True, resume="a checkpoint", start=2)
+    assert [row["step"] for row in second.history] == [0, 1, 2]
+    for step in (3, 4):
+        second.log(step, Snapshot(), reward=10.0)
+    second.finish()
+    second.close()
+    assert [row["step"] for row in second.history] == [0, 1, 2, 3, 4]
+    seconds = [row["seconds"] for row in second.history]
+    assert seconds == sorted(seconds)
+    assert (tmp_path / "one/finished").exists()
+    Run("one", {}, steps=9, root=str(tmp_path), resume="a checkpoint", start=4)
+    assert not (tmp_path / "one/finished").exists()
+
+
+def test_an_earlier_run_is_removed_but_for_its_lock(tmp_path: Path):
+    Run("one", {}, steps=4, root=str(tmp_path)).log(0, Snapshot())
+    lock = RunLock(tmp_path / "one")
+    (tmp_path / "one/checkpoints/step_000001").mkdir(parents=True)
+    clear(tmp_path / "one")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["lock"]
+    lock.close()
