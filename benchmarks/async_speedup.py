@@ -48,6 +48,7 @@ def train(root: str, name: str, age: int, latency: float, args: argparse.Namespa
         "async.max_policy_age": age,
         "reward.functions": "['benchmarks.async_speedup:slow_match']",
         "reward.accuracy": "ExactMatch",
+        "generator.slots": args.slots,
         "services.generator.num_replicas": 1,
         "checkpoint.every": 0,
         "eval.problems": 0,
@@ -70,7 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--latency", type=float, default=0.1, help="median seconds of a reward")
+    parser.add_argument("--slots", type=int, default=8, help="sequences decoded at once: few make generation slow")
+    parser.add_argument("--latency", type=float, default=0.12, help="median seconds of a reward")
     parser.add_argument("--ages", type=int, nargs="*", default=[0, 1, 4])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
