@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 
 EXAMPLES = [
     pytest.param(code, id=f"{page.stem} {number}")
-    for page in (ROOT / "README.md", ROOT / "docs/services.md")
+    for page in (ROOT / "README.md", ROOT / "docs/services.md", ROOT / "docs/weights.md")
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
 ]
 
