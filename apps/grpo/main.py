@@ -24,11 +24,11 @@ from forge.types import Episode, Group, Sample
 
 async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run, store: VersionStore) -> None:
     services, algo, batch_size = cfg.services, cfg.grpo, cfg.training.batch_size
-    ahead = 2 * batch_size * (cfg.async_.max_policy_age + 1)
+    capacity = 2 * batch_size * (cfg.async_.max_policy_age + 1)
     loss = GRPOLoss(entropy_coef=cfg.training.entropy_coef, **algo.loss())
     dataset, policy, trainer, reward, buffer, reference = await asyncio.gather(
         DatasetActor.options(**services.dataset).as_actor(
-            model, seed=cfg.seed, journal=f"{record.recovery}/dataset", remember=ahead, **cfg.dataset
+            model, seed=cfg.seed, journal=f"{record.recovery}/dataset", remember=cfg.checkpoint.remember, **cfg.dataset
         ),
         Generator.options(**services.generator).as_service(
             model, store=store, temperature=algo.temperature, max_tokens=algo.max_tokens, **cfg.generator
@@ -46,7 +46,7 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
         ),
         RewardActor.options(**services.reward).as_service(**cfg.reward),
         ReplayBuffer.options(**services.replay_buffer).as_actor(
-            ahead, seed=cfg.seed, journal=f"{record.recovery}/buffer", **cfg.async_
+            capacity, seed=cfg.seed, journal=f"{record.recovery}/buffer", **cfg.async_
         ),
         ReferenceModel.options(**services.ref_model).as_service(
             model, seq_len=cfg.training.seq_len, temperature=algo.temperature

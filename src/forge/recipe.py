@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -53,6 +54,10 @@ def launch(main: Main, config_type: type[Any], argv: list[str] | None = None) ->
             run(main(cfg, model, held_out, record, store))
         except (ForgeError, CheckpointFailed) as error:
             raise SystemExit(f"error: {error}") from error
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise SystemExit(f"error: {error}") from error
+            raise
         record.finish()
 
 

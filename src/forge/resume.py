@@ -17,7 +17,6 @@ T = TypeVar("T")
 MAY_CHANGE = (
     "model",
     "training.steps",
-    "training.seq_len",
     "training.gradient_accumulation_steps",
     "training.gradient_checkpointing",
     "generator.slots",
@@ -29,6 +28,8 @@ MAY_CHANGE = (
     "metrics.",
     "run.",
 )
+# What gives a finished run something to do again.
+GOALS = ("training.steps", "eval.stop_at")
 ORIGIN = "origin.json"
 MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
 # A file is known by its size and as many bytes of it, evenly spread: of a model's weights, training changes all.
@@ -59,6 +60,7 @@ def read_config(cls: type[T], arguments: Arguments) -> T:
             raise ConfigError("--config FILE is missing")
         return read(cls, arguments.config, arguments.overrides)
     folder = Path(arguments.resume)  # type: ignore[arg-type]
+    folder = folder if folder.name else folder.resolve()
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: there is no such run")
     if not (folder / "config.yaml").is_file():
@@ -100,6 +102,8 @@ def find_start(cfg: Any, resume: str | None) -> Start:
             )
         print(f"{folder} has no checkpoint yet: starting again", flush=True)
         return Start(anew=True)
+    if not cfg.checkpoint.every:
+        raise ConfigError(f"--resume {folder} needs checkpoint.every: what is trained now could not be gone on from")
     before = _left(cfg, folder)
     for name, was, now in changes(before, cfg):
         if not name.startswith(MAY_CHANGE):
@@ -109,7 +113,7 @@ def find_start(cfg: Any, resume: str | None) -> Start:
         raise ConfigError(
             f"--resume {folder}: it is at step {step} already, and training.steps is {cfg.training.steps}"
         )
-    goal = [name for name, _, _ in changes(before, cfg) if name == "training.steps" or name.startswith("eval.")]
+    goal = [name for name, _, _ in changes(before, cfg) if name in GOALS]
     finished = (folder / FINISHED).exists() and not goal and (folder / "model" / "config.json").exists()
     return Start(str(there[-1]), step, finished)
 

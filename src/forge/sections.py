@@ -176,6 +176,11 @@ class CheckpointConfig(Section):
             raise ConfigError("checkpoint.async_write does nothing: checkpoint.every is 0")
 
     @property
+    def remember(self) -> int:
+        """How many samples the data set keeps for a checkpoint, see `forge.actors.DatasetActor`."""
+        return 1 << 16 if self.every else 0
+
+    @property
     def how(self) -> dict[str, Any]:
         """Settings for `forge.actors.save`."""
         return {"keep": self.keep, "async_write": self.async_write}

@@ -245,7 +245,7 @@ def test_what_the_trainer_takes_and_refuses(store):
             known.check(batch(versions, identities))
     known.adopt({7: {"earlier"}})
     known.check(batch([7], {7: "earlier"}))
-    assert known.recent(3)[2] == {digests[2]}
+    assert known.recent(3, 1)[2] == {digests[2]}
 
 
 def test_ages_are_those_of_the_tokens():

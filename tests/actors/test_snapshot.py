@@ -53,7 +53,7 @@ class World:
 
     def __init__(self, batch: int, age: int, steps: int, sync: int, order: Any, remember: int | None) -> None:
         self.batch, self.age, self.steps, self.sync, self.order = batch, age, steps, sync, order
-        self.remember = 2 * batch * (age + 1) if remember is None else remember
+        self.remember = 1 << 16 if remember is None else remember
         self.trained: list[list[int]] = []
         self.saved: tuple[int, dict[str, Any], dict[str, Any]] | None = None
         self.begin()

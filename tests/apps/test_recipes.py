@@ -264,6 +264,6 @@ def test_ctrl_c_in_the_middle(tmp_path, endless):
     extra = checkpoint.load(trainer, last)
     assert last.name == f"step_{trainer.step:06d}"
     assert not torch.equal(before, trainer.policy.model.lm_head.weight)
-    assert set(extra) == {"dataset", "buffer"}
+    assert set(extra) == {"dataset", "buffer", "identities"}
     assert (tmp_path / "runs/test/report.html").exists()
     assert not list(Path("/dev/shm").glob(f"forge-weights-{process.pid}-*"))

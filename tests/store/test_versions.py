@@ -237,6 +237,15 @@ def test_flipped_bytes_are_found(store: VersionStore):
     assert torch.equal(store.get("policy", {"a": torch.empty(1000)})["a"], put["a"])
 
 
+def test_lost_memory_is_said(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forge.store.versions.SETTLING", 0.05)
+    store.put("policy", torch.ones(10))
+    (segment,) = store.manifest("policy", 1).segments
+    (store.root / "segments" / segment).unlink()
+    with pytest.raises(CorruptWeights, match="policy version 1 is published, but its memory is gone"):
+        store.get("policy")
+
+
 def test_blocks_must_fill_every_tensor_once():
     def manifest(*boxes: Box) -> Manifest:
         return Manifest("k", 3, False, tuple(Shard("w", "float32", (4, 2), box, "s", 0, "") for box in boxes))

@@ -23,12 +23,12 @@ class DatasetActor(ForgeActor):
         tokenizer: Hugging Face folder or hub id whose tokenizer makes the prompts.
         journal: file from which a replaced dataset takes up its position; None makes the loss of its process the end
             of the run.
-        remember: how many of the last samples a saved state holds, so that those whose rollouts were under way can be
-            handed out again.
+        remember: how many of the last samples are kept, so that those whose rollouts were under way when the state was
+            saved can be handed out again.
         **dataset: settings of `forge.data.dataset.PromptDataset`.
     """
 
-    def __init__(self, tokenizer: str, *, journal: str | None = None, remember: int = 1024, **dataset: Any) -> None:
+    def __init__(self, tokenizer: str, *, journal: str | None = None, remember: int = 1 << 16, **dataset: Any) -> None:
         self.tokenizer_path, self.settings = tokenizer, dataset
         self.issued: deque[Sample] = deque(maxlen=remember)
         self.again: deque[Sample] = deque()  # to be handed out before the stream goes on
@@ -82,9 +82,15 @@ class DatasetActor(ForgeActor):
         return self._complete([imitate(next(self.dataset), self.tokenizer) for _ in range(n)])
 
     @endpoint
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the stream, and the samples that were handed out last."""
-        return {"position": self.dataset.state_dict(), "issued": [*self.issued], "again": [*self.again]}
+    def state_dict(self, seen: Seen | None = None) -> dict[str, Any]:
+        """The position in the stream, and the samples before it that may have to be handed out again.
+
+        Args:
+            seen: the indices that are done with; their samples are forgotten.
+        """
+        if seen is not None:
+            self.issued = deque((s for s in self.issued if s.prompt.index not in seen), self.issued.maxlen)
+        return {"position": self.dataset.state_dict(), "issued": list(self.issued), "again": list(self.again)}
 
     @endpoint
     def load_state_dict(self, state: dict[str, Any], seen: Seen | None = None) -> list[int]:

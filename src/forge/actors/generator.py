@@ -123,7 +123,7 @@ class Generator(ForgeActor):
             with phase("update_weights"):
                 loaded = await asyncio.to_thread(self._load, self.store, version, self.asked)
                 if loaded is None:
-                    return self.engine.version
+                    return self.engine.version  # of a later request
                 digest, swapped = loaded
                 await asyncio.wrap_future(swapped)
         finally:
@@ -143,9 +143,10 @@ class Generator(ForgeActor):
         with self.loading:
             if number < self.loaded:
                 return None
-            self.loaded = number
             with store.open(POLICY, version) as snapshot:
-                return snapshot.digest, self.engine.update_weights(snapshot.tensors(), version, snapshot.digest)
+                swapped = self.engine.update_weights(snapshot.tensors(), version, snapshot.digest)
+            self.loaded = number
+            return snapshot.digest, swapped
 
     @endpoint
     async def stats(self) -> dict[str, Any]:

@@ -45,10 +45,10 @@ class Identities:
             if origin.identity not in known and (origin.identity or known):
                 raise UnknownWeights(self._explain(origin))
 
-    def recent(self, version: int) -> dict[int, set[str]]:
+    def recent(self, version: int, max_policy_age: int | None) -> dict[int, set[str]]:
         """The versions that tokens which have yet to train may state, for a checkpoint at `version`."""
-        published = self._store.identities(POLICY)
-        return {known: digests for known, digests in published.items() if known >= version - RECENT}
+        published, oldest = self._store.identities(POLICY), version - max(RECENT, max_policy_age or 0)
+        return {known: digests for known, digests in published.items() if known >= oldest}
 
     def adopt(self, published: dict[int, set[str]]) -> None:
         """Know what was published before this run was resumed."""

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from ..controller import Service
-from ..observability import Run
+from ..observability import Reduce, Run, record_metric
 from ..observability.metrics import on_the_clock
 
 
@@ -37,7 +37,8 @@ async def save(
         # buffer between the two counts as under way.
         if buffer is not None:
             state["buffer"] = await buffer.state_dict.route()
-        state["dataset"] = await dataset.state_dict.route()
+        seen = None if buffer is None else state["buffer"]["seen"]
+        state["dataset"] = await dataset.state_dict.route(seen)
         await trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
 
 
@@ -56,5 +57,14 @@ async def resume(record: Run, trainer: Service, dataset: Service, buffer: Servic
     if buffer is None:
         await dataset.load_state_dict.route(state["dataset"])
         return 0
+    _recount(record, state["buffer"]["dropped"])
     forgotten = await dataset.load_state_dict.route(state["dataset"], state["buffer"]["seen"])
     return await buffer.load_state_dict.route(state["buffer"], forgotten)
+
+
+def _recount(record: Run, dropped: dict[str, int]) -> None:
+    """Count again what was dropped after the last row before the checkpoint: the process that had it is gone."""
+    for reason, number in dropped.items():
+        logged = sum(row.get(f"dropped/{reason}", 0.0) for row in record.history)
+        if number > logged:
+            record_metric(f"dropped/{reason}", number - logged, Reduce.SUM)

@@ -158,9 +158,9 @@ class Trainer(ForgeActor):
 
         if self.ledger.repeated:
             return self.ledger.answer
-        with phase("checkpoint"):
+        with phase("checkpoint") if self.context.rank == 0 else nullcontext():
             self._settle()
-            known = {} if self.identities is None else self.identities.recent(self.trainer.step)
+            known = {} if self.identities is None else self.identities.recent(self.trainer.step, self.max_policy_age)
             write = Write(folder, {**(extra or {}), IDENTITIES: known}, keep)
             if not wait:
                 path = self._begin(write)

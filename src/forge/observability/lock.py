@@ -30,7 +30,7 @@ class RunLock:
                 owner = self.path.read_text()
             except FileNotFoundError:  # it was let go of in between
                 continue
-            gone = owner in ("", str(os.getpid())) or not Path(f"/proc/{owner}").exists()
+            gone = owner in ("", str(os.getpid())) or not _runs(owner)
             if not gone or time.monotonic() > deadline:
                 who = f"process {owner}" if owner else "another process"
                 raise BlockingIOError(f"{folder} is being run by {who}: wait for it, or stop it first")
@@ -58,3 +58,11 @@ class RunLock:
             self.path.unlink()
             self.path.parent.rmdir()
         os.close(self._handle)
+
+
+def _runs(pid: str) -> bool:
+    """Whether a process is there and not just waiting for its parent to take note of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -98,6 +98,8 @@ class Run:
         """The steps that are still to be made up to `end`, numbered by the version that each trains. The time of the
         task that makes them is split up by what it waits for: `wall/<phase>`, in seconds."""
         self._clock.start()
+        if self.start:  # no row stands for what led up to here
+            self._last = time.perf_counter()
         yield from range(self.start, end)
 
     def log(self, step: int, snapshot: Snapshot, **values: float) -> dict[str, float]:
@@ -240,6 +242,12 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+    # The name too must be there after a power cut.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _summary_writer(folder: Path, first: int):

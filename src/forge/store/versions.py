@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..janitor import Scratch
-from .errors import IncompleteVersion, MissingVersion, VersionConflict
+from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest
 from .parts import Attempt, Part, Ranks, write_text
 from .segments import Segments, lock, locked
@@ -31,6 +31,7 @@ from .snapshot import Snapshot
 
 PREFIX = "forge-weights-"
 PATIENCE = 60.0  # seconds to wait for what other processes hold for moments only
+SETTLING = 5.0  # and for a version whose memory cannot be opened to give way to another
 IDENTITIES = 4096  # digests that are remembered
 HISTORY = 16  # contents lists of dropped versions that stay, to tell in which tensor two versions differ
 
@@ -167,7 +168,7 @@ class VersionStore:
         Raises:
             MissingVersion: the key or version is not there; says what is.
         """
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + SETTLING
         while True:
             number = self.latest(key) if version is None else version
             path = self._folder(key) / f"v{number}.json"
@@ -179,7 +180,7 @@ class VersionStore:
                     if version is not None and not path.exists():
                         raise self._missing(key, number) from None
                     if time.monotonic() > end:
-                        raise
+                        raise CorruptWeights(f"{key} version {number} is published, but its memory is gone") from None
                     time.sleep(0.001)
                     continue
                 if _read(path) == contents:  # else its segments may be another's by now

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ class Content:
             shutil.rmtree(self.final.with_suffix(UNFINISHED), ignore_errors=True)
         there = checkpoints(self.final.parent)
         left = f"the newest is {there[-1]}" if there else "there is no other"
-        left += f"; {shutil.disk_usage(self.final.parent).free / 1e6:.1f} MB are free there"
+        with suppress(OSError):  # where the folder itself could not be made
+            left += f"; {shutil.disk_usage(self.final.parent).free / 1e6:.1f} MB are free there"
         raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {left}") from error
 
 
