@@ -116,6 +116,23 @@ def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, first, t
     assert losses["hit"] == pytest.approx(losses["calm"], rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rollouts_go_on_with_the_same_losses_on_another_number_of_ranks(tmp_path):
+    settings = config(8, 3, max_policy_age=0) | {"eval": {"problems": 0}}
+    losses = []
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        args = command(tmp_path / str(ranks), config=settings)
+        code, output = finish(*args, "--training.steps", "3")
+        assert code == 0, output
+        code, output = finish(*args, "--resume", "auto", "--trainer.procs", str(ranks))
+        assert code == 0, output
+        losses.append([row["train/loss"] for row in rows(tmp_path / str(ranks))[1:]])
+    assert len(losses[0]) == 8
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
 def never(*_):
     raise AssertionError("started")
 
