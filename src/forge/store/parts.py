@@ -163,18 +163,19 @@ class Part:
 class Attempt:
     """The meeting place of the ranks of one put. Every rank adds its part; the last one settles what becomes of it.
 
-    A rank joins the group's newest attempt unless that is over or has its part already; then it opens the next one. To
-    be made, like everything that writes here, under the store's lock.
+    A rank joins the first of the group's attempts after the last one that it has been in, those left out whose time is
+    over; those too that another rank has given up, to hear of it. If there is none it opens one. To be made, like
+    everything that writes here, under the store's lock.
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._ranks = ranks
         self._all = folder / "attempts"
         self._all.mkdir(parents=True, exist_ok=True)
-        numbers = [int(path.name.rpartition("-")[2]) for path in self._all.glob(f"{ranks.group}-*")]
-        self._place = self._all / f"{ranks.group}-{max(numbers, default=1)}"
-        if self._result.exists() or self._part(ranks.rank).exists():
-            self._place = self._all / f"{ranks.group}-{max(numbers) + 1}"
+        numbers = sorted(int(path.name.rpartition("-")[2]) for path in self._all.glob(f"{ranks.group}-*"))
+        mine = next((number for number in reversed(numbers) if self._been(number)), 0)
+        ahead = (number for number in numbers if number > mine and self._concerns(number))
+        self._place = self._at(next(ahead, max(numbers, default=0) + 1))
         self._place.mkdir(exist_ok=True)
         for other in self._all.iterdir():
             if time.time() - other.stat().st_mtime > ABANDONED:
@@ -183,7 +184,13 @@ class Attempt:
     def add(self, part: Manifest) -> bool:
         """Write this rank's part; whether all are there now."""
         write_text(self._part(self._ranks.rank), part.to_json())
-        return not self.absent()
+        return not self.absent() and not self._result.exists()
+
+    def give_up(self, reason: str) -> None:
+        """This rank has no part to add: the put has failed for all."""
+        self._gone(self._ranks.rank).touch()
+        if not self._result.exists():
+            self.end(["IncompleteVersion", reason])
 
     def settle(self, publish: Callable[[list[Manifest]], int]) -> None:
         """Publish the parts and leave word of the outcome for all ranks."""
@@ -192,6 +199,9 @@ class Attempt:
         except Exception as error:  # whatever it was, every rank must hear of it
             outcome = [type(error).__name__, str(error)]
         self.end(outcome)
+        for earlier in self._all.glob(f"{self._ranks.group}-*"):
+            if earlier != self._place:  # every rank is here, and has read what became of those
+                shutil.rmtree(earlier)
 
     def end(self, outcome: Any) -> None:
         """Leave word: a version, or the kind and text of an error."""
@@ -232,6 +242,17 @@ class Attempt:
         """The ranks that have not added their parts."""
         return [rank for rank in self._everyone if not self._part(rank).exists()]
 
+    def _at(self, number: int) -> Path:
+        return self._all / f"{self._ranks.group}-{number}"
+
+    def _been(self, number: int) -> bool:
+        """Whether this rank added its part to an attempt, or gave it up."""
+        return any((self._at(number) / f"{self._ranks.rank}.{end}").exists() for end in ("part", "gone"))
+
+    def _concerns(self, number: int) -> bool:
+        place = self._at(number)
+        return not (place / "outcome").exists() or any(place.glob("*.gone"))
+
     @property
     def _everyone(self) -> range:
         return range(self._ranks.world)
@@ -242,6 +263,9 @@ class Attempt:
 
     def _part(self, rank: int) -> Path:
         return self._place / f"{rank}.part"
+
+    def _gone(self, rank: int) -> Path:
+        return self._place / f"{rank}.gone"
 
 
 def write_text(path: Path, text: str) -> None:

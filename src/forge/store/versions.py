@@ -140,7 +140,7 @@ class VersionStore:
         if part.ranks.world > 1 and not isinstance(error, TimeoutError):
             with self._locked():
                 attempt = Attempt(self._folder(part.key), part.ranks)
-                attempt.end(["IncompleteVersion", f"rank {part.ranks.rank} could not put {part.key}: {error}"])
+                attempt.give_up(f"rank {part.ranks.rank} could not put {part.key}: {error}")
 
     def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
         """Read a version, the newest by default.
