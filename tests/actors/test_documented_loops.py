@@ -7,32 +7,9 @@ import pytest
 from forge.actors import DatasetActor, Generator, ReplayBuffer, RewardActor, Trainer
 from forge.controller import run
 from forge.losses import ReinforceLoss, SimpleGRPOLoss
-from forge.models import build_small_model
-from forge.store import VersionStore
 from forge.types import Episode
 
 DATA = {"task": "reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_small_model(
-        tmp_path_factory.mktemp("model"),
-        seed=0,
-        alphabet="abcdefghijklmnopqrstuvwxyz>",
-        hidden_size=32,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        max_positions=32,
-    )
-
-
-@pytest.fixture
-def store():
-    store = VersionStore.create()
-    yield store
-    store.close()
 
 
 async def start(model, store, loss, trainer_procs=1):

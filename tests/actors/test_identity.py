@@ -13,32 +13,10 @@ from forge.actors.identity import POLICY, Identities, StaleWeights, UnknownWeigh
 from forge.controller import endpoint, run
 from forge.data.packing import pack
 from forge.losses import ReinforceLoss
-from forge.models import build_small_model
-from forge.store import CorruptWeights, IncompleteVersion, VersionStore
+from forge.store import CorruptWeights, IncompleteVersion
 from forge.types import Completion, Episode
 
 TENSOR = "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_small_model(
-        tmp_path_factory.mktemp("model"),
-        seed=0,
-        alphabet="abcdefghijklmnopqrstuvwxyz>",
-        hidden_size=32,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        max_positions=32,
-    )
-
-
-@pytest.fixture
-def store():
-    store = VersionStore.create()
-    yield store
-    store.close()
 
 
 class LossyTrainer(Trainer):

@@ -9,7 +9,7 @@ import torch
 
 from forge.actors.keeper import Keeper, Reach, RemoteStore, connect
 from forge.controller import ForgeActor, endpoint, run
-from forge.store import MissingVersion, VersionStore
+from forge.store import MissingVersion
 
 
 class Far(ForgeActor):
@@ -50,13 +50,6 @@ class Far(ForgeActor):
         store.adopt("policy", {0: {"before"}})
         known = store.identities("policy")
         return store.versions("policy"), store.keys(), store.exists("x"), store.wait("policy", 3, timeout=1), known[0]
-
-
-@pytest.fixture
-def store():
-    store = VersionStore.create()
-    yield store
-    store.close()
 
 
 def test_a_process_of_another_host_puts_and_gets(store):

@@ -155,7 +155,7 @@ def connect(store: Store | Reach | None) -> Store | None:
     return store.connect() if isinstance(store, Reach) else store
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """The store of another host. Its methods block: call them from a thread, within an endpoint.
 
     Args:
@@ -194,12 +194,6 @@ class RemoteStore:
 
             return self._wait(send())
 
-    def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
-        if timeout is not None:
-            self.wait(key, version or 0, timeout=timeout)
-        with self.open(key, version) as snapshot:
-            return snapshot.fill(into)
-
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
         with ExitStack() as buffers:
@@ -222,9 +216,6 @@ class RemoteStore:
 
     def keys(self, prefix: str = "") -> list[str]:
         return self._ask("keys", prefix)
-
-    def exists(self, key: str, version: int | None = None) -> bool:
-        return self._ask("exists", key, version)
 
     def delete(self, key: str) -> None:
         return self._ask("delete", key)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,35 @@ from .manifest import Manifest
 from .snapshot import Snapshot
 
 
-class Store(Protocol):
+class Store(ABC):
     """Versions of tensors by key. `VersionStore` holds them in the shared memory of this host, `RemoteStore` reaches
     those of another host; see `VersionStore` for what each method does."""
 
+    def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
+        """Read a version, the newest by default.
+
+        Args:
+            into: a tensor, DTensor or state dict that is filled in place, whatever layout and dtype it has, and
+                returned; of a state dict, the names that it has. None returns new tensors, whole.
+            timeout: seconds to wait for the version; None does not wait.
+
+        Raises:
+            MissingVersion: the key or version is not there; says what is.
+            KeyError: a name in `into` is not in the version.
+            ValueError: a shape differs; names the tensor.
+            CorruptWeights: values are not those which were put; names the tensor.
+        """
+        if timeout is not None:
+            self.wait(key, version or 0, timeout=timeout)
+        with self.open(key, version) as snapshot:
+            return snapshot.fill(into)
+
+    def exists(self, key: str, version: int | None = None) -> bool:
+        """Whether a key has this version, or any."""
+        versions = self.versions(key)
+        return bool(versions) if version is None else version in versions
+
+    @abstractmethod
     def put(
         self,
         key: str,
@@ -27,22 +53,26 @@ class Store(Protocol):
         timeout: float = 300.0,
     ) -> int: ...
 
-    def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any: ...
-
+    @abstractmethod
     def open(self, key: str, version: int | None = None) -> AbstractContextManager[Snapshot]: ...
 
+    @abstractmethod
     def versions(self, key: str) -> list[int]: ...
 
+    @abstractmethod
     def keys(self, prefix: str = "") -> list[str]: ...
 
-    def exists(self, key: str, version: int | None = None) -> bool: ...
-
+    @abstractmethod
     def delete(self, key: str) -> None: ...
 
+    @abstractmethod
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int: ...
 
+    @abstractmethod
     def manifest(self, key: str, version: int) -> Manifest: ...
 
+    @abstractmethod
     def identities(self, key: str) -> dict[int, set[str]]: ...
 
+    @abstractmethod
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None: ...

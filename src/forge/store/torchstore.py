@@ -25,10 +25,11 @@ from torch import Tensor
 from .errors import IncompleteVersion, MissingVersion
 from .manifest import Manifest
 from .parts import Part
+from .protocol import Store
 from .snapshot import Snapshot
 
 
-class TorchStore:
+class TorchStore(Store):
     """A `forge.store.Store` over an initialised torchstore. One process group puts a key.
 
     Args:
@@ -98,12 +99,6 @@ class TorchStore:
                 self._do(self._ts.delete(name))
         return number
 
-    def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
-        if timeout is not None:
-            self.wait(key, version or 0, timeout=timeout)
-        with self.open(key, version) as snapshot:
-            return snapshot.fill(into)
-
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
         versions = self.versions(key)
@@ -118,10 +113,6 @@ class TorchStore:
     def keys(self, prefix: str = "") -> list[str]:
         names = self._do(self._ts.keys())
         return sorted({name.rpartition("/v/")[0] for name in names if "/v/" in name and name.startswith(prefix)})
-
-    def exists(self, key: str, version: int | None = None) -> bool:
-        versions = self.versions(key)
-        return bool(versions) if version is None else version in versions
 
     def delete(self, key: str) -> None:
         if not self.exists(key):

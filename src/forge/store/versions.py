@@ -26,6 +26,7 @@ from ..janitor import Scratch
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest
 from .parts import Attempt, Part, Ranks, write_text
+from .protocol import Store
 from .segments import Segments, lock, locked
 from .snapshot import Snapshot
 
@@ -36,7 +37,7 @@ IDENTITIES = 4096  # digests that are remembered
 HISTORY = 16  # contents lists of dropped versions that stay, to tell in which tensor two versions differ
 
 
-class VersionStore:
+class VersionStore(Store):
     """Tensors, DTensors and state dicts by key and version. Cheap to make and to pickle: it holds a path.
 
     Args:
@@ -142,25 +143,6 @@ class VersionStore:
                 attempt = Attempt(self._folder(part.key), part.ranks)
                 attempt.give_up(f"rank {part.ranks.rank} could not put {part.key}: {error}")
 
-    def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
-        """Read a version, the newest by default.
-
-        Args:
-            into: a tensor, DTensor or state dict that is filled in place, whatever layout and dtype it has, and
-                returned; of a state dict, the names that it has. None returns new tensors, whole.
-            timeout: seconds to wait for the version; None does not wait.
-
-        Raises:
-            MissingVersion: the key or version is not there; says what is.
-            KeyError: a name in `into` is not in the version.
-            ValueError: a shape differs; names the tensor.
-            CorruptWeights: values are not those which were put; names the tensor.
-        """
-        if timeout is not None:
-            self.wait(key, version or 0, timeout=timeout)
-        with self.open(key, version) as snapshot:
-            return snapshot.fill(into)
-
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
         """A version, the newest by default, held for reading within the block: nobody overwrites it meanwhile.
@@ -210,11 +192,6 @@ class VersionStore:
         """The keys that have a version, sorted."""
         names = (unquote(path.name.removeprefix("key-")) for path in self.root.glob("key-*"))
         return sorted(key for key in names if key.startswith(prefix) and self.versions(key))
-
-    def exists(self, key: str, version: int | None = None) -> bool:
-        """Whether a key has this version, or any."""
-        versions = self.versions(key)
-        return bool(versions) if version is None else version in versions
 
     def delete(self, key: str) -> None:
         """Remove a key with all of its versions; readers keep what they hold.
@@ -291,7 +268,7 @@ class VersionStore:
             self._scratch.close()
 
     def _publish(self, parts: list[Manifest]) -> int:
-        """Make the parts of all ranks a version; the key is locked."""
+        """Make the parts of all ranks a version; the store is locked."""
         key = parts[0].key
         folder, versions = self._folder(key), self.versions(key)
         asked = {part.version for part in parts}
