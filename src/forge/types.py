@@ -7,7 +7,7 @@ rewards, training only ever reads token ids.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -101,10 +101,11 @@ class Episode:
     The four arrays have one length. `mask[i]` says that the policy wrote token i; context tokens have mask False,
     logprob 0 and version -1. `reward` None means unscored: the episode is dropped and counted, never read as zero.
     An episode built without `logprobs` says that its behaviour policy is unknown: the trainer then takes its own
-    current policy for it.
+    current policy for it. `weight` multiplies its share of the loss.
 
-    Call forms: `Episode(completion, reward)` and
-    `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)`.
+    Call forms: `Episode(completion, reward)`,
+    `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)` and, for tokens that somebody
+    else wrote, `Episode.given(tokens, mask)`.
     """
 
     tokens: list[int]
@@ -113,6 +114,7 @@ class Episode:
     versions: list[int]
     reward: float | None
     advantage: float | None
+    weight: float
     text: str
     info: dict[str, Any]
     origins: frozenset[Origin]  # one for each version among `versions`
@@ -127,6 +129,7 @@ class Episode:
         logprobs: list[float] | None = None,
         versions: list[int] | None = None,
         advantage: float | None = None,
+        weight: float = 1.0,
         info: dict[str, Any] | None = None,
     ) -> None:
         if (completion is None) == (response_ids is None):
@@ -147,12 +150,26 @@ class Episode:
         self.versions = [-1] * context + (list(versions) if versions is not None else [-1] * len(response))
         self.reward = reward
         self.advantage = advantage
+        self.weight = weight
         self.text = completion.text if completion is not None else ""
         self.info = dict(info or {})
         stated, sampled_by = ({}, "") if completion is None else (completion.identities, completion.sampled_by)
         self.origins = frozenset(Origin(v, stated.get(v, ""), sampled_by) for v in {*(versions or ())})
         if completion is not None:
             self.info.setdefault("finish", completion.finish)
+
+    @classmethod
+    def given(cls, tokens: list[int], mask: list[bool], *, weight: float = 1.0) -> Episode:
+        """An episode of given tokens, to be imitated where `mask` is True; its advantage is 1.
+
+        ValueError: lengths differ, or nothing is to be imitated.
+        """
+        if len(tokens) != len(mask) or not any(mask):
+            raise ValueError(f"{len(tokens)} tokens with a mask of {len(mask)}, {sum(mask)} of them to be imitated")
+        start = mask.index(True)
+        episode = cls(prompt_ids=tokens[:start], response_ids=tokens[start:], advantage=1.0, weight=weight)
+        episode.mask = list(mask)
+        return episode
 
     @property
     def version(self) -> int:
@@ -195,7 +212,10 @@ class Batch:
     to the number of tokens. Only tokens with mask True are trained on. `logprobs` is NaN where the behaviour policy is
     unknown. `origins` says what the versions among the trained tokens stand for. `weights` holds each token's share of
     the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch gives the same loss and
-    gradient. `ref_logprobs` is filled in by a reference model.
+    gradient. `rewards`, where all sequences are scored, has each one's reward at its last trained token. `ref_logprobs`
+    is filled in by a reference model, `values` by a critic, `returns` is what that critic should have said.
+
+    `unit` neighbouring sequences belong together (2: the pairs of preference data) and are never separated.
     """
 
     tokens: np.ndarray
@@ -206,7 +226,16 @@ class Batch:
     advantages: np.ndarray
     weights: np.ndarray
     ref_logprobs: np.ndarray | None = None
+    rewards: np.ndarray | None = None
+    values: np.ndarray | None = None
+    returns: np.ndarray | None = None
     origins: frozenset[Origin] = frozenset()
+    unit: int = 1
+
+    PER_TOKEN: ClassVar[tuple[str, ...]] = (
+        *("tokens", "mask", "logprobs", "versions", "advantages", "weights"),
+        *("ref_logprobs", "rewards", "values", "returns"),
+    )
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -217,7 +246,6 @@ class Batch:
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
         arrays: dict[str, Any] = {
-            name: None if (values := getattr(self, name)) is None else values[index]
-            for name in ("tokens", "mask", "logprobs", "versions", "advantages", "weights", "ref_logprobs")
+            name: None if (values := getattr(self, name)) is None else values[index] for name in self.PER_TOKEN
         }
-        return Batch(lengths=self.lengths[sequences], origins=self.origins, **arrays)
+        return Batch(lengths=self.lengths[sequences], origins=self.origins, unit=self.unit, **arrays)
