@@ -1,4 +1,7 @@
-"""Advantages: how much better an episode did than what was to be expected of it."""
+"""Advantages: how much better an episode did than what was to be expected of it.
+
+Functions of the rewards of one prompt's samples, [samples], or of several prompts', [groups][samples].
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,48 @@ import math
 from collections.abc import Sequence
 
 
-def group_relative(rewards: Sequence[float], *, normalize: bool = True, epsilon: float = 1e-4) -> list[float]:
+def group_relative(
+    rewards: Sequence[float], *, normalize: bool = True, epsilon: float = 1e-4, population: bool = False
+) -> list[float]:
     """Group-relative advantages of GRPO (Shao et al. 2024, DeepSeekMath, eq. 3): `(r_i - mean) / (std + epsilon)`.
 
     Args:
         rewards: the rewards of one prompt's samples, [samples].
-        normalize: divide by the group's sample standard deviation (n - 1); False gives Dr.GRPO's centred rewards
-            (Liu et al. 2025), which do not over-weight groups that are nearly all right or all wrong.
+        normalize: divide by the group's standard deviation; False gives Dr.GRPO's centred rewards (Liu et al. 2025),
+            which do not over-weight groups that are nearly all right or all wrong.
         epsilon: added to the standard deviation.
+        population: the deviation of the samples themselves (n) and not the estimate for their source (n - 1).
 
     Raises:
         ValueError: fewer than two rewards; a group of one has no baseline.
     """
+    centred = _centred(rewards)
+    if not normalize:
+        return centred
+    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - (0 if population else 1)))
+    return [c / (std + epsilon) for c in centred]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """Each reward against the mean of the others (Kool et al. 2019; Ahmadian et al. 2024, RLOO): an unbiased baseline.
+
+    Equal to `(r_i - mean) * n / (n - 1)`. `rewards` are of one prompt's samples, [samples].
+
+    Raises:
+        ValueError: fewer than two rewards.
+    """
+    return [c * len(rewards) / (len(rewards) - 1) for c in _centred(rewards)]
+
+
+def against_batch(groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Each reward against the mean of the whole batch, [groups][samples]; groups may have one sample."""
+    rewards = [reward for group in groups for reward in group]
+    mean = math.fsum(rewards) / len(rewards)
+    return [[reward - mean for reward in group] for group in groups]
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
     if len(rewards) < 2:
         raise ValueError(f"group-relative advantages need at least 2 samples of a prompt, got {len(rewards)}")
     mean = math.fsum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
-    if not normalize:
-        return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
-    return [c / (std + epsilon) for c in centred]
+    return [reward - mean for reward in rewards]

@@ -1,4 +1,4 @@
-"""Truncated and masked importance weights: values, gradients, and what they report."""
+"""Importance weights for what another policy sampled: bounds, levels, what they report, what they refuse."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.losses import GRPOLoss
-from forge.losses.correction import correction_weights, masked, truncated
+from forge.losses import Correction, GRPOLoss
 
 RATIOS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20).map(lambda r: torch.tensor(r, dtype=torch.float64))
 
 
-@given(ratio=RATIOS, high=st.floats(1, 10))
-def test_truncation(ratio, high):
-    assert truncated(ratio, high).tolist() == [min(r, high) for r in ratio.tolist()]
-
-
 @given(ratio=RATIOS, low=st.floats(0, 0.9), high=st.floats(1, 10))
-def test_masking(ratio, low, high):
-    assert masked(ratio, low, high).tolist() == [r if low <= r <= high else 0.0 for r in ratio.tolist()]
+def test_bounds(ratio, low, high):
+    assert Correction("truncate", high=high).bounded(ratio).tolist() == [min(r, high) for r in ratio.tolist()]
+    kept = [r if low <= r <= high else 0.0 for r in ratio.tolist()]
+    assert Correction("mask", low=low, high=high).bounded(ratio).tolist() == kept
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -34,12 +30,18 @@ def batch() -> dict[str, torch.Tensor]:
         "behaviour_logprobs": behaviour,
         "advantages": torch.tensor([1.0, -2.0, 0.5, 3.0, 1.0], dtype=torch.float64),
         "weights": torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0], dtype=torch.float64),
+        "sequences": torch.tensor([0, 0, 0, 1, 1]),
     }
 
 
 @pytest.mark.parametrize(
     ("correction", "expected"),
-    [("truncate", [1.0, math.exp(0.5), 2.0, math.exp(-2)]), ("mask", [1.0, math.exp(0.5), 0.0, 0.0])],
+    [
+        (Correction("truncate"), [1.0, math.exp(0.5), 2.0, math.exp(-2)]),
+        (Correction("mask"), [1.0, math.exp(0.5), 0.0, 0.0]),
+        (Correction("truncate", "sequence", high=5.0), [5.0, 5.0, 5.0, math.exp(-2)]),
+        (Correction("mask", "geometric", high=3.0), [math.exp(2.5 / 3)] * 3 + [0.0]),
+    ],
 )
 def test_corrected_grpo_is_a_weighted_policy_gradient(correction, expected):
     x, loss = batch(), GRPOLoss(correction=correction)
@@ -48,25 +50,46 @@ def test_corrected_grpo_is_a_weighted_policy_gradient(correction, expected):
     assert value.item() == pytest.approx(-sum(share))
     (gradient,) = torch.autograd.grad(value, x["logprobs"])
     assert gradient.tolist() == pytest.approx([-s for s in share] + [0.0])
-    changed = loss.metrics(*(x[name][:4] for name in ("logprobs", "behaviour_logprobs", "advantages")))
-    exact = [1.0, math.exp(0.5), math.exp(2), math.exp(-2)]
-    assert changed["correction_fraction"].tolist() == [c != e for c, e in zip(expected, exact, strict=True)]
+
+
+def test_a_weight_that_the_bounds_changed_is_reported():
+    x = {name: values[:4] for name, values in batch().items()}
+    for kind, changed in (("truncate", [0.0, 0.0, 1.0, 0.0]), ("mask", [0.0, 0.0, 1.0, 1.0])):
+        assert GRPOLoss(correction=Correction(kind)).metrics(**x)["correction_fraction"].tolist() == changed
 
 
 def test_on_policy_a_correction_changes_nothing():
     x = batch()
     x["behaviour_logprobs"] = x["logprobs"].detach()
-    losses = [GRPOLoss(correction=correction)(**x) for correction in ("none", "truncate", "mask")]
+    losses = [GRPOLoss(correction=c)(**x) for c in (None, Correction("truncate"), Correction("mask", "sequence"))]
     gradients = [torch.autograd.grad(loss, x["logprobs"])[0] for loss in losses]
     assert losses[0] == losses[1] == losses[2]
     assert torch.equal(gradients[0], gradients[1])
     assert torch.equal(gradients[0], gradients[2])
 
 
-def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="correction must be none, truncate or mask, got 'clip'"):
-        GRPOLoss(correction="clip")
-    with pytest.raises(ValueError, match="correction_low must be in"):
-        GRPOLoss(correction="mask", correction_low=1.5)
-    with pytest.raises(ValueError, match="correction must be"):
-        correction_weights(torch.zeros(1), torch.zeros(1), "clip", 0.5, 2.0)
+def test_the_clip_holds_to_the_proximal_policy_and_the_weight_to_the_sampler():
+    """Two updates after the step began (ratio 1.5), with samples of an older policy (weight 2)."""
+    logprobs = torch.tensor([math.log(0.3)], requires_grad=True)
+    proximal, behaviour = torch.tensor([math.log(0.2)]), torch.tensor([math.log(0.1)])
+    for advantage, expected in ((1.0, -2.0 * 1.2), (-1.0, 2.0 * 1.5)):
+        loss = GRPOLoss(correction=Correction("truncate", high=9.0))(
+            logprobs, behaviour, torch.tensor([advantage]), torch.ones(1), proximal_logprobs=proximal
+        )
+        assert loss.item() == pytest.approx(expected)
+        clipped = torch.autograd.grad(loss, logprobs)[0].item() == 0.0
+        assert clipped == (advantage > 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "clip"}, "correction must be truncate or mask, got 'clip'"),
+        ({"level": "word"}, "correction_level must be token, sequence or geometric, got 'word'"),
+        ({"low": 1.5}, "correction_low must be in"),
+        ({"high": 0.5}, "correction_high at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Correction(**settings)

@@ -130,7 +130,7 @@ def test_the_clip_removes_the_gradient_on_the_side_that_went_far_enough(ratio: f
     expected = 0.0 if clipped else -ratio * advantage
     assert logprobs.grad is not None
     assert logprobs.grad.item() == pytest.approx(expected, rel=1e-5)
-    assert loss_fn.metrics(logprobs, behaviour, advantages)["clip_fraction"].tolist() == [float(clipped)]
+    assert loss_fn.metrics(logprobs, behaviour, advantages, torch.ones(1))["clip_fraction"].tolist() == [float(clipped)]
 
 
 def test_a_truncated_weight_keeps_its_gradient():

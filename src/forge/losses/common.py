@@ -1,9 +1,20 @@
-"""The pieces that losses share: importance ratio, KL estimate, aggregation."""
+"""The pieces that losses share: importance ratio, clip, KL estimates, sums over sequences, aggregation.
+
+Tensors are [batch, seq], where each row is a sequence, or packed [tokens] with `sequences` [tokens], the number of each
+token's sequence from 0. A token is trained where its `weights` is not 0.
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+# Beyond this a logarithm of a ratio is cut off: no ratio overflows, and its gradient is 0 there.
+BOUND = 20.0
 
 
 def wide(values: Tensor) -> Tensor:
@@ -16,9 +27,29 @@ def where_trained(values: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights != 0, wide(values), 0.0)
 
 
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """`log(pi(a) / old(a))` per token, bounded to +-20."""
+    return (wide(logprobs) - wide(old_logprobs)).clamp(-BOUND, BOUND)
+
+
 def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
     """`pi(a) / mu(a)` per token. Its logarithm is bounded to +-20 so that no ratio overflows."""
-    return torch.exp((wide(logprobs) - wide(behaviour_logprobs)).clamp(-20.0, 20.0))
+    return torch.exp(log_ratio(logprobs, behaviour_logprobs))
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """PPO's clipped objective, to be maximised (Schulman et al. 2017, eq. 7).
+
+        min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), and where A < 0 not below dual_clip * A
+
+    `dual_clip` bounds what a token with a negative advantage and a huge ratio can do (Ye et al. 2020, eq. 5).
+    """
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
+    if dual_clip is None:
+        return surrogate
+    return torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -26,8 +57,64 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     `exp(d) - 1 - d` with `d = ref - logp` (Schulman 2020, "Approximating KL divergence", k3).
     """
-    d = (wide(ref_logprobs) - wide(logprobs)).clamp(-20.0, 20.0)
+    d = log_ratio(ref_logprobs, logprobs)
     return torch.expm1(d) - d
+
+
+def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman 2020), with
+    `d = ref - logp`: k1 is `-d` (unbiased, of either sign), k2 is `d^2 / 2` (low variance, biased), k3 see `kl_k3`.
+
+    As a loss they differ in their gradients: that of k1 is 0 in expectation and does nothing but add noise, that of k2
+    is the gradient of the reverse KL, that of k3 comes near it where the two policies are close.
+
+    Raises:
+        ValueError: an unknown estimator.
+    """
+    if estimator == "k1":
+        return log_ratio(logprobs, ref_logprobs)
+    if estimator == "k2":
+        return 0.5 * log_ratio(logprobs, ref_logprobs) ** 2
+    if estimator == "k3":
+        return kl_k3(logprobs, ref_logprobs)
+    raise ValueError(f"kl must be k1, k2 or k3, got {estimator!r}")
+
+
+def sequence_sums(values: Tensor, sequences: Tensor | None) -> Tensor:
+    """The sum over each sequence's tokens, [sequences].
+
+    Raises:
+        ValueError: packed values without `sequences`.
+    """
+    if sequences is not None:
+        count = int(sequences.max()) + 1 if sequences.numel() else 0
+        return values.new_zeros(count).index_add(0, sequences, values)
+    if values.dim() != 2:
+        raise ValueError(f"tokens of shape {tuple(values.shape)} need `sequences`: which token is of which sequence")
+    return values.sum(-1)
+
+
+def over_tokens(values: Tensor, like: Tensor, sequences: Tensor | None) -> Tensor:
+    """One value a sequence, [sequences], for each of its tokens: of the shape of `like`."""
+    return values[sequences] if sequences is not None else values[:, None].expand_as(like)
+
+
+def sequence_means(values: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
+    """The mean over each sequence's trained tokens, [sequences]; 0 for a sequence without any."""
+    trained = (weights != 0).to(values.dtype)
+    return sequence_sums(values * trained, sequences) / sequence_sums(trained, sequences).clamp(min=1.0)
+
+
+def pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sums over sequences that come in pairs, the preferred one first: ([pairs], [pairs]).
+
+    Raises:
+        ValueError: an odd number of sequences.
+    """
+    sums = sequence_sums(values, sequences)
+    if len(sums) % 2:
+        raise ValueError(f"{len(sums)} sequences are no pairs: the preferred one and the other come in turn")
+    return sums[0::2], sums[1::2]
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -48,3 +135,8 @@ def token_mean_weights(padding_mask: Tensor) -> Tensor:
     """Weights of any shape with which every trained token counts the same."""
     mask = padding_mask.float()
     return mask / mask.sum().clamp(min=1.0)
+
+
+def fixed_horizon_weights(padding_mask: Tensor, horizon: int) -> Tensor:
+    """Weights [batch, seq] with which every trained token counts 1 / (sequences * horizon), however many there are."""
+    return padding_mask.float() / (padding_mask[..., 0].numel() * horizon)

@@ -1,48 +1,68 @@
-"""Importance weights for tokens that another implementation sampled: the engine and the trainer differ by rounding, and
-by the steps that were made since.
+"""Importance weights for tokens that another policy sampled: the engine and the trainer differ by rounding, and by the
+steps that were made since.
 
-A weight multiplies a token's loss and passes no gradient. It is `pi / mu`, the trained policy over what sampled,
-bounded one way or the other, because a few tokens with enormous ratios would else decide the update.
+A weight multiplies a token's loss and passes no gradient. It is `pi / mu`, the policy that the step starts from over
+what sampled, bounded one way or the other, because a few tokens with enormous ratios would else decide the update.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .common import importance_ratio
+from .common import BOUND, log_ratio, over_tokens, sequence_means, sequence_sums, where_trained
 
-Correction = Literal["none", "truncate", "mask"]
-
-
-def truncated(ratio: Tensor, high: float) -> Tensor:
-    """`min(ratio, high)`: bounded variance for some bias (Ionides 2008; Yao et al. 2025, truncated importance sampling
-    between training and inference engines). `ratio` of any shape."""
-    return ratio.clamp(max=high)
+Kind = Literal["truncate", "mask"]
+Level = Literal["token", "sequence", "geometric"]
 
 
-def masked(ratio: Tensor, low: float, high: float) -> Tensor:
-    """`ratio` within [low, high] and 0 outside: such tokens do not train (Ling team 2025, IcePop). `ratio` of any
-    shape."""
-    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+@dataclass(frozen=True)
+class Correction:
+    """The weight of tokens, or of whole sequences, that another policy sampled.
 
-
-@torch.no_grad()
-def correction_weights(
-    logprobs: Tensor, behaviour_logprobs: Tensor, correction: Correction, low: float, high: float
-) -> Tensor:
-    """The weights of tokens, of the shape of `logprobs`.
+    Args:
+        kind: "truncate" is `min(ratio, high)`: bounded variance for some bias (Ionides 2008; Yao et al. 2025, TIS).
+            "mask" is the ratio within [low, high] and 0 outside: such tokens do not train (Ling team 2025, IcePop, by
+            token; MIS by sequence). The loss's normaliser stays what it was.
+        level: of the ratio. "token": each token's own. "sequence": the product over the sequence, the unbiased weight
+            of a whole sequence. "geometric": its geometric mean over tokens, which does not grow with length.
+        low: the lower bound of "mask".
+        high: the upper bound.
 
     Raises:
-        ValueError: an unknown correction.
+        ValueError: an unknown kind or level; bounds that 1 does not lie between.
     """
-    ratio = importance_ratio(logprobs, behaviour_logprobs)
-    if correction == "none":
-        return torch.ones_like(ratio)
-    if correction == "truncate":
-        return truncated(ratio, high)
-    if correction == "mask":
-        return masked(ratio, low, high)
-    raise ValueError(f"correction must be none, truncate or mask, got {correction!r}")
+
+    kind: Kind = "truncate"
+    level: Level = "token"
+    low: float = 0.5
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("truncate", "mask"):
+            raise ValueError(f"correction must be truncate or mask, got {self.kind!r}")
+        if self.level not in ("token", "sequence", "geometric"):
+            raise ValueError(f"correction_level must be token, sequence or geometric, got {self.level!r}")
+        if not 0 <= self.low < 1 <= self.high:
+            raise ValueError(
+                f"correction_low must be in [0, 1) and correction_high at least 1, got {self.low} and {self.high}"
+            )
+
+    @torch.no_grad()
+    def ratio(self, logprobs: Tensor, behaviour_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
+        """The unbounded weights, of the shape of `logprobs`; see `forge.losses.common` for `weights`, `sequences`."""
+        logs = where_trained(log_ratio(logprobs, behaviour_logprobs), weights)
+        if self.level == "sequence":
+            logs = over_tokens(sequence_sums(logs, sequences).clamp(-BOUND, BOUND), logs, sequences)
+        elif self.level == "geometric":
+            logs = over_tokens(sequence_means(logs, weights, sequences), logs, sequences)
+        return logs.exp()
+
+    def bounded(self, ratio: Tensor) -> Tensor:
+        """`ratio`, of any shape, truncated or masked."""
+        if self.kind == "truncate":
+            return ratio.clamp(max=self.high)
+        return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, torch.zeros_like(ratio))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from .common import importance_ratio, kl_k3, sequence_mean_weights, weighted_sum, where_trained
-from .correction import Correction, correction_weights
+from .common import clipped_surrogate, kl_k3, sequence_mean_weights, weighted_sum, where_trained
+from .policy import PolicyLoss
 
 
 class SimpleGRPOLoss(nn.Module):
@@ -36,17 +38,23 @@ class SimpleGRPOLoss(nn.Module):
         return weighted_sum(self.beta * kl_k3(logprobs, ref_logprobs) - ratio * advantages, weights)
 
 
-class GRPOLoss(nn.Module):
-    """GRPO with the clipped surrogate against the policy that sampled (eq. 3), and DAPO's separate upper bound.
+class GRPOLoss(PolicyLoss):
+    """GRPO with the clipped surrogate against the old policy (Shao et al. 2024, DeepSeekMath, eq. 3).
 
         per token:  -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + beta * KL(pi || ref) - entropy_coef * H(pi)
 
-    with `r = pi / behaviour`. `clip_high > clip_low` keeps exploration alive (Yu et al. 2025, DAPO, section 3.1).
+    `A` is the reward against the group's mean, over its standard deviation (`normalize`). The paper's aggregation is
+    "sequence_mean"; the default here is "token_mean", as in most recipes since. `clip_high > clip_low` keeps exploration
+    alive (Yu et al. 2025, DAPO, section 3.1).
 
-    With a `correction` the policy that the step starts from takes the sampler's place in `r`, which is then 1 with the
-    policy's gradient, and each token's surrogate is weighted by how likely it is under that policy against the
-    sampler's: truncated at `correction_high`, or masked outside `correction_low` to `correction_high` (see
-    `forge.losses.correction`; decoupled as in Hilton et al. 2022).
+    Args:
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        dual_clip: see `forge.losses.common.clipped_surrogate`; None is off.
+        normalize: divide advantages by the group's standard deviation.
+        **more: of `PolicyLoss`.
+
+    Raises:
+        ValueError: bounds that mean nothing.
     """
 
     def __init__(
@@ -55,61 +63,22 @@ class GRPOLoss(nn.Module):
         clip_high: float = 0.2,
         beta: float = 0.0,
         entropy_coef: float = 0.0,
-        correction: Correction = "none",
-        correction_low: float = 0.5,
-        correction_high: float = 2.0,
+        *,
+        dual_clip: float | None = None,
+        normalize: bool = True,
+        **more: Any,
     ) -> None:
-        super().__init__()
-        if correction not in ("none", "truncate", "mask"):
-            raise ValueError(f"correction must be none, truncate or mask, got {correction!r}")
-        if not 0 <= correction_low < 1 <= correction_high:
-            raise ValueError(
-                f"correction_low must be in [0, 1) and correction_high at least 1, got {correction_low} and "
-                f"{correction_high}"
-            )
+        super().__init__(beta=beta, entropy_coef=entropy_coef, **more)
         if not 0 <= clip_low < 1 or clip_high < 0:
             raise ValueError(f"clip_low must be in [0, 1) and clip_high at least 0, got {clip_low} and {clip_high}")
-        self.clip_low, self.clip_high, self.beta, self.entropy_coef = clip_low, clip_high, beta, entropy_coef
-        self.correction, self.bounds = correction, (correction_low, correction_high)
+        if dual_clip is not None and dual_clip <= 1 + clip_high:
+            raise ValueError(f"dual_clip must be above 1 + clip_high, got {dual_clip}")
+        self.clip_low, self.clip_high, self.dual_clip, self.normalize = clip_low, clip_high, dual_clip, normalize
 
-    def forward(
-        self,
-        logprobs: Tensor,
-        behaviour_logprobs: Tensor,
-        advantages: Tensor,
-        weights: Tensor,
-        ref_logprobs: Tensor | None = None,
-        entropy: Tensor | None = None,
-    ) -> Tensor:
-        """All tensors of one shape, [batch, seq] or [tokens]. Returns a scalar.
+    def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        return clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
-        Raises:
-            ValueError: `beta` without `ref_logprobs`, or `entropy_coef` without `entropy`.
-        """
-        logprobs = where_trained(logprobs, weights)
-        corrected = self.correction != "none"
-        ratio = importance_ratio(logprobs, logprobs.detach() if corrected else behaviour_logprobs)
-        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-        if corrected:
-            per_token = per_token * correction_weights(logprobs, behaviour_logprobs, self.correction, *self.bounds)
-        if self.beta:
-            if ref_logprobs is None:
-                raise ValueError("beta > 0 needs ref_logprobs: start a reference model, or set grpo.beta to 0")
-            per_token = per_token + self.beta * kl_k3(logprobs, ref_logprobs)
-        if self.entropy_coef:
-            if entropy is None:
-                raise ValueError("entropy_coef > 0 needs the policy's entropy")
-            per_token = per_token - self.entropy_coef * entropy
-        return weighted_sum(per_token, weights)
-
-    @torch.no_grad()
-    def metrics(self, logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-        """Per token: 1 where the clip removed the gradient, or where the correction's bounds changed the weight."""
-        ratio = importance_ratio(logprobs, behaviour_logprobs)
-        if self.correction != "none":
-            weight = correction_weights(logprobs, behaviour_logprobs, self.correction, *self.bounds)
-            return {"correction_fraction": (weight != ratio).float()}
+    def limited(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         high = (ratio > 1.0 + self.clip_high) & (advantages > 0)
         low = (ratio < 1.0 - self.clip_low) & (advantages < 0)
-        return {"clip_fraction": (high | low).float()}
+        return high | low if self.dual_clip is None else high | low | ((ratio > self.dual_clip) & (advantages < 0))

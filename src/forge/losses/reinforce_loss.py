@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Sequence
+from typing import Any
 
-from .common import importance_ratio, token_mean_weights, weighted_sum, where_trained
+from torch import Tensor
+
+from ..advantages import against_batch
+from .common import token_mean_weights
+from .policy import PolicyLoss
 
 
-class ReinforceLoss(nn.Module):
+class ReinforceLoss(PolicyLoss):
     """Policy gradient (Williams 1992), corrected for the policy that sampled.
 
-        per token:  -stop_gradient(min(pi / behaviour, 1 + clip_ratio)) * advantage * log pi
+        per token:  -stop_gradient(min(pi / behaviour, 1 + clip_ratio)) * A * log pi
 
     averaged over trained tokens. The weight is truncated, not the surrogate: unlike PPO's clip, a token beyond the
-    bound still has a gradient (Espeholt et al. 2018, IMPALA, the rho bar of section 4.1).
+    bound still has a gradient (Espeholt et al. 2018, IMPALA, the rho bar of section 4.1). In a recipe `A` is the reward
+    against the mean of the batch.
 
     Args:
         clip_ratio: how far above 1 the weight may go; None takes every sample as on-policy (weight 1).
+        **more: of `PolicyLoss`.
     """
 
-    def __init__(self, clip_ratio: float | None = None) -> None:
-        super().__init__()
+    within_group = False
+
+    def __init__(self, clip_ratio: float | None = None, **more: Any) -> None:
+        super().__init__(**more)
         if clip_ratio is not None and clip_ratio < 0:
             raise ValueError(f"clip_ratio must be None or at least 0, got {clip_ratio}")
         self.clip_ratio = clip_ratio
 
-    def forward(
+    def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
+        return against_batch(groups)
+
+    def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        if self.clip_ratio is None:
+            return advantages * logprobs
+        return ratio.detach().clamp(max=1.0 + self.clip_ratio) * advantages * logprobs
+
+    def limited(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
+        return None if self.clip_ratio is None else ratio > 1.0 + self.clip_ratio
+
+    def forward(  # type: ignore[override]
         self,
         logprobs: Tensor,
         ref_logprobs: Tensor,
@@ -33,14 +53,19 @@ class ReinforceLoss(nn.Module):
         padding_mask: Tensor,
         weights: Tensor | None = None,
         behaviour_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        proximal_logprobs: Tensor | None = None,
+        sequences: Tensor | None = None,
     ) -> Tensor:
         """All tensors of one shape. The policy that sampled is `behaviour_logprobs`, or else `ref_logprobs`. Returns a
         scalar."""
-        weights = token_mean_weights(padding_mask) if weights is None else weights
-        logprobs = where_trained(logprobs, weights)
-        per_token = -advantages * logprobs
-        if self.clip_ratio is not None:
-            sampled = ref_logprobs if behaviour_logprobs is None else behaviour_logprobs
-            ratio = importance_ratio(logprobs, sampled).detach()
-            per_token = per_token * ratio.clamp(max=1.0 + self.clip_ratio)
-        return weighted_sum(per_token, weights)
+        return super().forward(
+            logprobs,
+            ref_logprobs if behaviour_logprobs is None else behaviour_logprobs,
+            advantages,
+            token_mean_weights(padding_mask) if weights is None else weights,
+            ref_logprobs,
+            entropy,
+            proximal_logprobs,
+            sequences,
+        )

@@ -1,0 +1,67 @@
+"""Credit assignment: from the rewards of episodes to the advantage of every token of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .losses import Algorithm
+from .losses.common import kl
+from .losses.gae import gae, packed, padded, whiten
+from .observability import record_metric
+from .types import Batch, Episode, Group
+
+
+def learnable(groups: Sequence[Group], algorithm: Algorithm, skip: bool = True) -> list[Episode]:
+    """The groups' episodes with their advantages, in the order of the data.
+
+    Args:
+        skip: leave out groups whose rewards are all equal, where the algorithm compares within groups; if all are,
+            they stay.
+    """
+    for group, advantages in zip(groups, algorithm.advantages([group.rewards for group in groups]), strict=True):
+        for episode, advantage in zip(group.episodes, advantages, strict=True):
+            episode.advantage = advantage
+    signal = [group for group in groups if len(set(group.rewards)) > 1]
+    record_metric("groups_without_signal", 1 - len(signal) / len(groups))
+    kept = signal if signal and skip and algorithm.within_group else groups
+    return [episode for group in sorted(kept, key=lambda g: g.index) for episode in group.episodes]
+
+
+def assign(batch: Batch, algorithm: Algorithm) -> None:
+    """Fill in what depends on more than an episode's own reward: KL in the reward, a critic's values, whitening.
+
+    `batch.advantages` come in as one number an episode. They leave as they came, less the KL that a sequence still has
+    before it; with a critic they are made anew from `batch.rewards` and `batch.values`, and `batch.returns` is set.
+
+    Raises:
+        ValueError: the batch lacks what the algorithm needs.
+    """
+    own = batch.mask
+    counts = [int(mask.sum()) for mask in np.split(own, np.cumsum(batch.lengths)[:-1])]
+
+    def trained(name: str) -> torch.Tensor:
+        values = getattr(batch, name)
+        if values is None or np.isnan(values[own]).any():
+            raise ValueError(f"{type(algorithm).__name__} needs {name} of every trained token")
+        return torch.from_numpy(values[own])
+
+    advantages = trained("advantages")
+    mask = padded(torch.ones_like(advantages), counts)
+    cost = torch.zeros_like(advantages)
+    if algorithm.beta and algorithm.kl_in == "reward":
+        cost = algorithm.beta * kl(trained("logprobs"), trained("ref_logprobs"), algorithm.kl)
+    if algorithm.needs_critic:
+        rewards, values = padded(trained("rewards") - cost, counts), padded(trained("values"), counts)
+        wide, returns = gae(rewards, values, mask, discount=algorithm.discount, trace=algorithm.trace)
+        advantages = packed(wide, counts)
+        batch.returns = np.zeros(len(own), np.float32)
+        batch.returns[own] = packed(returns, counts).numpy()
+    elif cost.any():
+        still_to_come, _ = gae(padded(cost, counts), torch.zeros_like(mask), mask)
+        advantages = advantages - packed(still_to_come, counts)
+    if algorithm.whiten:
+        advantages = whiten(advantages)
+    batch.advantages[own] = advantages.numpy()

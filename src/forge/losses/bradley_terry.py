@@ -1,0 +1,49 @@
+"""Reward models from preferences."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .common import pairs, weighted_sum, where_trained
+
+
+class BradleyTerryLoss(nn.Module):
+    """The preferred answer should score higher (Bradley & Terry 1952; Ouyang et al. 2022, eq. 1).
+
+        per pair:  -log sigmoid(s_chosen - s_rejected) + center * (s_chosen + s_rejected)^2
+
+    Only differences of scores are determined; `center` keeps their mean near 0 (Eisenstein et al. 2023, section 2).
+    Sequences come in pairs, the preferred one first, with one trained token each: the one that the score is read at.
+
+    Args:
+        center: weight of the last term, at least 0.
+
+    Raises:
+        ValueError: `center` below 0.
+    """
+
+    def __init__(self, center: float = 0.0) -> None:
+        super().__init__()
+        if center < 0:
+            raise ValueError(f"center must be at least 0, got {center}")
+        self.center = center
+
+    def forward(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Both tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
+
+        Raises:
+            ValueError: an odd number of sequences, or packed tokens without `sequences`.
+        """
+        scores = where_trained(values, weights)
+        chosen, rejected = pairs(scores, sequences)
+        loss = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
+        return weighted_sum(loss, sum(pairs(weights, sequences))) + 0.0 * scores.sum()
+
+    @torch.no_grad()
+    def metrics(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> dict[str, Tensor]:
+        """Per pair: `margin` of the scores and `preference_accuracy`; a tie is half right."""
+        chosen, rejected = pairs(where_trained(values, weights), sequences)
+        right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
+        return {"margin": chosen - rejected, "preference_accuracy": right}

@@ -1,0 +1,67 @@
+"""Direct preference optimisation: which of two answers is preferred, without a reward model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .common import log_ratio, pairs, weighted_sum, where_trained
+
+
+class DPOLoss(nn.Module):
+    """DPO (Rafailov et al. 2023, eq. 7), with the label smoothing of conservative DPO (Mitchell 2023).
+
+        per pair:  -(1 - s) * log sigmoid(m) - s * log sigmoid(-m)
+        m = beta * (sum of log(pi / ref) over the preferred answer - the same over the other)
+
+    Sequences come in pairs, the preferred one first; a pair weighs what its tokens weigh together, so that
+    "sequence_mean" is the mean over pairs.
+
+    Args:
+        beta: how hard the policy is held to the reference.
+        label_smoothing: `s`, the share of labels that are taken to be wrong, in [0, 0.5).
+
+    Raises:
+        ValueError: a setting outside its range.
+    """
+
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        if beta <= 0 or not 0 <= label_smoothing < 0.5:
+            raise ValueError(f"beta must be above 0 and label_smoothing in [0, 0.5), got {beta} and {label_smoothing}")
+        self.beta, self.label_smoothing = beta, label_smoothing
+
+    def forward(
+        self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None = None
+    ) -> Tensor:
+        """All tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
+
+        Raises:
+            ValueError: an odd number of sequences, or packed tokens without `sequences`.
+        """
+        chosen, rejected = self._rewards(logprobs, ref_logprobs, weights, sequences)
+        margin = chosen - rejected
+        smooth = self.label_smoothing
+        loss = -(1.0 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
+        # Nothing but the empty sum depends on a micro-batch without pairs: it stays part of the graph.
+        return weighted_sum(loss, sum(pairs(weights, sequences))) + 0.0 * where_trained(logprobs, weights).sum()
+
+    @torch.no_grad()
+    def metrics(
+        self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Per pair: `margin` of the implicit rewards (times beta), `preference_accuracy`, and the two rewards."""
+        chosen, rejected = self._rewards(logprobs, ref_logprobs, weights, sequences)
+        return {
+            "margin": chosen - rejected,
+            "preference_accuracy": (chosen > rejected).float(),
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+        }
+
+    def _rewards(
+        self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logs = where_trained(log_ratio(logprobs, ref_logprobs), weights)
+        return pairs(self.beta * logs, sequences)

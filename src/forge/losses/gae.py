@@ -1,0 +1,58 @@
+"""Generalised advantage estimation, and rewards that come before the end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float = 1.0, trace: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (Schulman et al. 2016, eq. 16).
+
+        delta_t = r_t + discount * V_next - V_t,   A_t = delta_t + discount * trace * A_next,   return_t = A_t + V_t
+
+    "Next" is the next token of the sequence that the policy wrote: what an environment or a user wrote in between is
+    passed over. The last one is followed by a value of 0.
+
+    Args:
+        rewards: [batch, seq], the reward that followed each token.
+        values: [batch, seq], what the critic said before each token.
+        mask: [batch, seq], nonzero on tokens that the policy wrote.
+        discount: gamma.
+        trace: lambda; 1 is the return minus the value, 0 one step ahead.
+
+    Returns:
+        (advantages [batch, seq], returns [batch, seq]), 0 where `mask` is 0.
+    """
+    own = mask.bool()
+    rewards, values = (torch.where(own, x, torch.zeros_like(x)) for x in (rewards, values))
+    advantages = torch.zeros_like(values)
+    after = next_value = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + discount * next_value - values[:, t]
+        advantage = delta + discount * trace * after
+        advantages[:, t] = torch.where(own[:, t], advantage, torch.zeros_like(advantage))
+        after = torch.where(own[:, t], advantage, after)
+        next_value = torch.where(own[:, t], values[:, t], next_value)
+    return advantages, torch.where(own, advantages + values, torch.zeros_like(values))
+
+
+def whiten(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+    """`(values - mean) / sqrt(variance + epsilon)`, [tokens], with the variance of a sample (n - 1)."""
+    if len(values) < 2:
+        return values - values.mean() if len(values) else values
+    return (values - values.mean()) * torch.rsqrt(values.var() + epsilon)
+
+
+def padded(values: Tensor, counts: list[int]) -> Tensor:
+    """Packed [tokens] with `counts` tokens a sequence as [sequences, longest], zeros on the right."""
+    return pad_sequence(list(values.split(counts)), batch_first=True)
+
+
+def packed(values: Tensor, counts: list[int]) -> Tensor:
+    """The way back from `padded`: [tokens]."""
+    return torch.cat([row[:count] for row, count in zip(values, counts, strict=True)])
