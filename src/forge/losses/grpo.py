@@ -44,8 +44,8 @@ class GRPOLoss(PolicyLoss):
         per token:  -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + beta * KL(pi || ref) - entropy_coef * H(pi)
 
     `A` is the reward against the group's mean, over its standard deviation (`normalize`). The paper's aggregation is
-    "sequence_mean"; the default here is "token_mean", as in most recipes since. `clip_high > clip_low` keeps exploration
-    alive (Yu et al. 2025, DAPO, section 3.1).
+    "sequence_mean"; the default here is "token_mean", as in most recipes since. `clip_high > clip_low` keeps
+    exploration alive (Yu et al. 2025, DAPO, section 3.1).
 
     Args:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
