@@ -1,0 +1,17 @@
+"""Losses and gradients that TRL and verl computed, see benchmarks/losses_peers.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.losses import PEERS, differences
+
+FOUND = differences(json.loads(PEERS.read_text()))
+
+
+@pytest.mark.parametrize(("library", "case"), FOUND)
+def test_the_same_loss_and_gradient(library: str, case: str):
+    for what, difference in FOUND[library, case].items():
+        assert difference <= 1e-6, what
