@@ -88,6 +88,17 @@ def test_overrides(config):
         (["--parallelism.tensor_parallel_degree", "2"], "the trainer shards with FSDP2 only"),
         (["--trainer.procs", "3", "--parallelism.data_parallel_shard_degree", "2"], "does not divide"),
         (["--grpo.beta", "0"], "services.ref_model is set and nothing uses it"),
+        (["--algorithm", "grop"], "unknown algorithm 'grop': did you mean 'grpo'"),
+        (["--algorithm", "sapo"], "algorithm sapo has no setting 'clip_low'"),
+        (["--grpo.loss", "{dual_clop: 3.0}"], "algorithm grpo has no setting 'dual_clop': did you mean 'dual_clip'"),
+        (["--grpo.loss", "{clip_low: 0.1}"], "grpo.clip_low and grpo.loss.clip_low are the same setting: keep one"),
+        (["--grpo.correction_low", "0.1"], "correction_low does something only if grpo.correction is mask"),
+        (["--grpo.correction_level", "sequence"], "correction_level do nothing: grpo.correction is not set"),
+        (["--grpo.overlong_buffer", "512"], "grpo.overlong_buffer must be at least 0 and below grpo.max_tokens"),
+        (["--critic.clip", "0.5"], "critic or services.critic is set and nothing uses it: grpo has no critic"),
+        (["--critic.procs", "2"], "critic or services.critic is set and nothing uses it: grpo has no critic"),
+        (["--training.epochs", "0"], "training.epochs must be at least 1"),
+        (["--lora", "{rank: 0}"], "lora needs a rank of at least 1"),
         (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
         (["--dataset.task", "reverse"], "either a path .* or a task"),
         (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1"),
@@ -109,6 +120,23 @@ def test_mistakes_are_named(config, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read(config, *overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_an_algorithm_is_made_with_what_is_set_and_nothing_else(config):
+    cfg = read(config, "--grpo.loss", "{dual_clip: 5.0}", "--training.entropy_coef", "0.01")
+    made = cfg.load_algorithm()
+    assert (made.clip_low, made.clip_high, made.beta, made.dual_clip) == (0.2, 0.28, 0.1, 5.0)
+    assert made.entropy_coef == 0.01
+    assert cfg.shares(made) == {"aggregation": "token_mean", "horizon": None}
+    dr_grpo = read(config, "--algorithm", "dr_grpo", "--grpo.correction", "truncate")
+    made = dr_grpo.load_algorithm()
+    assert made.correction.kind == "truncate"
+    assert dr_grpo.shares(made) == {"aggregation": "fixed_horizon", "horizon": 512}
+    distilled = {"grpo.beta": "null", "grpo.clip_low": "null", "grpo.clip_high": "null", "algorithm": "distill"}
+    arguments = [word for name, value in distilled.items() for word in (f"--{name}", value)]
+    with pytest.raises(ConfigError, match="algorithm distill needs grpo.reference: the teacher's folder or hub id"):
+        read(config, *arguments)
+    assert read(config, *arguments, "--grpo.reference", "teacher").load_algorithm().needs_reference
 
 
 def test_files_that_cannot_be_read(config, tmp_path):

@@ -6,35 +6,62 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge.config import ConfigError, Section
+from forge.losses import Algorithm, Correction, load_algorithm
 from forge.sections import RecipeConfig, ServiceConfig
 
 
 @dataclass
 class AlgorithmConfig(Section):
-    """GRPO: `n_samples` completions a prompt, scored against one another.
+    """`n_samples` completions a prompt, and the settings of the algorithm; null is the algorithm's own.
 
-    `beta` > 0 adds a KL penalty to a frozen reference model; `normalize` divides advantages by the group's standard
-    deviation; `skip_no_signal` leaves out groups whose rewards are all equal. `correction` weighs tokens by how much
-    the trained policy differs from what sampled them, truncated at `correction_high` or masked outside the two bounds,
-    in place of the clip, see `forge.losses.GRPOLoss`.
+    `beta` > 0 adds a KL penalty to a frozen reference model, `reference` or else the start; `normalize` divides
+    advantages by the group's standard deviation; `skip_no_signal` leaves out groups whose rewards are all equal.
+    `correction` weighs tokens by how much the trained policy differs from what sampled them, see
+    `forge.losses.Correction`. `overlong_buffer` tokens before `max_tokens` the reward begins to fall. `loss` is what
+    else the algorithm's constructor takes.
     """
 
     n_samples: int = 8
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    beta: float = 0.0
     temperature: float = 1.0
     max_tokens: int = 512
-    normalize: bool = True
+    clip_low: float | None = None
+    clip_high: float | None = None
+    beta: float | None = None
+    normalize: bool | None = None
     skip_no_signal: bool = True
-    correction: Literal["none", "truncate", "mask"] = "none"
+    overlong_buffer: int = 0
+    reference: str | None = None
+    correction: Literal["none", "truncate", "mask"] | None = None
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
     correction_low: float = 0.5
     correction_high: float = 2.0
+    loss: dict[str, Any] = field(default_factory=dict)
 
-    def loss(self) -> dict[str, Any]:
-        """Settings for `forge.losses.GRPOLoss`."""
-        names = ("clip_low", "clip_high", "beta", "correction", "correction_low", "correction_high")
-        return {name: self[name] for name in names}
+    def settings(self) -> dict[str, Any]:
+        """Of the algorithm's constructor, as far as they are set."""
+        named = {name: self[name] for name in ("clip_low", "clip_high", "beta", "normalize")}
+        settings = {name: value for name, value in named.items() if value is not None}
+        if self.correction is not None:
+            bounds = self.correction_level, self.correction_low, self.correction_high
+            settings["correction"] = None if self.correction == "none" else Correction(self.correction, *bounds)
+        if twice := settings.keys() & self.loss.keys():
+            raise ConfigError(f"grpo.{min(twice)} and grpo.loss.{min(twice)} are the same setting: keep one")
+        return settings | self.loss
+
+
+@dataclass
+class CriticConfig(Section):
+    """A critic of its own weights, from `model` (null: the policy's start) with a new head; `clip` bounds how far a
+    value may move in one step."""
+
+    model: str | None = None
+    learning_rate: float = 1e-5
+    clip: float | None = 0.2
+
+    def trainer(self, cfg: GRPOConfig) -> dict[str, Any]:
+        """What differs from the policy's settings, of `forge.actors.Trainer`."""
+        optimizer = cfg.training.optimizer() | {"learning_rate": self.learning_rate}
+        return {"service": "critic", "head": "value", "optimizer": optimizer}
 
 
 @dataclass
@@ -49,6 +76,7 @@ class AsyncConfig(Section):
 class Services(Section):
     generator: ServiceConfig = field(default_factory=ServiceConfig)
     trainer: ServiceConfig = field(default_factory=ServiceConfig)
+    critic: ServiceConfig = field(default_factory=ServiceConfig)
     ref_model: ServiceConfig = field(default_factory=ServiceConfig)
     reward: ServiceConfig = field(default_factory=lambda: ServiceConfig(share="helpers"))
     dataset: ServiceConfig = field(default_factory=lambda: ServiceConfig(share="helpers"))
@@ -57,42 +85,90 @@ class Services(Section):
 
 @dataclass
 class GRPOConfig(RecipeConfig):
+    algorithm: str = "grpo"
     grpo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     services: Services = field(default_factory=Services)
+
+    def others(self) -> dict[str, str]:
+        named = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
+        return {key: name for key, name in named.items() if name is not None}
+
+    def load_algorithm(self) -> Algorithm:
+        """The algorithm that is named, with its settings.
+
+        Raises:
+            ConfigError: there is no such algorithm, or a setting does nothing or is out of range.
+        """
+        settings = self.grpo.settings()
+        if self.training.entropy_coef:
+            settings["entropy_coef"] = self.training.entropy_coef
+        try:
+            return load_algorithm(self.algorithm, **settings)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def shares(self, algorithm: Algorithm) -> dict[str, Any]:
+        """How tokens share the loss, for `forge.data.packing.pack`."""
+        aggregation = self.training.aggregation or algorithm.aggregation
+        horizon = self.grpo.max_tokens if aggregation == "fixed_horizon" else None
+        return {"aggregation": aggregation, "horizon": horizon}
 
     def validate(self) -> None:
         super().validate()
         self.parallelism.validate(self.services.trainer.procs)
+        algorithm, algo, unset = self.load_algorithm(), self.grpo, AlgorithmConfig()
+        corrected = algo.correction or "none"
         for bad, message in (
-            (self.grpo.n_samples < 2, "grpo.n_samples must be at least 2: one sample has nothing to be compared with"),
-            (self.grpo.temperature <= 0, "grpo.temperature must be positive: greedy samples of a prompt are all equal"),
-            (self.grpo.max_tokens >= self.training.seq_len, "training.seq_len must exceed grpo.max_tokens"),
+            (algo.n_samples < 1, "grpo.n_samples must be at least 1"),
+            (
+                algo.n_samples < 2 and algorithm.within_group,
+                f"grpo.n_samples must be at least 2: {self.algorithm} compares the samples of a prompt with one "
+                "another, and one sample has nothing to be compared with",
+            ),
+            (algo.temperature <= 0, "grpo.temperature must be positive: greedy samples of a prompt are all equal"),
+            (algo.max_tokens >= self.training.seq_len, "training.seq_len must exceed grpo.max_tokens"),
             (
                 self.async_.max_policy_age < self.training.sync_interval - 1,
                 f"training.sync_interval = {self.training.sync_interval} makes weights older than async.max_policy_age "
                 f"= {self.async_.max_policy_age} allows: raise it to at least {self.training.sync_interval - 1}",
             ),
             (
-                self.services.ref_model != ServiceConfig() and not self.grpo.beta,
+                not 0 <= algo.overlong_buffer < algo.max_tokens,
+                "grpo.overlong_buffer must be at least 0 and below grpo.max_tokens",
+            ),
+            (
+                not algorithm.needs_reference and self.services.ref_model != ServiceConfig(),
                 "services.ref_model is set and nothing uses it: grpo.beta is 0",
             ),
             (
-                self.grpo.correction != "mask" and self.grpo.correction_low != AlgorithmConfig.correction_low,
+                not algorithm.needs_reference and algo.reference is not None,
+                "grpo.reference is set and nothing uses it: grpo.beta is 0",
+            ),
+            (
+                self.algorithm == "distill" and algo.reference is None,
+                "algorithm distill needs grpo.reference: the teacher's folder or hub id",
+            ),
+            (
+                not algorithm.needs_critic
+                and (self.critic != CriticConfig() or self.services.critic != ServiceConfig()),
+                f"critic or services.critic is set and nothing uses it: {self.algorithm} has no critic",
+            ),
+            (
+                corrected != "mask" and algo.correction_low != unset.correction_low,
                 "grpo.correction_low does something only if grpo.correction is mask",
             ),
             (
-                self.grpo.correction == "none" and self.grpo.correction_high != AlgorithmConfig.correction_high,
-                "grpo.correction_high does nothing: grpo.correction is none",
+                corrected == "none"
+                and (algo.correction_high, algo.correction_level) != (unset.correction_high, unset.correction_level),
+                "grpo.correction_high and grpo.correction_level do nothing: grpo.correction is not set",
             ),
         ):
             if bad:
                 raise ConfigError(message)
-        for name in self.services:
-            self.services[name].validate(
-                name, ranks=name == "trainer", replicas=name not in ("trainer", "replay_buffer", "dataset")
-            )
-        room = self.training.seq_len - self.grpo.max_tokens
+        self._validate_services()
+        room = self.training.seq_len - algo.max_tokens
         if self.dataset.max_prompt_tokens is None:
             self.dataset.max_prompt_tokens = room
         elif self.dataset.max_prompt_tokens > room:
@@ -103,3 +179,8 @@ class GRPOConfig(RecipeConfig):
             raise ConfigError(
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
             )
+
+    def _validate_services(self) -> None:
+        for name in self.services:
+            learns, state = name in ("trainer", "critic"), ("trainer", "critic", "replay_buffer", "dataset")
+            self.services[name].validate(name, ranks=learns, replicas=name not in state)

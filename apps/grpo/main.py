@@ -1,6 +1,6 @@
-"""GRPO: two loops that meet in a replay buffer.
+"""RL with verifiable rewards: two loops that meet in a replay buffer. `algorithm` chooses the loss and its advantages.
 
-    python -m apps.grpo.main --config apps/grpo/tiny.yaml --training.steps 50
+    python -m apps.grpo.main --config apps/grpo/tiny.yaml --algorithm dapo --training.steps 50
 
 Rollouts sample a group of completions for each prompt, score them against one another and store them. Training takes
 a batch, improves the policy and hands the new weights to the generators. `async.max_policy_age` says how far rollouts
@@ -10,58 +10,58 @@ may run ahead: at 0 the two take turns, above it they overlap; the code below is
 import asyncio
 
 from apps.grpo.config import GRPOConfig
-from forge import actors
-from forge.actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer, Window, evaluate
-from forge.advantages import group_relative
+from forge import actors, credit, start
+from forge.actors import ReplayBuffer, Window, evaluate
 from forge.controller import drain_metrics, first_to_end
 from forge.data.packing import pack
-from forge.losses import GRPOLoss
+from forge.data.rewards import overlong_penalty
+from forge.losses import Algorithm, ValueLoss
 from forge.observability import Reduce, Run, phase, record_metric
 from forge.recipe import launch
 from forge.store import VersionStore
 from forge.types import Episode, Group, Sample
 
 
-async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run, store: VersionStore) -> None:
-    services, algo, batch_size = cfg.services, cfg.grpo, cfg.training.batch_size
-    capacity = 2 * batch_size * (cfg.async_.max_policy_age + 1)
-    loss = GRPOLoss(entropy_coef=cfg.training.entropy_coef, **algo.loss())
-    dataset, policy, trainer, reward, buffer, reference = await asyncio.gather(
-        DatasetActor.options(**services.dataset).as_actor(
-            model, seed=cfg.seed, journal=f"{record.recovery}/dataset", remember=cfg.checkpoint.remember, **cfg.dataset
+async def main(
+    cfg: GRPOConfig,
+    model: str,
+    held_out: list[Sample],
+    record: Run,
+    store: VersionStore,
+    algorithm: Algorithm | None = None,
+) -> None:
+    algorithm = algorithm or cfg.load_algorithm()
+    algo, batch_size, max_policy_age = cfg.grpo, cfg.training.batch_size, cfg.async_.max_policy_age
+    dataset, policy, trainer, reward, buffer, reference, critic = await asyncio.gather(
+        start.dataset(cfg, model, record),
+        start.generator(cfg, model, store, temperature=algo.temperature, max_tokens=algo.max_tokens),
+        start.trainer(
+            cfg, model, record, algorithm, store=store, temperature=algo.temperature, max_policy_age=max_policy_age
         ),
-        Generator.options(**services.generator).as_service(
-            model, store=store, temperature=algo.temperature, max_tokens=algo.max_tokens, **cfg.generator
+        start.reward(cfg),
+        ReplayBuffer.options(**cfg.services.replay_buffer).as_actor(
+            2 * batch_size * (max_policy_age + 1),
+            seed=cfg.seed,
+            journal=f"{record.recovery}/buffer",
+            replace=algorithm.dynamic_sampling * batch_size,
+            **cfg.async_,
         ),
-        Trainer.options(**services.trainer).as_actor(
-            model,
-            loss=loss,
-            store=store,
-            optimizer=cfg.training.optimizer(),
-            temperature=algo.temperature,
-            shard_degree=cfg.parallelism.data_parallel_shard_degree,
-            recovery=record.checkpoints if cfg.checkpoint.every else None,
-            max_policy_age=cfg.async_.max_policy_age,
-            **cfg.training.trainer(),
-        ),
-        RewardActor.options(**services.reward).as_service(**cfg.reward),
-        ReplayBuffer.options(**services.replay_buffer).as_actor(
-            capacity, seed=cfg.seed, journal=f"{record.recovery}/buffer", **cfg.async_
-        ),
-        ReferenceModel.options(**services.ref_model).as_service(
-            model, seq_len=cfg.training.seq_len, temperature=algo.temperature
-        )
-        if algo.beta
-        else asyncio.sleep(0),
+        start.reference(cfg, algo.reference or model, algo.temperature)
+        if algorithm.needs_reference
+        else start.nothing(),
+        start.trainer(cfg, cfg.critic.model or model, record, ValueLoss(cfg.critic.clip), **cfg.critic.trainer(cfg))
+        if algorithm.needs_critic
+        else start.nothing(),
     )
-    held = await actors.resume(record, trainer, dataset, buffer)
-    window = Window(batch_size, cfg.async_.max_policy_age, cfg.training.steps, record.start, held)
+    held = await actors.resume(record, trainer, dataset, buffer, critic)
+    window = Window(batch_size, max_policy_age, cfg.training.steps, record.start, held)
 
     async def rollout() -> None:
         prompt, target = await dataset.sample.route()
         completions = await policy.generate.route(prompt, n=algo.n_samples, seed=cfg.seed + 1_000_003 * prompt.index)
         rewards = await reward.evaluate_group.route(prompt, [c.text for c in completions], target)
         episodes = [Episode(completion, r) for completion, r in zip(completions, rewards, strict=True)]
+        overlong_penalty(episodes, algo.max_tokens, algo.overlong_buffer)
         if not await buffer.add.route(Group(episodes, prompt.index, target, prompt.text)):
             await window.refund(1)
 
@@ -76,11 +76,7 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
             await window.refund(await buffer.expire.route(version))
             groups = await buffer.sample.route(version, batch_size)
             record.log_rollouts(version + 1, groups[: cfg.metrics.rollouts])
-            with phase("pack"):
-                batch = pack(learnable(groups, version), aggregation=cfg.training.aggregation)
-            if reference is not None:
-                batch.ref_logprobs = await reference.logprobs.route(batch)
-            metrics = await trainer.train_step.route(batch)
+            metrics = await learn(groups, version)
             step, last = version + 1, version + 1 == cfg.training.steps
             if last or step % cfg.training.sync_interval == 0:
                 await publish(step)
@@ -88,24 +84,26 @@ async def main(cfg: GRPOConfig, model: str, held_out: list[Sample], record: Run,
                 metrics |= await evaluate(policy, reward, held_out)
             record.log(step, await drain_metrics(), **metrics)
             if cfg.checkpoint.due(step, last):
-                await actors.save(record, trainer, dataset, buffer, **cfg.checkpoint.how)
+                await actors.save(record, trainer, dataset, buffer, critic, **cfg.checkpoint.how)
+
+    async def learn(groups: list[Group], version: int) -> dict[str, float]:
+        for age in (version - group.version for group in groups):
+            record_metric("policy_age", age)
+            record_metric("policy_age", age, Reduce.MAX)
+        with phase("pack"):
+            batch = pack(credit.learnable(groups, algorithm, algo.skip_no_signal), **cfg.shares(algorithm))
+        if reference is not None:
+            batch.ref_logprobs = await reference.logprobs.route(batch)
+        if critic is not None:
+            batch.values = await critic.predict.route(batch)
+        credit.assign(batch, algorithm)
+        metrics = await trainer.train_step.route(batch)
+        return metrics if critic is None else metrics | await critic.train_step.route(batch)
 
     async def publish(version: int) -> None:
         await trainer.push_weights.call(version)
         await policy.update_weights.fanout(version)
         await window.advance(version)
-
-    def learnable(groups: list[Group], version: int) -> list[Episode]:
-        for group in groups:
-            record_metric("policy_age", version - group.version)
-            record_metric("policy_age", version - group.version, Reduce.MAX)
-            record_metric("groups_without_signal", len(set(group.rewards)) == 1)
-            for episode, advantage in zip(
-                group.episodes, group_relative(group.rewards, normalize=algo.normalize), strict=True
-            ):
-                episode.advantage = advantage
-        signal = [g for g in groups if len(set(g.rewards)) > 1 or not algo.skip_no_signal] or groups
-        return [episode for group in sorted(signal, key=lambda g: g.index) for episode in group.episodes]
 
     await publish(record.start)
     if record.start == 0:

@@ -75,6 +75,8 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Sample], Run]:
     else:
         model = resolve_model(cfg.model or str(initial))
         check_origin(folder, model, local(cfg.dataset.path))
+    for key, name in cfg.others().items():
+        check_vocabulary(key, resolve_model(name), model)
     for name in [*cfg.reward.functions, *filter(None, [cfg.reward.accuracy])]:
         load_reward(name)
     held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
@@ -109,9 +111,21 @@ def check_overwrite(cfg: Any, model: str) -> None:
         ValueError: the model or the data lie in the folder that would be removed.
     """
     folder = (Path(cfg.run.root) / cfg.run.name).resolve()
-    for name in (model, cfg.dataset.path, cfg.eval.path):
+    for name in (model, cfg.dataset.path, cfg.eval.path, *cfg.others().values()):
         if name is not None and Path(name).resolve().is_relative_to(folder):
             raise ValueError(f"run.overwrite would remove {name}, which this run reads: choose another run.name")
+
+
+def check_vocabulary(key: str, other: str, model: str) -> None:
+    """Refuse a second model to which the same token ids mean something else.
+
+    Raises:
+        ValueError: the tokenizers differ; names the key.
+    """
+    from transformers import AutoTokenizer
+
+    if AutoTokenizer.from_pretrained(other).get_vocab() != AutoTokenizer.from_pretrained(model).get_vocab():
+        raise ValueError(f"{key}: the tokens of {other} are not those of {model}: choose a model of the same family")
 
 
 def check_data(dataset: DatasetConfig, evaluation: EvalConfig, model: str, seed: int) -> list[Sample]:

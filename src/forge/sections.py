@@ -74,7 +74,8 @@ class TrainingConfig(Section):
     """One optimiser step and how many of them.
 
     `batch_size` counts prompts (with all their samples) of a step; `seq_len` is the longest sequence and the most
-    tokens of a micro-batch; `sync_interval` is the number of steps between two weight updates of the generators.
+    tokens of a micro-batch; `sync_interval` is the number of steps between two weight updates of the generators. A step
+    makes `mini_batches` * `epochs` updates. `aggregation` null is the algorithm's own.
     """
 
     batch_size: int = 4
@@ -86,7 +87,9 @@ class TrainingConfig(Section):
     gradient_checkpointing: bool = False
     sync_interval: int = 1
     entropy_coef: float = 0.0
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    mini_batches: int = 1
+    epochs: int = 1
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_horizon"] | None = None
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
@@ -96,7 +99,15 @@ class TrainingConfig(Section):
     min_lr_ratio: float = 0.1
 
     def validate(self) -> None:
-        for name in ("batch_size", "steps", "seq_len", "gradient_accumulation_steps", "sync_interval"):
+        for name in (
+            "batch_size",
+            "steps",
+            "seq_len",
+            "gradient_accumulation_steps",
+            "sync_interval",
+            "mini_batches",
+            "epochs",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}")
         if self.schedule != "constant" and self.steps <= self.warmup_steps:
@@ -114,7 +125,25 @@ class TrainingConfig(Section):
             "dtype": self.dtype,
             "accumulation_steps": self.gradient_accumulation_steps,
             "gradient_checkpointing": self.gradient_checkpointing,
+            "mini_batches": self.mini_batches,
+            "epochs": self.epochs,
         }
+
+
+@dataclass
+class LoRAConfig(Section):
+    """Train factors of low rank beside frozen weights (Hu et al. 2021): W + (alpha / rank) B A, in the linear modules
+    whose names end in one of `targets`."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+    def validate(self) -> None:
+        if self.rank < 1 or self.alpha <= 0 or not self.targets:
+            raise ConfigError("lora needs a rank of at least 1, an alpha above 0 and at least one of targets")
 
 
 @dataclass
@@ -229,6 +258,7 @@ class RecipeConfig(Section):
     from_scratch: FromScratch | None = None
     run: RunConfig = field(default_factory=lambda: RunConfig(name="run"))
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    lora: LoRAConfig | None = None
     reward: RewardConfig = field(default_factory=RewardConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
@@ -236,6 +266,10 @@ class RecipeConfig(Section):
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     seed: int = 0
+
+    def others(self) -> dict[str, str]:
+        """Further models that the recipe reads, by the key that names them; they must share the model's tokens."""
+        return {}
 
     def validate(self) -> None:
         """Check what can be known without opening anything.
@@ -249,4 +283,6 @@ class RecipeConfig(Section):
             )
         self.dataset.validate()
         self.training.validate()
+        if self.lora is not None:
+            self.lora.validate()
         self.checkpoint.validate()

@@ -33,16 +33,21 @@ class Seen:
 class Contents:
     """Items in order, counters and a random state: no waiting, no messages, no metrics.
 
-    `seen` are the indices of all groups that ever came in, kept or not. A group that comes again is dropped.
+    `seen` are the indices of all groups that ever came in, kept or not. A group that comes again is dropped, and so are
+    groups whose rewards are all equal, up to `replace` of them between two times that something is taken.
 
     The same operations in the same order give the same answers and leave the same contents. A journal of operations
     relies on that.
     """
 
-    def __init__(self, max_policy_age: int | None, order: Literal["fifo", "random"], seed: int) -> None:
-        self.max_policy_age, self.order = max_policy_age, order
+    def __init__(
+        self, max_policy_age: int | None, order: Literal["fifo", "random"], seed: int, replace: int = 0
+    ) -> None:
+        self.max_policy_age, self.order, self.replace = max_policy_age, order, replace
+        self.replaced = 0
         self.items: list[Item] = []
-        self.dropped = {"unscored": 0, "unscored_episodes": 0, "too_old": 0, "repeated": 0, "forgotten": 0}
+        reasons = ("unscored", "unscored_episodes", "no_signal", "too_old", "repeated", "forgotten")
+        self.dropped = dict.fromkeys(reasons, 0)
         self.seen = Seen()
         self.random = random.Random(seed)
         self.version = 0
@@ -51,7 +56,9 @@ class Contents:
         """Whether `add` would keep something of this item now."""
         scored = _scored(item)
         index = _index(item)
-        return scored is not None and self._young(scored) and (index is None or index not in self.seen)
+        if scored is None or not self._young(scored) or self._teaches_nothing(scored):
+            return False
+        return index is None or index not in self.seen
 
     def add(self, item: Item) -> bool:
         """Keep what is scored of an item; False and counted if it is dropped."""
@@ -70,6 +77,10 @@ class Contents:
         if not self._young(scored):
             self.dropped["too_old"] += 1
             return False
+        if self._teaches_nothing(scored):
+            self.dropped["no_signal"] += 1
+            self.replaced += 1
+            return False
         self.items.append(scored)
         return True
 
@@ -78,6 +89,7 @@ class Contents:
         if self.order == "random":
             self.random.shuffle(self.items)
         taken, self.items = self.items[:number], self.items[number:]
+        self.replaced = 0
         return taken
 
     def expire(self, version: int) -> int:
@@ -97,6 +109,7 @@ class Contents:
             "version": self.version,
             "random": self.random.getstate(),
             "seen": self.seen,
+            "replaced": self.replaced,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,12 +118,16 @@ class Contents:
         self.version = state["version"]
         self.random.setstate(state["random"])
         self.seen = Seen(state["seen"].low, set(state["seen"].above))
+        self.replaced = state["replaced"]
 
     def forget(self, indices: Iterable[int]) -> None:
         """Count groups that never come in: nobody knows their prompts any more."""
         for index in indices:
             self.seen.add(index)
             self.dropped["forgotten"] += 1
+
+    def _teaches_nothing(self, item: Item) -> bool:
+        return self.replaced < self.replace and isinstance(item, Group) and len(set(item.rewards)) == 1
 
     def _young(self, item: Item) -> bool:
         # Version -1 says that nobody knows who sampled it: age cannot be judged, the trainer takes it as on-policy.

@@ -25,6 +25,8 @@ class ReplayBuffer(ForgeActor):
         max_policy_age: an item whose oldest token was sampled more than this many versions ago is dropped; None keeps
             any age.
         order: "fifo" or "random" (without replacement).
+        replace: drop groups whose rewards are all equal, for others to come in their place, at most so many for one
+            `sample`: where a policy is right or wrong about everything, the search must end.
         seed: of the random order.
         journal: file from which a replaced buffer takes up what was held; None makes the loss of its process the end
             of the run.
@@ -37,6 +39,7 @@ class ReplayBuffer(ForgeActor):
         max_policy_age: int | None = None,
         order: Literal["fifo", "random"] = "fifo",
         seed: int = 0,
+        replace: int = 0,
         journal: str | None = None,
     ) -> None:
         if capacity < 1:
@@ -46,7 +49,7 @@ class ReplayBuffer(ForgeActor):
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
         self.capacity = capacity
-        self.contents = Contents(max_policy_age, order, seed)
+        self.contents = Contents(max_policy_age, order, seed, replace)
         self.changed = asyncio.Condition()
         lost = "the items in the replay buffer are lost: give ReplayBuffer a journal= to keep them"
         self.ledger = Ledger(self, journal, lost=lost, state=self.contents.state_dict)

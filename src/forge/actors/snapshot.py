@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from ..controller import Service
@@ -15,6 +16,7 @@ async def save(
     trainer: Service,
     dataset: Service,
     buffer: Service | None = None,
+    critic: Service | None = None,
     *,
     keep: int = 2,
     async_write: bool = False,
@@ -39,10 +41,19 @@ async def save(
             state["buffer"] = await buffer.state_dict.route()
         seen = None if buffer is None else state["buffer"]["seen"]
         state["dataset"] = await dataset.state_dict.route(seen)
+        if critic is not None:
+            # Before the trainer's, whose checkpoint makes this one count; kept as long as the oldest that is there.
+            await critic.save_checkpoint.call(_of_critic(record.checkpoints), None, keep + 1)
         await trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
 
 
-async def resume(record: Run, trainer: Service, dataset: Service, buffer: Service | None = None) -> int:
+async def resume(
+    record: Run,
+    trainer: Service,
+    dataset: Service,
+    buffer: Service | None = None,
+    critic: Service | None = None,
+) -> int:
     """Take up the checkpoint that the run goes on from, if it does.
 
     The dataset hands out again the samples that the buffer had not seen. Those that nobody remembers are counted in
@@ -54,12 +65,18 @@ async def resume(record: Run, trainer: Service, dataset: Service, buffer: Servic
     if record.resume is None:
         return 0
     state = await trainer.load_checkpoint.route(record.resume)
+    if critic is not None:
+        await critic.load_checkpoint.route(str(Path(_of_critic(record.checkpoints)) / Path(record.resume).name))
     if buffer is None:
         await dataset.load_state_dict.route(state["dataset"])
         return 0
     _recount(record, state["buffer"]["dropped"])
     forgotten = await dataset.load_state_dict.route(state["dataset"], state["buffer"]["seen"])
     return await buffer.load_state_dict.route(state["buffer"], forgotten)
+
+
+def _of_critic(folder: str) -> str:
+    return f"{folder}/critic"
 
 
 def _recount(record: Run, dropped: dict[str, int]) -> None:

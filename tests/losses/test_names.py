@@ -1,0 +1,84 @@
+"""Algorithms by name: the library's, a class or a function of one's own, and what is wrong with a name or a setting."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from forge.losses import Algorithm, GRPOLoss, GSPOLoss, load_algorithm
+from forge.losses.common import weighted_sum
+
+
+def own_loss(logprobs, advantages, weights, scale: float = 1.0):
+    return -scale * weighted_sum(advantages * logprobs, weights)
+
+
+class OwnAlgorithm(GRPOLoss):
+    def __init__(self, power: float = 2.0, **more):
+        super().__init__(**more)
+        self.power = power
+
+
+@pytest.fixture(autouse=True)
+def module():
+    sys.modules["my_losses"] = mine = types.ModuleType("my_losses")
+    mine.own_loss, mine.OwnAlgorithm, mine.Plain, mine.three = own_loss, OwnAlgorithm, torch.nn.Linear, 3
+    yield
+    del sys.modules["my_losses"]
+
+
+def test_by_name_with_settings_of_every_level():
+    algorithm = load_algorithm("gspo", clip_high=0.1, dual_clip=3.0, beta=0.2, kl="k2")
+    assert isinstance(algorithm, GSPOLoss)
+    assert (algorithm.clip_high, algorithm.dual_clip, algorithm.beta, algorithm.kl) == (0.1, 3.0, 0.2, "k2")
+    assert algorithm.needs_reference
+    assert not load_algorithm("gspo").needs_reference
+    assert load_algorithm("distill").needs_reference
+    assert load_algorithm("ppo").needs_critic
+
+
+def test_a_function_of_ones_own_has_the_advantages_of_grpo():
+    algorithm = load_algorithm("my_losses:own_loss", scale=3.0)
+    x = torch.tensor([-1.0, -2.0])
+    assert algorithm(logprobs=x, advantages=torch.ones(2), weights=torch.ones(2)).item() == 9.0
+    assert algorithm.advantages([[1.0, 0.0]]) == GRPOLoss().advantages([[1.0, 0.0]])
+    assert algorithm.aggregation == "token_mean"
+
+
+def test_a_class_of_ones_own():
+    algorithm = load_algorithm("my_losses:OwnAlgorithm", power=3.0, clip_low=0.1)
+    assert isinstance(algorithm, Algorithm)
+    assert (algorithm.power, algorithm.clip_low) == (3.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("dpao", {}, "unknown algorithm 'dpao': did you mean 'dapo'"),
+        ("no.such.module:Name", {}, "was not found .*write package.module:Name"),
+        ("my_losses:nothing", {}, "was not found"),
+        ("my_losses:three", {}, "is neither a class nor a function"),
+        ("my_losses:Plain", {"in_features": 1, "out_features": 1}, "is no forge.losses.Algorithm"),
+        ("grpo", {"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg': did you mean 'clip_high'"),
+        ("rloo", {"tau_positive": 1.0}, "algorithm rloo has no setting 'tau_positive': it has clip_low, clip_high"),
+        ("sapo", {"clip_low": 0.1}, "algorithm sapo has no setting 'clip_low'"),
+        ("distill", {"beta": 0.1}, "algorithm distill has no setting 'beta'"),
+        ("my_losses:own_loss", {"factor": 1.0}, "has no setting 'factor': it has scale"),
+        ("grpo", {"clip_low": 2.0}, "clip_low must be in"),
+        ("grpo", {"dual_clip": 1.1}, "dual_clip must be above 1"),
+        ("grpo", {"beta": -1.0}, "beta must be at least 0"),
+        ("grpo", {"kl": "k4"}, "kl must be k1, k2 or k3"),
+        ("grpo", {"kl_in": "advantage"}, "kl_in must be loss or reward"),
+        ("dapo", {"dynamic_sampling": -1}, "dynamic_sampling must be at least 0"),
+        ("cispo", {"clip_low": 1.5}, "clip_low must be in"),
+        ("sapo", {"tau_negative": 0.0}, "tau_positive and tau_negative must be above 0"),
+        ("ppo", {"trace": 1.5}, "discount and trace must be in"),
+        ("distill", {"clip_high": -1.0}, "clip_high must be at least 0"),
+    ],
+)
+def test_what_is_wrong_is_said(name: str, settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        load_algorithm(name, **settings)

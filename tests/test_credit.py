@@ -1,0 +1,138 @@
+"""From rewards of episodes to advantages of tokens: KL in the reward, critics, whitening, what is left out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from forge import credit
+from forge.data.packing import pack
+from forge.losses import GRPOLoss, PPOLoss, ReinforceLoss, ReinforcePlusPlusLoss, RLOOLoss, gae
+from forge.types import Batch, Episode, Group
+
+
+def episode(length: int, reward: float | None, seed: int = 0) -> Episode:
+    random = np.random.default_rng(seed)
+    return Episode(
+        prompt_ids=[1, 2],
+        response_ids=list(range(length)),
+        logprobs=random.uniform(-3, -1, length).tolist(),
+        versions=[0] * length,
+        reward=reward,
+    )
+
+
+def batch(lengths: list[int], rewards: list[float], algorithm) -> Batch:
+    """One group, packed, with a reference and a critic."""
+    group = Group([episode(n, r, i) for i, (n, r) in enumerate(zip(lengths, rewards, strict=True))], index=0)
+    packed = pack(credit.learnable([group], algorithm, skip=False))
+    random = np.random.default_rng(9)
+    packed.ref_logprobs = (packed.logprobs + random.normal(0, 0.3, len(packed.tokens))).astype(np.float32)
+    packed.values = random.normal(0, 1, len(packed.tokens)).astype(np.float32)
+    return packed
+
+
+def rows(packed: Batch, name: str) -> list[np.ndarray]:
+    """The trained tokens' values by sequence."""
+    cuts = np.cumsum(packed.lengths)[:-1]
+    parts = zip(np.split(getattr(packed, name), cuts), np.split(packed.mask, cuts), strict=True)
+    return [values[own] for values, own in parts]
+
+
+def test_an_algorithm_without_more_keeps_one_advantage_an_episode():
+    algorithm = RLOOLoss()
+    packed = batch([2, 3, 1], [1.0, 0.0, 0.5], algorithm)
+    credit.assign(packed, algorithm)
+    expected = [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5]
+    for values, wanted in zip(rows(packed, "advantages"), expected, strict=True):
+        assert values.tolist() == pytest.approx([wanted] * len(values))
+    assert not packed.advantages[~packed.mask].any()
+
+
+def test_kl_in_the_reward_is_what_a_sequence_still_has_before_it():
+    algorithm = GRPOLoss(beta=0.5, kl="k1", kl_in="reward")
+    packed = batch([2, 3], [1.0, 0.0], algorithm)
+    before = [values.copy() for values in rows(packed, "advantages")]
+    credit.assign(packed, algorithm)
+    for old, new, logp, ref in zip(
+        before, rows(packed, "advantages"), rows(packed, "logprobs"), rows(packed, "ref_logprobs"), strict=True
+    ):
+        to_come = [0.5 * (logp[t:] - ref[t:]).sum() for t in range(len(logp))]
+        assert new.tolist() == pytest.approx((old - to_come).tolist(), abs=1e-5)
+
+
+def test_reinforce_plus_plus_is_whitened_over_all_tokens():
+    algorithm = ReinforcePlusPlusLoss(beta=0.1)
+    packed = batch([2, 5], [1.0, 0.0], algorithm)
+    credit.assign(packed, algorithm)
+    own = packed.advantages[packed.mask]
+    assert own.mean() == pytest.approx(0.0, abs=1e-6)
+    assert own.std(ddof=1) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_critics_advantages_are_gae_and_its_returns_are_kept():
+    algorithm = PPOLoss(beta=0.2, discount=0.9, trace=0.8)
+    packed = batch([4, 2], [1.0, -1.0], algorithm)
+    credit.assign(packed, algorithm)
+    found, kept = rows(packed, "advantages"), rows(packed, "returns")
+    wide = []
+    for logp, ref, values, reward, returns in zip(
+        rows(packed, "logprobs"), rows(packed, "ref_logprobs"), rows(packed, "values"), [1.0, -1.0], kept, strict=True
+    ):
+        rewards = -0.2 * (logp - ref)
+        rewards[-1] += reward
+        one = [torch.from_numpy(x)[None] for x in (rewards, values, np.ones_like(values))]
+        advantages, expected = gae(*one, discount=0.9, trace=0.8)
+        assert returns.tolist() == pytest.approx(expected[0].tolist(), abs=1e-5)
+        wide += advantages[0].tolist()
+    wanted = (np.array(wide) - np.mean(wide)) / np.std(wide, ddof=1)
+    assert np.concatenate(found).tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert not packed.returns[~packed.mask].any()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"),
+    [
+        (PPOLoss(), "rewards"),
+        (PPOLoss(), "values"),
+        (GRPOLoss(beta=0.1, kl_in="reward"), "ref_logprobs"),
+        (GRPOLoss(beta=0.1, kl_in="reward"), "logprobs"),
+    ],
+)
+def test_what_is_missing_is_named(algorithm, name: str):
+    packed = batch([2, 2], [1.0, 0.0], algorithm)
+    if name == "logprobs":
+        packed.logprobs[packed.mask] = math.nan
+    else:
+        setattr(packed, name, None)
+    with pytest.raises(ValueError, match=f"Loss needs {name} of every trained token"):
+        credit.assign(packed, algorithm)
+
+
+def groups() -> list[Group]:
+    return [
+        Group([episode(2, 1.0), episode(3, 0.0)], index=2),
+        Group([episode(1, 1.0), episode(4, 1.0)], index=1),
+        Group([episode(2, 0.0), episode(2, 0.5)], index=0),
+    ]
+
+
+def test_groups_that_teach_nothing_are_left_out_where_groups_are_all_that_is_compared():
+    lengths = [
+        [len(e.tokens) - 2 for e in credit.learnable(groups(), algorithm)]
+        for algorithm in (GRPOLoss(), ReinforceLoss())
+    ]
+    assert lengths == [[2, 2, 2, 3], [2, 2, 1, 4, 2, 3]]
+    assert len(credit.learnable(groups(), GRPOLoss(), skip=False)) == 6
+    assert len(credit.learnable(groups()[1:2], GRPOLoss())) == 2
+
+
+def test_advantages_of_the_batch():
+    mean = (1 + 0 + 1 + 1 + 0 + 0.5) / 6
+    found = credit.learnable(groups(), ReinforceLoss())
+    assert [e.advantage for e in found] == pytest.approx([r - mean for r in (0.0, 0.5, 1.0, 1.0, 1.0, 0.0)])
+    baseline = credit.learnable(groups(), ReinforcePlusPlusLoss(group_baseline=True), skip=False)
+    assert [e.advantage for e in baseline] == pytest.approx([-0.25, 0.25, 0.0, 0.0, 0.5, -0.5])
