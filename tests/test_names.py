@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from forge.names import EMBEDDING, HEAD, adapters, apply_adapters, follows, layout, merge_lora, plain
+from forge.names import (
+    EMBEDDING,
+    HEAD,
+    adapters,
+    apply_adapters,
+    apply_folded,
+    follows,
+    has_adapters,
+    layout,
+    merge_lora,
+    plain,
+)
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 32,
@@ -129,6 +140,21 @@ def test_merging_in_closed_form() -> None:
     applied = dict(apply_adapters([(f"{PLAIN}.weight", base), ("model.norm.weight", norm)], factors, 12, 3))
     assert torch.equal(applied[f"{PLAIN}.weight"], merged[f"{PLAIN}.weight"])
     assert applied["model.norm.weight"] is norm
+
+
+def test_factors_with_their_scaling_in_b_need_no_settings() -> None:
+    named = tensors()
+    expected = dict(merge_lora(named.items(), alpha=12, rank=3))[f"{PLAIN}.weight"]
+    factors = adapters(named.items())
+    assert has_adapters(factors)
+    assert not has_adapters([f"{PLAIN}.weight", HEAD])
+    factors[f"{PLAIN}.lora_B.weight"] = factors[f"{PLAIN}.lora_B.weight"] * 4
+    base = named[f"{AT}.base_layer.weight"]
+    assert torch.allclose(dict(apply_folded([(f"{PLAIN}.weight", base)], factors))[f"{PLAIN}.weight"], expected)
+    assert list(apply_folded([(HEAD, base)], {})) == [(HEAD, base)]
+    two = factors | {"other.lora_A.weight": torch.ones(2, 5), "other.lora_B.weight": torch.ones(7, 2)}
+    with pytest.raises(ValueError, match=r"other\.lora_A\.weight' has shape \(2, 5\)"):
+        list(apply_folded([(f"{PLAIN}.weight", base), ("other.weight", base)], two))
 
 
 def test_half_precision_is_merged_in_float32() -> None:

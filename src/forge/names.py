@@ -157,6 +157,20 @@ def apply_adapters(
         raise ValueError(f"tensor {label!r} has no base weight")
 
 
+def has_adapters(names: Iterable[str]) -> bool:
+    """Whether there is a LoRA factor among tensors of these names."""
+    return any(_factor(name)[1] is not None for name in names)
+
+
+def apply_folded(base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`apply_adapters` of factors that have their scaling in B: W + B A, of whatever rank they all have.
+
+    ValueError: as there.
+    """
+    rank = next((len(tensor) for name, tensor in adapters.items() if _factor(name)[1] == "A"), 1)
+    return apply_adapters(base, adapters, alpha=rank, rank=rank)
+
+
 def _factor(target: str) -> tuple[str, str | None]:
     match = ADAPTER.fullmatch(target)
     return (match["module"], match["factor"]) if match else (target, None)

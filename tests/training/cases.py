@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from forge.data.packing import Aggregation, pack
 from forge.data.tokenizer import character_tokenizer
@@ -26,10 +33,12 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def tiny_model(family: str = "qwen3", *, tied: bool = True, **settings: Any) -> PreTrainedModel:
+def tiny_model(
+    family: str = "qwen3", *, tied: bool = True, kind: Any = AutoModelForCausalLM, **settings: Any
+) -> PreTrainedModel:
     """Random weights that make distributions far from uniform; two query heads share a key head."""
-    kind, extra = FAMILIES[family]
-    config = kind(
+    of_family, extra = FAMILIES[family]
+    config = of_family(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
@@ -44,7 +53,7 @@ def tiny_model(family: str = "qwen3", *, tied: bool = True, **settings: Any) -> 
         **settings,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
@@ -54,6 +63,14 @@ def tiny_model(family: str = "qwen3", *, tied: bool = True, **settings: Any) -> 
 def write_model(folder: Path, family: str = "qwen3", *, tied: bool = True) -> Path:
     """A tiny model and its tokenizer in Hugging Face format."""
     tiny_model(family, tied=tied).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def write_classifier(folder: Path, **settings: Any) -> Path:
+    """A tiny sequence classifier, of one class unless `num_labels` says otherwise."""
+    settings = {"num_labels": 1, **settings}
+    tiny_model(kind=AutoModelForSequenceClassification, **settings).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return folder
 
@@ -86,6 +103,22 @@ def example(
     if reference:
         noise = np.random.default_rng(seed + 1).uniform(-5, -2, len(batch.tokens)).astype(np.float32)
         batch.ref_logprobs = noise * batch.mask
+    return batch
+
+
+def regression(values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What a value or reward head learns in the tests: a squared error."""
+    return (weights * (values - returns) ** 2).sum()
+
+
+def targets(seed: int = 0, lengths: list[tuple[int, int]] | None = None, *, last: bool = False) -> Batch:
+    """A batch with something to predict; `last` trains only the last token of each sequence."""
+    batch = example(seed, lengths, reference=False)
+    if last:
+        batch.mask = np.zeros_like(batch.mask)
+        batch.mask[np.cumsum(batch.lengths) - 1] = True
+        batch.weights = batch.mask / np.float32(len(batch))
+    batch.returns = np.random.default_rng(seed).normal(size=len(batch.tokens)).astype(np.float32)
     return batch
 
 

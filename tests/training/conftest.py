@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 from forge.training import checkpoint
 from tests.training import ranks
-from tests.training.cases import example, make_trainer, write_model
+from tests.training.cases import example, make_trainer, write_classifier, write_model
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with a head of its own."""
     return write_model(tmp_path_factory.mktemp("untied"), "llama", tied=False)
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 with a head of one class."""
+    return write_classifier(tmp_path_factory.mktemp("classifier"))
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed import TCPStore
+from torch.distributed.tensor import DTensor
 
 from forge.actors import Trainer
 from forge.controller import ActorContext
@@ -20,11 +21,14 @@ from forge.losses import GRPOLoss
 from forge.training import checkpoint
 from forge.training.background import Background
 from forge.training.distributed import Ranks, join, leave
+from forge.training.heads import Head
+from forge.training.trainer import PolicyTrainer
 from tests.actors.respawn import request
-from tests.training.cases import example, make_trainer, weights_of
+from tests.training.cases import example, make_trainer, regression, targets, weights_of
 
 LOSS = GRPOLoss(0.2, 0.3, beta=0.05, entropy_coef=0.01)
 ONE_SEQUENCE = [(4, 6)]
+LORA = {"rank": 3, "alpha": 6.0}
 
 
 class SeedFormLoss(torch.nn.Module):
@@ -56,6 +60,88 @@ def five_steps(
     metrics = [trainer.train_step(batch, loss) for batch in batches]
     scores = trainer.logprobs(batches[0])
     return {"metrics": metrics, "weights": weights_of(trainer), "scores": scores}
+
+
+def a_head(ranks: Ranks, model: Path, head: Head, folder: Path) -> dict[str, Any]:
+    """Four steps of a value or reward head with a checkpoint and an export on the way; the last has one sequence."""
+    trainer = make_trainer(model, ranks, head=head)
+    batches = [targets(0), targets(1, last=True), targets(2), targets(3, ONE_SEQUENCE)]
+    metrics = [trainer.train_step(batch, regression) for batch in batches[:2]]
+    path = checkpoint.save(trainer, folder / "checkpoints")
+    checkpoint.export(trainer, folder / "model", model)
+    predictions = trainer.predict(batches[0])
+    after = [trainer.train_step(batch, regression) for batch in batches[2:]]
+    restored = make_trainer(model, ranks, head=head)
+    checkpoint.load(restored, path)
+    again = [restored.train_step(batch, regression) for batch in batches[2:]]
+    return {
+        "metrics": metrics + after,
+        "after": after,
+        "again": again,
+        "weights": weights_of(trainer),
+        "predictions": predictions,
+        "model": folder / "model",
+    }
+
+
+def lora(ranks: Ranks, model: Path, head: Head, folder: Path) -> dict[str, Any]:
+    """Four steps of adapters, the last with one sequence; a checkpoint after two, and an export at the end."""
+
+    def make() -> PolicyTrainer:
+        return make_trainer(model, ranks, head=head, lora=LORA, learning_rate=1e-2, gradient_checkpointing=True)
+
+    loss = LOSS if head == "policy" else regression
+    trainer, batches = make(), [targets(0), targets(1), targets(2), targets(3, ONE_SEQUENCE)]
+    for batch in batches:
+        batch.ref_logprobs = batch.logprobs
+    metrics = [trainer.train_step(batch, loss) for batch in batches[:2]]
+    path = checkpoint.save(trainer, folder / "checkpoints")
+    after = [trainer.train_step(batch, loss) for batch in batches[2:]]
+    restored = make()
+    checkpoint.load(restored, path)
+    again = [restored.train_step(batch, loss) for batch in batches[2:]]
+    checkpoint.export(trainer, folder / "model", model)
+    return {
+        "metrics": metrics + after,
+        "after": after,
+        "again": again,
+        "sent": {name: whole(tensor).clone() for name, tensor in trainer.weights().items()},
+        "weights": weights_of(trainer),
+        "restored": weights_of(restored),
+        "model": folder / "model",
+    }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Surrogate:
+    """PPO's objective with metrics of its own: one number a sequence, one a token, and one that only some batches
+    have."""
+
+    def __call__(
+        self,
+        logprobs: torch.Tensor,
+        proximal_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ratio = torch.exp(logprobs - proximal_logprobs)
+        return -(weights * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)).sum()
+
+    def metrics(self, advantages: torch.Tensor, sequences: torch.Tensor) -> dict[str, torch.Tensor]:
+        of_sequence = torch.stack([advantages[sequences == i].mean() for i in sequences.unique()] or [advantages.sum()])
+        found = {"of_token": advantages, "of_sequence": of_sequence[: len(sequences.unique())]}
+        return found | ({"largest": advantages.max()} if len(advantages) else {})
+
+
+def several_updates(ranks: Ranks, model: Path) -> dict[str, Any]:
+    """Steps of four updates; in the last, one rank has nothing to train in any."""
+    trainer = make_trainer(model, ranks, mini_batches=2, epochs=2)
+    batches = [example(0), example(1), example(2, [(3, 5), (2, 4)])]
+    metrics = [trainer.train_step(batch, Surrogate()) for batch in batches]
+    return {"metrics": metrics, "weights": weights_of(trainer)}
 
 
 def saved(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
@@ -169,6 +255,11 @@ def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, 
         "untied": partial(five_steps, ranks, untied),
         "accumulated": partial(five_steps, ranks, model, accumulation_steps=3, seq_len=16),
         "checkpointed": partial(five_steps, ranks, model, gradient_checkpointing=True),
+        "value": partial(a_head, ranks, model, "value", folder / "value"),
+        "reward": partial(a_head, ranks, model, "reward", folder / "reward"),
+        "lora": partial(lora, ranks, model, "policy", folder / "lora"),
+        "lora of a critic": partial(lora, ranks, model, "value", folder / "lora of a critic"),
+        "several updates": partial(several_updates, ranks, model),
         "bfloat16": partial(five_steps, ranks, model, dtype="bfloat16"),
         "seed form": partial(five_steps, ranks, model, SeedFormLoss(), "token_mean", seq_len=16),
         "replaced": partial(replaced, ranks, model, folder / "recovery"),

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.training import checkpoint
 from forge.training.distributed import join
+from forge.training.heads import Head
 from tests.training import ranks
-from tests.training.cases import example, make_trainer
+from tests.training.cases import example, make_trainer, targets, weights_of
 
 TwoRanks = Callable[[str], list[Any]]
 LAYOUT = {"micro_batches"}  # how the work is laid out differs with the number of ranks
@@ -53,6 +54,58 @@ def test_two_ranks_train_as_one_does(two_ranks: TwoRanks, model: Path, untied: P
     assert_same_weights(first["weights"], one["weights"], 1e-4)
     for result in (first, second):
         np.testing.assert_allclose(result["scores"], one["scores"], atol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_two_ranks_train_a_value_as_one_does(two_ranks: TwoRanks, model: Path, tmp_path: Path, head: Head):
+    first, second = two_ranks(head)
+    one = ranks.a_head(join(), model, head, tmp_path)
+    for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
+        assert mine == other
+        assert_same_metrics(mine, alone, 1e-5)
+    assert first["again"] == first["after"]
+    assert_same_weights(first["weights"], second["weights"], 0.0)
+    assert_same_weights(first["weights"], one["weights"], 1e-4)
+    for result in (first, second):
+        np.testing.assert_allclose(result["predictions"], one["predictions"], atol=1e-4)
+    start = make_trainer(model, head=head)
+    assert np.abs(one["predictions"] - start.predict(targets(0))).max() > 1e-2
+    exported = make_trainer(first["model"], head=head)
+    np.testing.assert_allclose(exported.predict(targets(0)), first["predictions"], atol=1e-5)
+
+
+def test_two_ranks_make_several_updates_as_one_does(two_ranks: TwoRanks, model: Path):
+    first, second = two_ranks("several updates")
+    one = ranks.several_updates(join(), model)
+    for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
+        assert mine == other
+        assert mine["updates"] == 4.0
+        # A maximum of each micro-batch is no mean that two ranks could share.
+        mine.pop("largest"), alone.pop("largest")
+        assert_same_metrics(mine, alone, 1e-5)
+    assert_same_weights(first["weights"], second["weights"], 0.0)
+    assert_same_weights(first["weights"], one["weights"], 1e-4)
+
+
+@pytest.mark.parametrize(("scenario", "head"), [("lora", "policy"), ("lora of a critic", "value")])
+def test_two_ranks_train_adapters_as_one_does(
+    two_ranks: TwoRanks, model: Path, tmp_path: Path, scenario: str, head: Head
+):
+    first, second = two_ranks(scenario)
+    one = ranks.lora(join(), model, head, tmp_path)
+    for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
+        assert mine == other
+        assert_same_metrics(mine, alone, 1e-5)
+    for result in (first, one):
+        assert result["again"] == result["after"]
+    for what in ("sent", "weights"):
+        assert_same_weights(first[what], second[what], 0.0)
+        assert_same_weights(first[what], one[what], 1e-5)
+    assert_same_weights(first["weights"], first["restored"], 0.0)
+    assert ("score.weight" in first["sent"]) == (head == "value")
+    assert all(np.abs(values).max() > 1e-3 for values in first["sent"].values())
+    exported = make_trainer(first["model"], head=head)
+    assert_same_weights(first["weights"], weights_of(exported), 0.0)
 
 
 def test_training_moved_the_weights_far_beyond_the_tolerance(model: Path):

@@ -6,9 +6,11 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
+from ..names import apply_folded, has_adapters
 from ..observability import Reduce, phase, record_metric
 from ..store import Store, VersionStore
 from ..types import Completion, Prompt, Sampling
@@ -20,7 +22,7 @@ class Generator(ForgeActor):
     """One generation engine. All concurrent callers share its batch.
 
     Args:
-        model: Hugging Face folder or hub id to start from (version 0).
+        model: Hugging Face folder or hub id to start from (version 0), and what adapters are merged into.
         store: where new versions come from; None for a policy that never changes.
         engine: which engine; "embedded" is plain PyTorch.
         slots: sequences decoded at once.
@@ -139,12 +141,18 @@ class Generator(ForgeActor):
 
     def _load(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
         """Read and check a version beside the decoding; only the swap is left to the engine. None if a later request
-        came first: one that nobody waits for any more must not bring old weights back."""
+        came first: one that nobody waits for any more must not bring old weights back. A version of adapters alone is
+        merged into the weights that this generator started from."""
+        from ..engines.weights import read_checkpoint
+
         with self.loading:
             if number < self.loaded:
                 return None
             with store.open(POLICY, version) as snapshot:
-                swapped = self.engine.update_weights(snapshot.tensors(), version, snapshot.digest)
+                named = snapshot.tensors()
+                if has_adapters(snapshot.manifest.by_name):
+                    named = apply_folded(read_checkpoint(Path(self.model)), dict(named))
+                swapped = self.engine.update_weights(named, version, snapshot.digest)
             self.loaded = number
             return snapshot.digest, swapped
 

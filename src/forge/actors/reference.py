@@ -37,4 +37,4 @@ class ReferenceModel(ForgeActor):
         from ..training.scoring import score
 
         with phase("reference"):
-            return score(self.policy, batch, max_tokens=self.seq_len, temperature=self.temperature)
+            return score(lambda part: self.policy(part, self.temperature).logprobs, batch, max_tokens=self.seq_len)

@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ..controller import ForgeActor, endpoint
 from ..data.packing import Aggregation, pack
 from ..observability import phase
@@ -32,7 +34,7 @@ class Write(NamedTuple):
 
 
 class Trainer(ForgeActor):
-    """Trains the policy and publishes its versions.
+    """Trains the policy and publishes its versions; or trains a critic or reward model.
 
     Args:
         model: Hugging Face folder or hub id to start from.
@@ -44,9 +46,11 @@ class Trainer(ForgeActor):
         recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
             share: it loads the checkpoint that was last saved there, or restored, and trains the batches since then
             again, from a journal beside it. None makes the loss of a process the end of the run.
-        max_policy_age: the most versions (optimiser steps) that a trained token may be old; None is any age. A batch
-            with an older one is refused.
-        **settings: further settings of `forge.training.trainer.PolicyTrainer`.
+        max_policy_age: the most versions (steps) that a trained token may be old; None is any age. A batch with an
+            older one is refused.
+        **settings: further settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
+            `mini_batches` and `epochs` (updates that a step makes of its batch), `lora` (train adapters alone), and how
+            a pass is made (`seq_len`, `accumulation_steps`, `dtype`, `gradient_checkpointing`, `temperature`).
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def train_step(self, batch: Batch | Sequence[Episode | Group]) -> dict[str, float]:
-        """One optimiser step; its metrics as `train/<name>`, see `PolicyTrainer.train_step`.
+        """One step, of one update or several; its metrics as `train/<name>`, see `PolicyTrainer.train_step`.
 
         Episodes and groups are packed here; an episode without an advantage trains on its reward (REINFORCE without
         a baseline).
@@ -128,6 +132,24 @@ class Trainer(ForgeActor):
             metrics = {f"train/{name}": value for name, value in self.trainer.train_step(batch, self.loss).items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
         return self.ledger.complete((batch, metrics), metrics)
+
+    @endpoint
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        """Log-probabilities of the batch's trained tokens under the current weights, [tokens], 0 elsewhere.
+
+        ValueError: this trainer has no policy head.
+        """
+        with phase("logprobs") if self.context.rank == 0 else nullcontext():
+            return self.trainer.logprobs(batch)
+
+    @endpoint
+    def predict(self, batch: Batch) -> np.ndarray:
+        """What a value or reward head says of the batch's trained tokens, [tokens], 0 elsewhere.
+
+        ValueError: this trainer has a policy head.
+        """
+        with phase("predict") if self.context.rank == 0 else nullcontext():
+            return self.trainer.predict(batch)
 
     @endpoint
     def push_weights(self, version: int) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from .distributed import Ranks
+from .heads import Scalar
 from .trainer import PolicyTrainer
 
 UNFINISHED = ".unfinished"
@@ -64,13 +65,12 @@ class Content:
     @classmethod
     def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> Content:
         """What the trainer is at this moment; every rank must call it."""
-        weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
         rank = trainer.ranks.rank
         files = {f"rank_{rank}.pt": _bytes({"step": trainer.step, "rng": torch.get_rng_state()})}
         if rank == 0:
             files["extra.pt"] = _bytes(extra or {})
         final = Path(folder) / f"step_{trainer.step:06d}"
-        return cls(trainer.ranks, final, {"model": weights, "optimizer": optimizer}, files)
+        return cls(trainer.ranks, final, _state(trainer), files)
 
     def write(self, group: dist.ProcessGroup | None = None) -> Path:
         """Write it; every rank must call it. `group` is what the ranks agree over, by default all of them.
@@ -175,15 +175,14 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
         FileNotFoundError: there is no complete checkpoint at this path.
     """
     checkpoint = _complete(checkpoint)
-    weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
+    state = _state(trainer)
     dcp.load(state, checkpoint_id=checkpoint)
     set_state_dict(
         trainer.policy,
         trainer.optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=True),
+        options=StateDictOptions(strict=not _frozen(trainer)),
     )
     own = checkpoint / f"rank_{trainer.ranks.rank}.pt"
     # A rank that did not exist when the checkpoint was written keeps its own random state.
@@ -192,6 +191,19 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     if own.exists():
         torch.set_rng_state(saved["rng"])
     return extra(checkpoint)
+
+
+def _state(trainer: PolicyTrainer) -> dict[str, Any]:
+    """All that training changes."""
+    weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
+    frozen = _frozen(trainer)
+    return {"model": {name: values for name, values in weights.items() if name not in frozen}, "optimizer": optimizer}
+
+
+def _frozen(trainer: PolicyTrainer) -> set[str]:
+    """The weights that are those of the model that training started from."""
+    named = trainer.policy.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if not parameter.requires_grad}
 
 
 def extra(checkpoint: str | Path) -> dict[str, Any]:
@@ -216,6 +228,8 @@ def checkpoints(folder: str | Path) -> list[Path]:
 def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) -> None:
     """Write the weights and tokenizer in Hugging Face format, aside and renamed; every rank must call it.
 
+    A value or reward head becomes a sequence classifier of one class.
+
     Raises:
         FileExistsError: the folder holds something else than a model.
     """
@@ -228,8 +242,12 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
     if trainer.ranks.rank == 0:
         aside = folder.with_name(folder.name + UNFINISHED)
         shutil.rmtree(aside, ignore_errors=True)
+        words, config = AutoTokenizer.from_pretrained(tokenizer), trainer.policy.model.config
+        if isinstance(trainer.policy, Scalar) and config.pad_token_id is None:
+            # A classifier finds the last token of each row of a batch by what pads it; transformers refuses without.
+            config.pad_token_id = _padding(words.pad_token_id, config.eos_token_id)
         trainer.policy.model.save_pretrained(aside, state_dict=weights)
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(aside)
+        words.save_pretrained(aside)
         for file in aside.iterdir():
             _sync(file)
         _sync(aside)
@@ -237,6 +255,11 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         os.replace(aside, folder)
         _sync(folder.parent)
     _barrier(trainer)
+
+
+def _padding(pad: int | None, eos: int | list[int] | None) -> int | None:
+    """What pads: where the tokenizer does not say, what ends a sequence, which a classifier then overlooks there."""
+    return pad if pad is not None else eos[0] if isinstance(eos, list) else eos
 
 
 def is_complete(checkpoint: str | Path) -> bool:

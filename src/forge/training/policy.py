@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,14 @@ from .packed_attention import NAME, PackedLayout
 from .token_logprobs import token_logprobs
 
 
-class Policy(nn.Module):
+class TokenScores(NamedTuple):
+    """What a policy says of the tokens with mask True: each [trained], float32, in nats."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class Packed(nn.Module):
     """Wraps a transformers model; the wrapped model keeps its parameter names and its own saving and loading."""
 
     model: PreTrainedModel
@@ -29,16 +37,9 @@ class Policy(nn.Module):
         speed_up(model)
         self.model = model
 
-    @classmethod
-    def from_pretrained(cls, path: str | Path, *, gradient_checkpointing: bool = False) -> Policy:
-        """Load float32 weights from a folder or a hub id (see `forge.models.resolve_model`)."""
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return cls(model)
-
-    def forward(self, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each token with mask True: ([trained], [trained]), float32, in nats."""
+    def hidden(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The backbone's last states [tokens, dim], the token ids [tokens], both padded, and where the tokens with mask
+        True are among them [trained]."""
         device = next(self.model.parameters()).device
         lengths = batch.lengths.tolist()
         tokens = torch.from_numpy(batch.tokens).to(device)
@@ -52,12 +53,29 @@ class Policy(nn.Module):
             use_cache=False,
             layout=PackedLayout.of(lengths, device),
         ).last_hidden_state[0]
-        trained = torch.from_numpy(batch.mask).to(device).nonzero()[:, 0]
+        return hidden, tokens, torch.from_numpy(batch.mask).to(device).nonzero()[:, 0]
+
+
+class Policy(Packed):
+    """A causal language model."""
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, gradient_checkpointing: bool = False) -> Policy:
+        """Load float32 weights from a folder or a hub id (see `forge.models.resolve_model`)."""
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return cls(model)
+
+    def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
+        """Log-probability and entropy of each token with mask True."""
+        hidden, tokens, trained = self.hidden(batch)
         # The state at t - 1 predicts token t.
-        return token_logprobs(hidden[trained - 1], self.model.lm_head.weight, tokens[trained], temperature=temperature)
+        before, head = hidden[trained - 1], self.model.lm_head.weight
+        return TokenScores(*token_logprobs(before, head, tokens[trained], temperature=temperature))
 
 
-def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> Policy:
+def shard(policy: Packed, mesh: DeviceMesh, dtype: torch.dtype) -> Packed:
     """Apply FSDP2 in place: one group a decoder layer, one for embedding, final norm and head (which may be tied).
 
     Args:

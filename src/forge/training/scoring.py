@@ -1,31 +1,42 @@
-"""Log-probabilities of a batch under fixed weights."""
+"""What fixed weights say of the tokens of a batch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..types import Batch
-from .policy import Policy
+from .distributed import Ranks
 
 
 @torch.no_grad()
-def score(policy: Policy, batch: Batch, *, max_tokens: int, temperature: float = 1.0) -> np.ndarray:
-    """Log-probability of every token with mask True, 0 elsewhere; [tokens], float32.
-
-    Every rank of a sharded policy must call this with the same batch and gets the whole answer.
+def score(of: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks: Ranks | None = None) -> np.ndarray:
+    """One number for every token with mask True, 0 elsewhere; [tokens], float32.
 
     Args:
+        of: the numbers of a part's tokens with mask True, [trained].
         max_tokens: most tokens in one forward pass, unless a single sequence has more.
+        ranks: share the work; all of them must call this with the same batch, and all get the whole answer.
     """
+    rank, world_size = (ranks.rank, ranks.world_size) if ranks is not None else (0, 1)
+    share = math.ceil(len(batch.tokens) / world_size)
+    runs = consecutive(batch.lengths, min(max_tokens, share))
+    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
     out = np.zeros(len(batch.tokens), dtype=np.float32)
-    at = 0
-    for sequences in consecutive(batch.lengths, max_tokens):
+    for turn in range(0, len(runs), world_size):
+        # Where the runs do not go round, the last is computed again: every rank takes part in every collective.
+        sequences = runs[min(turn + rank, len(runs) - 1)]
         part = batch.select(sequences)
-        logprobs, _entropy = policy(part, temperature)
-        out[at : at + len(part.tokens)][part.mask] = logprobs.float().cpu().numpy()
-        at += len(part.tokens)
-    return out
+        numbers = of(part).float().cpu().numpy()
+        if turn + rank < len(runs):
+            out[starts[sequences[0]] : starts[sequences[-1] + 1]][part.mask] = numbers
+    if ranks is None or world_size == 1:
+        return out
+    return ranks.sum(torch.from_numpy(out).to(ranks.device)).cpu().numpy()
 
 
 def consecutive(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:

@@ -1,0 +1,204 @@
+"""Value and reward heads against plain transformers: what they say, learn, and are once written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from forge.actors import Trainer
+from forge.training import checkpoint
+from forge.training.heads import Head, Scalar, load
+from tests.actors.respawn import started
+from tests.training.cases import (
+    VOCAB,
+    example,
+    largest_difference,
+    make_trainer,
+    regression,
+    targets,
+    weights_of,
+    write_classifier,
+)
+from tests.training.ranks import LOSS
+
+HEADS: list[Head] = ["value", "reward"]
+
+
+def plain(folder: Path) -> torch.nn.Module:
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, attn_implementation="eager")
+
+
+def expected(model: torch.nn.Module, head: Head, batch) -> torch.Tensor:
+    """The classifier's head over the states of each sequence on its own, before the token or at it."""
+    found = []
+    rows = (torch.from_numpy(x).split(batch.lengths.tolist()) for x in (batch.tokens, batch.mask))
+    for ids, mask in zip(*rows, strict=True):
+        numbers = model.score(model.model(ids[None]).last_hidden_state)[0, :, 0]
+        found.append(numbers[mask] if head == "reward" else numbers[:-1][mask[1:]])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_packed_pass_is_that_of_plain_transformers(classifier: Path, head: Head):
+    batch, model = targets(), plain(classifier)
+    ours, theirs = Scalar.from_pretrained(classifier, head), expected(model, head, batch)
+    torch.testing.assert_close(ours(batch).values, theirs, rtol=0, atol=1e-5)
+    share = torch.linspace(-1, 1, len(theirs))
+    (share @ ours(batch).values).backward()
+    (share @ theirs).backward()
+    own = dict(ours.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_a_reward_is_what_a_classifier_says_of_the_sequence(classifier: Path):
+    batch, model = targets(last=True), plain(classifier)
+    rewards = make_trainer(classifier, head="reward").predict(batch)
+    for ids, row in zip(*(np.split(x, np.cumsum(batch.lengths)[:-1]) for x in (batch.tokens, rewards)), strict=True):
+        assert row[-1] == pytest.approx(model(torch.from_numpy(ids)[None]).logits.item(), abs=1e-5)
+        assert not row[:-1].any()
+
+
+def test_a_value_does_not_know_the_token_it_stands_before(classifier: Path):
+    batch, other = targets(0, [(3, 1)]), targets(0, [(3, 1)])
+    other.tokens[-1] = (other.tokens[-1] + 1) % VOCAB
+    values, rewards = (make_trainer(classifier, head=head).predict for head in HEADS)
+    assert values(batch)[-1] == values(other)[-1] != 0
+    assert abs(rewards(batch)[-1] - rewards(other)[-1]) > 1e-3
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_that_is_not_there_is_made_the_same_everywhere(
+    model: Path, head: Head, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    capfd.readouterr()
+    torch.manual_seed(1)
+    first = make_trainer(model, head=head)
+    torch.manual_seed(2)
+    second = make_trainer(model, head=head)
+    assert "MISSING" not in capfd.readouterr().err + caplog.text
+    assert largest_difference(weights_of(first), weights_of(second)) == 0.0
+    assert first.predict(targets()).any() == (head == "reward")
+    backbone = {f"model.{n}": p.detach() for n, p in plain(model).model.named_parameters()}
+    assert largest_difference({n: t for n, t in weights_of(first).items() if n != "score.weight"}, backbone) == 0.0
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_step_is_that_of_plain_transformers_and_adamw(classifier: Path, head: Head):
+    batch, model = targets(), plain(classifier)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
+    wanted = torch.from_numpy(batch.returns[batch.mask])
+    loss = torch.nn.functional.mse_loss(expected(model, head, batch), wanted)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    trainer = make_trainer(classifier, head=head, learning_rate=1e-2, epsilon=1e-4)
+    metrics = trainer.train_step(batch, regression)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    moved = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert largest_difference(weights_of(trainer), moved) < 1e-4
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_it_learns_and_reports_nothing_of_a_policy(model: Path, head: Head):
+    trainer, batch = make_trainer(model, head=head, learning_rate=1e-2, gradient_checkpointing=True), targets()
+    metrics = [trainer.train_step(batch, regression) for _ in range(60)]
+    assert metrics[-1]["loss"] < 0.1 * metrics[0]["loss"]
+    ours = trainer.predict(batch)
+    assert ((ours - batch.returns)[batch.mask] ** 2).mean() < metrics[-1]["loss"] + 0.05
+    assert not ours[~batch.mask].any()
+    assert metrics[0].keys() == {"loss", "grad_norm", "learning_rate", "tokens", "micro_batches", "updates"}
+
+
+def test_bfloat16_predicts_close_to_float32_in_float32(classifier: Path):
+    half, full = (
+        make_trainer(classifier, head="value", dtype=dtype).predict(targets()) for dtype in ("bfloat16", "float32")
+    )
+    np.testing.assert_allclose(half, full, atol=0.1)
+    assert half.dtype == np.float32
+
+
+def test_what_the_critic_said_before_and_should_have_said_reach_the_loss_by_name(classifier: Path):
+    batch, seen = targets(), {}
+    batch.values = np.arange(len(batch.tokens), dtype=np.float32)
+
+    def loss(values, old_values, returns, sequences, weights):
+        seen.update(old=old_values.numpy(), returns=returns.numpy(), sequences=sequences.numpy())
+        return (values * weights).sum()
+
+    make_trainer(classifier, head="value").train_step(batch, loss)
+    np.testing.assert_array_equal(seen["old"], batch.values[batch.mask])
+    np.testing.assert_array_equal(seen["returns"], batch.returns[batch.mask])
+    # In the order of the micro-batch, here the only one.
+    rows = np.split(batch.mask, np.cumsum(batch.lengths)[:-1])
+    np.testing.assert_array_equal(seen["sequences"], [i for i, row in enumerate(rows) for own in row if own])
+
+    def needy(values, logprobs):
+        return values.sum()
+
+    with pytest.raises(ValueError, match=r"needy needs 'logprobs'; this batch has advantages, .*, values, weights"):
+        make_trainer(classifier, head="value").train_step(batch, needy)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_an_export_is_a_classifier_with_equal_scores(model: Path, tmp_path: Path, head: Head):
+    trainer, batch = make_trainer(model, head=head, learning_rate=1e-2), targets()
+    for seed in range(3):
+        trainer.train_step(targets(seed), regression)
+    checkpoint.export(trainer, tmp_path / "model", model)
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    assert exported.config.num_labels == 1
+    ours = torch.from_numpy(trainer.predict(batch)[batch.mask])
+    torch.testing.assert_close(expected(exported, head, batch), ours, rtol=0, atol=1e-5)
+    words = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert exported.config.pad_token_id == words.pad_token_id
+    # A batch of several rows, which transformers refuses without a padding token.
+    rows = words(["abcd", "xy"], padding=True, return_tensors="pt")
+    alone = [exported(**words(text, return_tensors="pt")).logits.item() for text in ("abcd", "xy")]
+    assert exported(**rows).logits[:, 0].tolist() == pytest.approx(alone, abs=1e-5)
+    again = make_trainer(tmp_path / "model", head=head)
+    np.testing.assert_allclose(again.predict(batch)[batch.mask], ours, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_replaced_trainer_has_the_weights_of_the_one_that_was_lost(model: Path, tmp_path: Path, head: Head):
+    def make(incarnation: int) -> Trainer:
+        return started(Trainer(str(model), loss=regression, head=head, recovery=str(tmp_path)), incarnation)
+
+    lost = make(0)
+    lost.train_step(targets(0))
+    lost.save_checkpoint(str(tmp_path))
+    lost.train_step(targets(1))
+    found = make(1)
+    assert largest_difference(weights_of(found.trainer), weights_of(lost.trainer)) == 0.0
+    np.testing.assert_array_equal(found.predict(targets(2)), lost.predict(targets(2)))
+    assert lost.train_step(targets(2)) == found.train_step(targets(2))
+
+
+def test_each_head_answers_its_own_question(model: Path):
+    policy, critic = make_trainer(model), make_trainer(model, head="value")
+    with pytest.raises(ValueError, match="has a policy head, which answers logprobs alone"):
+        policy.predict(example())
+    with pytest.raises(ValueError, match="has a value or reward head, which answers predict alone"):
+        critic.logprobs(example())
+    actor = started(Trainer(str(model), loss=LOSS))
+    np.testing.assert_array_equal(actor.logprobs(example()), policy.logprobs(example()))
+
+
+def test_what_is_no_such_model_is_refused(model: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="head must be policy, value or reward, got 'critic'"):
+        load(model, "critic")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tells 3 classes apart: a reward model has one number a token"):
+        load(write_classifier(tmp_path / "three", num_labels=3), "reward")
+    lacking = write_classifier(tmp_path / "lacking")
+    tensors = load_file(lacking / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights of a value model, 'model.norm.weight' among them"):
+        load(lacking, "value")

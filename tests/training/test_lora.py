@@ -1,0 +1,172 @@
+"""Adapters: what they learn against plain transformers, what stays as it was, and what is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from forge.actors import Trainer
+from forge.losses import SFTLoss
+from forge.training import checkpoint
+from forge.training.lora import TARGETS
+from tests.actors.respawn import started
+from tests.training.cases import example, largest_difference, make_trainer, regression, targets, weights_of
+from tests.training.ranks import LORA, LOSS
+
+FACTORS = (".lora_A.weight", ".lora_B.weight")
+
+
+def base_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
+
+
+def test_it_begins_as_the_model_that_it_adapts(untied: Path):
+    trainer = make_trainer(untied, lora=LORA)
+    np.testing.assert_array_equal(trainer.logprobs(example()), make_trainer(untied).logprobs(example()))
+    assert largest_difference(weights_of(trainer), base_of(untied)) == 0.0
+    sent = trainer.weights()
+    of_layers = {f"{target}{factor}" for target in TARGETS for factor in FACTORS}
+    assert {name.split(".", 4)[4] for name in sent} == of_layers
+    assert len(sent) == 2 * len(of_layers)  # in both layers
+    a, b = ([tensor for name, tensor in sent.items() if name.endswith(factor)] for factor in FACTORS)
+    assert not any(tensor.any() for tensor in b)
+    assert len({tensor.sum().item() for tensor in a}) == len(a)
+    for tensor in a:  # uniform in +-1 / sqrt(in)
+        assert 0.8 < tensor.abs().max() * tensor.shape[1] ** 0.5 <= 1.0
+
+
+def test_factors_are_drawn_the_same_whatever_was_drawn_before(model: Path):
+    torch.manual_seed(1)
+    first = make_trainer(model, lora=LORA).weights()
+    torch.manual_seed(2)
+    drawn = torch.rand(2)
+    torch.manual_seed(2)
+    second = make_trainer(model, lora=LORA).weights()
+    assert largest_difference(first, second) == 0.0
+    assert torch.equal(torch.rand(2), drawn)
+
+
+@pytest.mark.parametrize("family", ["model", "untied"])
+def test_its_steps_are_those_of_plain_transformers_with_merged_weights(family: str, request: pytest.FixtureRequest):
+    """W + alpha / rank B A written out, differentiated by autograd, and AdamW over the factors alone."""
+    folder = request.getfixturevalue(family)
+    settings = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "down_proj"]}
+    trainer = make_trainer(folder, lora=settings, learning_rate=1e-2, epsilon=1e-4)
+    factors = {name: tensor.clone().requires_grad_() for name, tensor in trainer.weights().items()}
+    optimizer = torch.optim.AdamW(factors.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
+    plain, base = AutoModelForCausalLM.from_pretrained(folder), base_of(folder)
+
+    def merged() -> dict[str, torch.Tensor]:
+        modules = {name.rpartition(".lora_")[0] for name in factors}
+        return base | {
+            f"{m}.weight": base[f"{m}.weight"] + 2.0 * factors[f"{m}.lora_B.weight"] @ factors[f"{m}.lora_A.weight"]
+            for m in modules
+        }
+
+    for seed in range(3):
+        batch = example(seed, [(3, 5)])
+        ids = torch.from_numpy(batch.tokens)[None]
+        labels = torch.where(torch.from_numpy(batch.mask)[None], ids, -100)
+        loss = functional_call(plain, merged(), (ids,), {"labels": labels}).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(factors.values(), 1.0)
+        optimizer.step()
+        metrics = trainer.train_step(batch, SFTLoss())
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    sent = trainer.weights()
+    expected = {n: f.detach() * (2.0 if n.endswith(FACTORS[1]) else 1.0) for n, f in factors.items()}
+    assert largest_difference(sent, expected) < 1e-4
+    now = {name: tensor.detach() for name, tensor in merged().items()}
+    assert largest_difference(weights_of(trainer), now) < 1e-4
+    assert largest_difference(now, base) > 1e-2
+
+
+def test_all_else_stays_to_the_bit_but_a_head_of_its_own(model: Path):
+    policy, critic = (make_trainer(model, head=head, lora=LORA) for head in ("policy", "value"))
+    for trainer, loss in ((policy, LOSS), (critic, regression)):
+        before = {name: parameter.detach().clone() for name, parameter in trainer.policy.model.named_parameters()}
+        for seed in range(3):  # a critic begins at 0, as B does: one has to move before the next can
+            trainer.train_step(example(seed) if loss is LOSS else targets(seed), loss)
+        named = dict(trainer.policy.model.named_parameters())
+        moved = {name for name in before if not torch.equal(before[name], named[name])}
+        assert moved == {name for name in before if name.endswith((*FACTORS, "score.weight"))}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_learns(model: Path, dtype: str):
+    trainer = make_trainer(model, lora=LORA, learning_rate=2e-2, gradient_checkpointing=True, dtype=dtype)
+    batch = example(reference=False)
+    losses = [trainer.train_step(batch, SFTLoss())["loss"] for _ in range(40)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize("family", ["model", "untied"])
+def test_an_export_is_an_ordinary_model_with_the_adapters_merged(
+    family: str, tmp_path: Path, request: pytest.FixtureRequest
+):
+    folder, batch = request.getfixturevalue(family), example(0, [(2, 8)])
+    trainer = make_trainer(folder, lora=LORA, learning_rate=1e-2)
+    for seed in range(3):
+        trainer.train_step(example(seed), LOSS)
+    checkpoint.export(trainer, tmp_path / "model", folder)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    assert {name for name, _ in exported.named_parameters()} == base_of(folder).keys()
+    ids = torch.from_numpy(batch.tokens)
+    with torch.no_grad():
+        logp = exported(ids[None]).logits[0, 1:-1].log_softmax(-1).gather(1, ids[2:, None])[:, 0]
+    np.testing.assert_allclose(trainer.logprobs(batch)[2:], logp, atol=1e-5)
+    assert np.abs(make_trainer(folder).logprobs(batch)[2:] - logp.numpy()).max() > 1e-2
+
+
+def test_a_checkpoint_has_the_factors_alone_and_continues_to_the_bit(untied: Path, tmp_path: Path):
+    trainer, full = make_trainer(untied, lora=LORA), make_trainer(untied)
+    for seed in range(2):
+        trainer.train_step(example(seed), LOSS)
+    path = checkpoint.save(trainer, tmp_path / "lora")
+    after = [trainer.train_step(example(seed), LOSS) for seed in (2, 3)]
+    restored = make_trainer(untied, lora=LORA)
+    checkpoint.load(restored, path)
+    assert [restored.train_step(example(seed), LOSS) for seed in (2, 3)] == after
+    assert largest_difference(restored.weights(), trainer.weights()) == 0.0
+    whole = checkpoint.save(full, tmp_path / "full")
+    sizes = [sum(file.stat().st_size for file in folder.glob("*.distcp")) for folder in (path, whole)]
+    assert sizes[0] < 0.8 * sizes[1]
+    for other, wrong in ((make_trainer(untied, lora=LORA), whole), (full, path)):
+        with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\."):
+            checkpoint.load(other, wrong)
+
+
+def test_a_replaced_trainer_has_the_adapters_of_the_one_that_was_lost(model: Path, tmp_path: Path):
+    def make(incarnation: int) -> Trainer:
+        return started(Trainer(str(model), loss=LOSS, lora=LORA, epochs=2, recovery=str(tmp_path)), incarnation)
+
+    lost = make(0)
+    lost.train_step(example(0))
+    lost.save_checkpoint(str(tmp_path), wait=False)
+    lost.train_step(example(1))
+    lost._settle()
+    lost.train_step(example(2))
+    found = make(1)
+    assert largest_difference(found.trainer.weights(), lost.trainer.weights()) == 0.0
+    assert lost.train_step(example(3)) == found.train_step(example(3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0, "alpha": 1.0}, "rank 0"),
+        ({"rank": 2, "alpha": 1.0, "targets": []}, r"targets \[\]"),
+        ({"rank": 2, "alpha": 1.0, "targets": ["q_proj", "lm_head", "qkv"]}, r"targets \['lm_head', 'qkv'\]"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_with_what_can(untied: Path, settings: dict, message: str):
+    layers = r"\['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj'\]"
+    with pytest.raises(ValueError, match=rf"lora: .*{message}.* will not do; .* the linear layers are {layers}"):
+        make_trainer(untied, lora=settings)
