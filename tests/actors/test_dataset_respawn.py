@@ -11,6 +11,7 @@ import pytest
 from forge.actors import DatasetActor
 from forge.controller import Unrecoverable
 from forge.data.tokenizer import character_tokenizer
+from forge.types import Episode
 from tests.actors.respawn import request, started
 
 TASK = {"task": "reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
@@ -66,6 +67,75 @@ def test_kills_change_nothing(tokenizer: str, rows: Any, tmp_path: Path, source:
                 if kill != "after the answer":
                     assert call(hit, which) == expected
         assert hit.state_dict() == calm.state_dict()
+
+
+TEACHING = {
+    "supervised": {"kind": "supervised", "max_tokens": 9, **TASK},
+    "preferences": {"kind": "preferences", **TASK},
+    "mixture": {
+        "kind": "preferences",
+        "prompt_template": "{question}>",
+        "sources": [{"task": "add"}, {"task": "sort"}],
+    },
+}
+
+
+@pytest.mark.parametrize("floor", [0, 1 << 20])
+@pytest.mark.parametrize("data", TEACHING)
+def test_kills_change_no_episode_of_any_kind(tokenizer: str, tmp_path: Path, data: str, floor: int):
+    settings, path = TEACHING[data], tmp_path / "journal"
+
+    def make(incarnation: int, journal: str | None) -> DatasetActor:
+        actor = DatasetActor(tokenizer, journal=journal, **settings)
+        actor.ledger.FLOOR = floor  # type: ignore[misc]
+        return started(actor, incarnation)
+
+    def draw(actor: DatasetActor) -> list[Episode]:
+        return actor.supervised(3) if actor.kind == "supervised" else actor.pairs(3)
+
+    calm, hit = make(0, None), make(0, str(path))
+    for number in range(1, 13):
+        expected = draw(calm)
+        assert len(expected) == (3 if data == "supervised" else 6)
+        with request(f"request {number}"):
+            assert draw(hit) == expected
+            if number % 3 == 0:
+                whole = path.read_bytes()
+                if number % 2:
+                    path.write_bytes(whole[:-7])  # it died before the entry was whole
+                hit = make(number, str(path))
+                assert draw(hit) == expected
+        assert hit.state_dict() == calm.state_dict()
+
+
+def test_pairs_alternate(tokenizer: str):
+    actor = started(DatasetActor(tokenizer, **TEACHING["preferences"]))
+    episodes = actor.pairs(4)
+    for chosen, rejected in zip(episodes[::2], episodes[1::2], strict=True):
+        question, right = actor.tokenizer.decode(chosen.tokens).removesuffix("<eos>").split(">")
+        assert right == question[::-1]
+        same, wrong = actor.tokenizer.decode(rejected.tokens).removesuffix("<eos>").split(">")
+        assert (same, wrong != right) == (question, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ask", "message"),
+    [
+        ("preferences", lambda actor: actor.sample(), "sample needs a dataset of kind prompts; this one is of pref"),
+        ("preferences", lambda actor: actor.supervised(1), "supervised needs .* prompts or supervised"),
+        ("prompts", lambda actor: actor.pairs(1), "pairs needs a dataset of kind preferences; this one is of prompts"),
+    ],
+)
+def test_each_kind_answers_to_its_own(tokenizer: str, kind: Any, ask: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        ask(started(DatasetActor(tokenizer, kind=kind, **TASK)))
+
+
+def test_the_end_of_the_data_says_so(tokenizer: str, rows: dict[str, Any]):
+    actor = started(DatasetActor(tokenizer, kind="supervised", path=rows["path"], epochs=2))
+    assert len(actor.supervised(22)) == 22
+    with pytest.raises(ValueError, match="the data has ended: raise or unset epochs"):
+        actor.supervised(1)
 
 
 def test_a_loaded_position_survives(tokenizer: str, tmp_path: Path):

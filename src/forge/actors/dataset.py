@@ -1,35 +1,48 @@
-"""The prompt stream as a service."""
+"""The data of a run as a service."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..controller import ForgeActor, endpoint
+from ..data.load import Data, Kind, load_data
+from ..data.preferences import Pair
 from ..data.prompts import supervised
 from ..observability import Reduce, record_metric
 from ..types import Episode, Sample
 from .contents import Seen
 from .ledger import Ledger
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 class DatasetActor(ForgeActor):
-    """Hands out samples in a fixed, resumable order.
+    """Hands out samples, episodes or pairs in a fixed, resumable order.
 
     Args:
-        tokenizer: Hugging Face folder or hub id whose tokenizer makes the prompts.
+        tokenizer: Hugging Face folder or hub id whose tokenizer makes the tokens.
+        kind: "prompts" (`sample`, and `supervised` with their targets), "supervised" (`supervised`) or "preferences"
+            (`pairs`).
+        sources: several datasets in shares, see `forge.data.load.load_data`.
         journal: file from which a replaced dataset takes up its position; None makes the loss of its process the end
             of the run.
         remember: how many of the last samples are kept, so that those whose rollouts were under way when the state was
             saved can be handed out again.
-        **dataset: settings of `forge.data.dataset.PromptDataset`.
+        **dataset: settings of the dataset: of `PromptDataset`, `SupervisedDataset` or `PreferenceDataset`.
     """
 
-    def __init__(self, tokenizer: str, *, journal: str | None = None, remember: int = 1 << 16, **dataset: Any) -> None:
-        self.tokenizer_path, self.settings = tokenizer, dataset
+    def __init__(
+        self,
+        tokenizer: str,
+        *,
+        kind: Kind = "prompts",
+        sources: Sequence[Mapping[str, Any]] | None = None,
+        journal: str | None = None,
+        remember: int = 1 << 16,
+        **dataset: Any,
+    ) -> None:
+        self.tokenizer_path, self.kind = tokenizer, kind
+        self.settings = {"sources": sources, **dataset}
         self.issued: deque[Sample] = deque(maxlen=remember)
         self.again: deque[Sample] = deque()  # to be handed out before the stream goes on
         lost = "the position in the data is lost: give DatasetActor a journal= to keep it"
@@ -38,11 +51,9 @@ class DatasetActor(ForgeActor):
     def setup(self) -> None:
         from transformers import AutoTokenizer
 
-        from ..data.dataset import PromptDataset
-
         self.ledger.begin()
         self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
-        self.dataset = PromptDataset(tokenizer=self.tokenizer, **self.settings)
+        self.dataset: Data = load_data(self.tokenizer, kind=self.kind, **self.settings)
 
     def on_respawn(self) -> None:
         position = self.dataset.state_dict()
@@ -66,20 +77,29 @@ class DatasetActor(ForgeActor):
     @endpoint
     def sample(self) -> Sample:
         """The next `(prompt, target)`. Rows left out on the way are counted in `data/skipped`."""
+        self._only("sample", "prompts")
         if self.ledger.repeated:
             return self.ledger.answer
-        skipped = self.dataset.skipped
-        sample = self.again[0] if self.again else next(self.dataset)
-        record_metric("data/skipped", self.dataset.skipped - skipped, Reduce.SUM)
+        sample = self.again[0] if self.again else self._next()
         self._issue(sample)
         return self._complete(sample)
 
     @endpoint
     def supervised(self, n: int) -> list[Episode]:
-        """The next n samples with their targets as responses, to be imitated."""
+        """The next n episodes to be imitated; of prompts, with their targets as responses."""
+        self._only("supervised", "prompts", "supervised")
         if self.ledger.repeated:
             return self.ledger.answer
-        return self._complete([imitate(next(self.dataset), self.tokenizer) for _ in range(n)])
+        return self._complete([self._imitated(self._next()) for _ in range(n)])
+
+    @endpoint
+    def pairs(self, n: int) -> list[Episode]:
+        """The next n pairs as 2n episodes: chosen, rejected, chosen, rejected."""
+        self._only("pairs", "preferences")
+        if self.ledger.repeated:
+            return self.ledger.answer
+        drawn: list[Pair] = [self._next() for _ in range(n)]
+        return self._complete([episode for pair in drawn for episode in pair])
 
     @endpoint
     def state_dict(self, seen: Seen | None = None) -> dict[str, Any]:
@@ -116,6 +136,22 @@ class DatasetActor(ForgeActor):
             self._recall([], [known[index] for index in open_ if index in known])
         return self.ledger.restart(self.state_dict(), forgotten)
 
+    def _only(self, endpoint: str, *kinds: str) -> None:
+        if self.kind not in kinds:
+            raise ValueError(f"{endpoint} needs a dataset of kind {' or '.join(kinds)}; this one is of {self.kind}")
+
+    def _next(self) -> Any:
+        skipped = self.dataset.skipped
+        try:
+            item = next(self.dataset)
+        except StopIteration:
+            raise ValueError("the data has ended: raise or unset epochs, or take fewer steps") from None
+        record_metric("data/skipped", self.dataset.skipped - skipped, Reduce.SUM)
+        return item
+
+    def _imitated(self, item: Episode | Sample) -> Episode:
+        return Episode.given(*supervised(item, self.tokenizer)) if isinstance(item, Sample) else item
+
     def _recall(self, issued: list[Sample], again: list[Sample]) -> None:
         self.issued.clear()
         self.issued.extend(issued)
@@ -128,10 +164,3 @@ class DatasetActor(ForgeActor):
 
     def _complete(self, answer: Any) -> Any:
         return self.ledger.complete((answer, self.dataset.state_dict()), answer)
-
-
-def imitate(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Episode:
-    """An episode whose response is the target and the end-of-sequence token."""
-    tokens, mask = supervised(sample, tokenizer)
-    context = mask.index(True)
-    return Episode(prompt_ids=tokens[:context], response_ids=tokens[context:], advantage=1.0)

@@ -1,1 +1,1 @@
-"""Datasets, procedural tasks, prompt formats, a character tokenizer and rule rewards: plain Python, no torch."""
+"""Prompts, conversations, preferences, tasks, a character tokenizer and rule rewards: plain Python, no torch."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+from forge.data.chat import ChatFormat
 from forge.types import Sample
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 QUESTION_FIELDS = ("question", "prompt", "problem", "input")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptFormat:
     """How rows become prompts and targets. See `PromptDataset` for the settings; bad ones are ValueErrors."""
 
@@ -25,16 +26,15 @@ class PromptFormat:
     target_field: str | None = "answer"
     target_pattern: str | None = None
     prompt_template: str = "{question}"
-    chat_template: bool = False
+    chat_template: bool | str = False
     system_prompt: str | None = None
     chat_options: Mapping[str, Any] | None = None
+    chat: ChatFormat | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.chat_template and not self.tokenizer.chat_template:
-            raise ValueError(
-                "chat_template is on, but the tokenizer has no chat template: turn it off or use a chat model's"
-            )
-        if not self.chat_template and (self.system_prompt or self.chat_options):
+        if self.chat_template:
+            self.chat = ChatFormat(self.tokenizer, self.chat_template, self.chat_options)
+        elif self.system_prompt or self.chat_options:
             raise ValueError("system_prompt and chat_options need chat_template: true")
         if self.target_pattern is not None:
             if self.target_field is None:
@@ -67,39 +67,34 @@ class PromptFormat:
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
         wanted = {name: question if name == "question" else name for name in self._names()}
-        for field in (*([self.prompt_field] if self.prompt_field else []), *wanted.values(), self.target_field):
-            if field is not None and field not in has:
-                raise ValueError(f"no field {field!r}: it has {', '.join(has)}")
+        for name in (*([self.prompt_field] if self.prompt_field else []), *wanted.values(), self.target_field):
+            if name is not None and name not in has:
+                raise ValueError(f"no field {name!r}: it has {', '.join(has)}")
         return wanted
 
-    def render(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
-        """The user's text and the target of row `number`. ValueError names the row and what is wrong with it."""
-        try:
-            values = {name: _text(field, row[field]) for name, field in self.fields(row).items()}
-            text = self.prompt_template.format(**values)
-            if not text.strip():
-                raise ValueError("the prompt is empty")
-            if self.target_field is None:
-                return text, ""
-            target = _text(self.target_field, row[self.target_field])
-            if self.target_pattern is not None:
-                found = re.search(self.target_pattern, target)
-                if found is None or found[1] is None:
-                    raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
-                target = found[1].strip()
-        except ValueError as error:
-            raise ValueError(f"row {number}: {error}") from error
+    def render(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """The user's text and the target of a row. ValueError says what is wrong with it."""
+        values = {name: plain(row, behind) for name, behind in self.fields(row).items()}
+        text = self.prompt_template.format(**values)
+        if not text.strip():
+            raise ValueError("the prompt is empty")
+        if self.target_field is None:
+            return text, ""
+        target = plain(row, self.target_field)
+        if self.target_pattern is not None:
+            found = re.search(self.target_pattern, target)
+            if found is None or found[1] is None:
+                raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
+            target = found[1].strip()
         return text, target
 
     def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
         """The text that the policy sees and its token ids, ready for a continuation."""
-        if self.chat_template:
+        if self.chat is not None:
             messages = [{"role": "user", "content": text}]
             if self.system_prompt:
                 messages.insert(0, {"role": "system", "content": self.system_prompt})
-            options = dict(self.chat_options or {})
-            options |= {"tokenize": False, "add_generation_prompt": True}
-            text = str(self.tokenizer.apply_chat_template(messages, **options))
+            text = self.chat.render(messages, add_generation_prompt=True)
             return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids = tuple(self.tokenizer(text)["input_ids"])
         # Some tokenizers close every text with eos, after which there is nothing to continue.
@@ -118,9 +113,13 @@ def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
-def _text(field: str, value: Any) -> str:
+def plain(row: Mapping[str, Any], name: str) -> str:
+    """A field of a row as text. ValueError if it is not there, or neither text nor a number."""
+    if name not in row:
+        raise ValueError(f"no field {name!r}: it has {', '.join(row)}")
+    value = row[name]
     if isinstance(value, str):
         return value
     if isinstance(value, int | float):
         return str(value)
-    raise ValueError(f"field {field!r} must be text or a number, not {type(value).__name__}")
+    raise ValueError(f"field {name!r} must be text or a number, not {type(value).__name__}")

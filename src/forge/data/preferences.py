@@ -1,0 +1,152 @@
+"""Pairs of answers of which one is preferred, as a stream of pairs of episodes."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from forge.data.chat import ChatFormat, Message, messages
+from forge.data.files import Row
+from forge.data.mistakes import mistake
+from forge.data.prompts import QUESTION_FIELDS, PromptFormat, plain, supervised
+from forge.data.stream import RowStream
+from forge.data.supervised import Marked, closed, document, prompt_settings, refuse_idle
+from forge.types import Episode, Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Pair(NamedTuple):
+    """Two episodes that answer the same context."""
+
+    chosen: Episode
+    rejected: Episode
+
+
+class PreferenceDataset(RowStream[Pair]):
+    """An iterator of `Pair`: the masks are True on the answers and the eos token that ends them.
+
+    The first row tells the form of all:
+
+    - a prompt and two texts: the prompt is rendered as `PromptDataset` does it;
+    - two lists of messages, whole conversations or answers to a prompt (text or messages): the context is what both
+      begin with, and all turns of the assistant after it are its answer (see `forge.data.chat`);
+    - two texts without a prompt: the context is the tokens that both begin with;
+    - a procedural task: the right answer and one with a slip in it, drawn by (seed, row).
+
+    Args:
+        path, **settings: as of `forge.data.dataset.PromptDataset`, less those of a target. A setting that does nothing
+            in the form that the rows have is an error; `chat_template` and `chat_options` also apply to conversations.
+        chosen_field, rejected_field: the fields of the two answers.
+        as_scores: for a reward model: the masks are True on the last token only, where it reads its score.
+        max_tokens: most tokens of the longer episode of a pair.
+        too_long: "skip" leaves longer pairs out and counts them in `skipped`; "error" raises.
+    """
+
+    NOUN = "pair"
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        chosen_field: str = "chosen",
+        rejected_field: str = "rejected",
+        as_scores: bool = False,
+        max_tokens: int | None = None,
+        too_long: str = "skip",
+        **settings: Any,
+    ) -> None:
+        self._tokenizer, self._as_scores = tokenizer, as_scores
+        self._fields = (chosen_field, rejected_field)
+        self._given, rows = prompt_settings(settings)
+        refuse_idle({n: v for n, v in self._given.items() if n.startswith("target_")}, (), "preferences")
+        self._task, self._seed = rows.get("task"), rows.get("seed", 0)
+        if self._task is not None and self._fields != ("chosen", "rejected"):
+            raise ValueError("a task makes its answers itself: leave chosen_field and rejected_field out")
+        super().__init__(path, limit=max_tokens, too_long=too_long, **rows)
+
+    def begin(self, row: Row) -> None:
+        self._chat: ChatFormat | None = None
+        self._format: PromptFormat | None = None
+        self._prompt_field = self._given.get("prompt_field") or next((n for n in QUESTION_FIELDS if n in row), None)
+        if self._task is None and isinstance(row.get(self._fields[0]), list):
+            refuse_idle(self._given, ("chat_template", "chat_options", "prompt_field"), "conversations")
+            self._chat = ChatFormat(
+                self._tokenizer, self._given.get("chat_template", True), self._given.get("chat_options")
+            )
+        elif self._prompt_field is not None or "prompt_template" in self._given:
+            self._format = PromptFormat(self._tokenizer, **{**self._given, "target_field": None})
+        else:
+            refuse_idle(self._given, (), "texts without a prompt")
+
+    def validate(self, row: Row) -> None:
+        if self._chat is not None:
+            *both, since = self._conversations(row)
+            for conversation in both:
+                self._chat.check(conversation, since=since)
+            return
+        if self._format is not None:
+            self._format.render(row)
+        self._texts(row)
+
+    def make(self, number: int, row: Row, index: int) -> Pair | None:
+        if self._task is not None:
+            wrong = mistake(row["answer"], Random(f"{self._task}/{self._seed}/{number}"))
+            row = {**row, "chosen": row["answer"], "rejected": wrong}
+        chosen, rejected = (closed(*marked) for marked in self._encode(row))
+        if chosen[0] == rejected[0]:
+            raise ValueError("chosen and rejected are the same tokens")
+        if not self.fits(max(len(chosen[0]), len(rejected[0]))):
+            return None
+        return Pair(self._episode(*chosen), self._episode(*rejected))
+
+    def _episode(self, tokens: list[int], mask: list[bool]) -> Episode:
+        return Episode.given(tokens, [False] * (len(mask) - 1) + [True] if self._as_scores else mask)
+
+    def _encode(self, row: Row) -> tuple[Marked, Marked]:
+        if self._chat is not None:
+            chosen, rejected, since = self._conversations(row)
+            return self._chat.encode(chosen, since=since), self._chat.encode(rejected, since=since)
+        texts = self._texts(row)
+        if self._format is not None:
+            prompt = Prompt(*self._format.encode(self._format.render(row)[0]))
+            one, other = (supervised(Sample(prompt, text), self._tokenizer) for text in texts)
+            return one, other
+        first, second = (document(text, self._tokenizer) for text in texts)
+        # Both end with eos: unless they are equal, they part somewhere.
+        shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
+        if not shared:
+            raise ValueError("chosen and rejected share no beginning that could be their prompt: name a prompt_field")
+        one, other = ((tokens, [False] * shared + [True] * (len(tokens) - shared)) for tokens in (first, second))
+        return one, other
+
+    def _texts(self, row: Row) -> tuple[str, str]:
+        chosen, rejected = (plain(row, name) for name in self._fields)
+        if chosen == rejected:
+            raise ValueError(f"{' and '.join(self._fields)} are the same")
+        return chosen, rejected
+
+    def _conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
+        """Both conversations, and how many messages they begin with alike."""
+        chosen, rejected = (self._after(row, messages(row, name)) for name in self._fields)
+        if chosen == rejected:
+            raise ValueError(f"{' and '.join(self._fields)} are the same")
+        alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+        since = next(alike, min(len(chosen), len(rejected)))
+        for name, conversation in zip(self._fields, (chosen, rejected), strict=True):
+            role = conversation[since]["role"] if since < len(conversation) else "none"
+            if role != "assistant":
+                raise ValueError(
+                    f"the two part at message {since + 1}, where {name} must have an assistant's: its role is {role}"
+                )
+        return chosen, rejected, since
+
+    def _after(self, row: Row, answer: list[Message]) -> list[Message]:
+        """The whole conversation: answers alone come after the prompt."""
+        if answer[0]["role"] != "assistant" or self._prompt_field is None:
+            return answer
+        if isinstance(row.get(self._prompt_field), list):
+            return [*messages(row, self._prompt_field), *answer]
+        return [{"role": "user", "content": plain(row, self._prompt_field)}, *answer]

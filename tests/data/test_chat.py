@@ -1,0 +1,196 @@
+"""Conversations as tokens and masks: what the assistant wrote, all of it and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from forge.data.chat import ChatFormat, messages
+from forge.data.tokenizer import character_tokenizer
+from tests.data.templates import (
+    CHATML,
+    CHATML_MARKED,
+    LLAMA3,
+    LLAMA3_MARKED,
+    THINKING,
+    byte_pairs,
+    mask_by_bytes,
+    pieces,
+)
+
+END = {CHATML: "<|im_end|>", CHATML_MARKED: "<|im_end|>", LLAMA3: "<|eot|>", LLAMA3_MARKED: "<|eot|>"}
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=12) | st.sampled_from(
+    [" The answer is 42", "\n\nhello  ", "é€😀", "def f(x):\n    return x", "  ", "how are you"]
+)
+
+
+@st.composite
+def conversations(draw):
+    system = [{"role": "system", "content": draw(texts)}] if draw(st.booleans()) else []
+    turns = draw(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+    last = [{"role": "user", "content": draw(texts)}] if draw(st.booleans()) else []
+    roles = ("user", "assistant")
+    return [
+        *system,
+        *({"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)),
+        *last,
+    ]
+
+
+def said(*contents):
+    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(contents)]
+
+
+def trained(tokenizer, tokens, mask):
+    return tokenizer.decode([token for token, own in zip(tokens, mask, strict=True) if own])
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("template", END, ids=["chatml", "chatml marked", "llama3", "llama3 marked"])
+@given(conversation=conversations())
+@example(conversation=said("hi", " hello", "  ", " "))
+@settings(max_examples=60, deadline=None)
+def test_the_mask_is_what_the_assistant_wrote(template, trim_offsets, conversation):
+    tokenizer = byte_pairs(trim_offsets)
+    tokens, mask = ChatFormat(tokenizer, template).encode(conversation)
+    whole = tokenizer.apply_chat_template(conversation, chat_template=template, tokenize=True, return_dict=True)
+    assert tokens == whole["input_ids"]
+    parts = pieces(template, conversation)
+    assert "".join(text for text, _ in parts) == tokenizer.decode(tokens)
+    assert mask == mask_by_bytes(tokenizer, tokens, parts)
+    written = [m["content"] for m in conversation if m["role"] == "assistant"]
+    clean = str.strip if template in (LLAMA3, LLAMA3_MARKED) else str
+    # ChatML's header ends in a line break, which shares a token with spaces that follow it.
+    if "<|begin|>" in template or not any(text[:1].isspace() for text in written):
+        assert trained(tokenizer, tokens, mask) == "".join(clean(text) + END[template] for text in written)
+
+
+@pytest.mark.parametrize("template", END, ids=["chatml", "chatml marked", "llama3", "llama3 marked"])
+@given(conversation=conversations(), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_only_the_last_turn_or_those_from_a_message_on(template, conversation, data):
+    tokenizer = byte_pairs()
+    encoder = ChatFormat(tokenizer, template)
+    clean = str.strip if template in (LLAMA3, LLAMA3_MARKED) else str
+    conversation = [{**message, "content": message["content"].lstrip()} for message in conversation]
+    turns = [i for i, m in enumerate(conversation) if m["role"] == "assistant"]
+    since = data.draw(st.integers(0, turns[-1]))
+    written = {i: clean(conversation[i]["content"]) + END[template] for i in turns}
+    assert trained(tokenizer, *encoder.encode(conversation, train_on="last")) == written[turns[-1]]
+    later = "".join(text for i, text in written.items() if i >= since)
+    assert trained(tokenizer, *encoder.encode(conversation, since=since)) == later
+
+
+@given(conversation=conversations())
+@settings(max_examples=40, deadline=None)
+def test_marks_are_read_as_transformers_reads_them(conversation):
+    tokenizer = byte_pairs()
+    theirs = tokenizer.apply_chat_template(
+        conversation, chat_template=CHATML_MARKED, return_dict=True, return_assistant_tokens_mask=True
+    )
+    tokens, mask = ChatFormat(tokenizer, CHATML_MARKED).encode(conversation)
+    assert (tokens, mask) == (theirs["input_ids"], [bool(own) for own in theirs["assistant_masks"]])
+
+
+@given(turns=st.lists(st.sampled_from(["yes", "<think>\nhm\n</think>\n\nyes", "no "]), min_size=1, max_size=3))
+@settings(deadline=None)
+def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last(turns):
+    conversation = said(*(text for turn in turns for text in ("why?", turn)))
+    tokenizer = byte_pairs()
+    encoder = ChatFormat(tokenizer, THINKING)
+    answer = turns[-1] if "</think>" in turns[-1] else "<think>\n\n</think>\n\n" + turns[-1]
+    assert trained(tokenizer, *encoder.encode(conversation, train_on="last")) == answer + "<|im_end|>"
+    if len(turns) > 1:
+        with pytest.raises(
+            ValueError, match=r"message 2: the chat template .* set train_on: last, or chat_template to"
+        ):
+            encoder.encode(conversation)
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "message"),
+    [
+        (
+            CHATML.replace("<|im_end|>", "{% if loop.last %}<eos>{% endif %}"),
+            said("a", "b", "c", "d"),
+            "message 2: the",
+        ),
+        ("{% if messages | length > 2 %}long {% endif %}" + CHATML, said("a", "b", "c", "d"), "message 2: .* precedes"),
+        (CHATML.replace("<|im_end|>\n", ""), said("a", "b"), "writes nothing after an assistant's turn"),
+        (CHATML, said("a"), "no assistant turn to learn from: user"),
+        (CHATML, said("a", "b")[1:], "message 1 is an assistant's, with nothing to answer"),
+        ("{{ raise_exception('no\nsystem') }}", said("a", "b"), "the chat template fails: no system"),
+        ("{% if %}", said("a", "b"), "the chat template fails"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused(template, conversation, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        ChatFormat(byte_pairs(), template).encode(conversation)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_turn_before_any_question_is_no_hindrance_to_later_ones():
+    tokenizer = byte_pairs()
+    conversation = [{"role": "assistant", "content": "Welcome"}, *said("a", "b")]
+    assert trained(tokenizer, *ChatFormat(tokenizer, CHATML).encode(conversation, train_on="last")) == "b<|im_end|>"
+
+
+def test_a_token_that_is_partly_the_assistants_is_the_assistants():
+    tokenizer = byte_pairs()
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+        "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokens, mask = ChatFormat(tokenizer, template).encode(said("hello", "answer is"))
+    assert tokenizer.convert_ids_to_tokens([t for t, own in zip(tokens, mask, strict=True) if own]) == [
+        *("Ġanswer", "Ġis", "<eos>")
+    ]
+
+
+def test_a_template_from_a_file_and_a_tokenizer_of_characters(tmp_path):
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz>")
+    text = (
+        "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else eos_token }}{% endfor %}"
+        "{# the answer follows at once #}"
+    )
+    (tmp_path / "plain.jinja").write_text(text)
+    for template in (text, str(tmp_path / "plain.jinja")):
+        tokens, mask = ChatFormat(tokenizer, template).encode(said("abc", "cba", "xy", "yx"))
+        assert tokenizer.decode(tokens) == "abc>cba<eos>xy>yx<eos>"
+        assert trained(tokenizer, tokens, mask) == "cba<eos>yx<eos>"
+    with pytest.raises(ValueError, match="no chat template: use a chat model's, or set chat_template"):
+        ChatFormat(tokenizer)
+    with pytest.raises(FileNotFoundError, match=r"'nowhere\.jinja' is neither a jinja template nor a file"):
+        ChatFormat(tokenizer, "nowhere.jinja")
+
+
+def test_both_forms_of_messages_are_one():
+    plain = [{"role": "system", "content": "s"}, *said("a", "b")]
+    other = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert messages({"messages": plain}, "messages") == messages({"conversations": other}, "conversations") == plain
+    # As a parquet file gives them: every message has the keys of all.
+    called = [{**message, "tool_calls": None, "name": None} for message in plain]
+    assert messages({"messages": called}, "messages") == plain
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    found = messages({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}, "messages")
+    assert found == [{"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a"}, "no field 'messages': it has text"),
+        ({"messages": "hello"}, "field 'messages' must be a list of messages, got 'hello'"),
+        ({"messages": []}, "must be a list of messages"),
+        ({"messages": ["hello"]}, r"messages, message 1 must be a message \{role, content\}, not str"),
+        ({"messages": [*said("a"), {"role": "Assistant", "content": "b"}]}, "message 2 has the role 'Assistant': use"),
+        ({"messages": [{"content": "b"}]}, "message 1 has the role None"),
+        ({"messages": [{"role": "user", "content": ["b"]}]}, "message 1 must have text as its content, not list"),
+        ({"messages": [{"role": "user"}]}, "message 1 must have text as its content, not NoneType"),
+    ],
+)
+def test_bad_messages_say_what_is_wrong(row, message):
+    with pytest.raises(ValueError, match=message):
+        messages(row, "messages")

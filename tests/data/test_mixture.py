@@ -1,0 +1,125 @@
+"""Mixtures: every source's share at every moment, and positions in all of them."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.data.load import load_data
+from forge.data.mixture import Mixture
+from forge.types import Episode, Sample
+from tests.data.rows import TOKENIZER
+
+WORDS = {"task": "reverse", "difficulty": 5, "prompt_template": "{question}>"}
+SOURCES = [{"task": "add", "weight": 3}, {"task": "sort", "weight": 1.5}, {"task": "gcd", "difficulty": 3, "seed": 7}]
+
+
+class Named:
+    """Its items are (name, 0), (name, 1), ... up to an end."""
+
+    def __init__(self, name: str, end: float = float("inf")) -> None:
+        self.name, self.at, self.end, self.skipped = name, 0, end, 2
+
+    def __next__(self) -> tuple[str, int]:
+        if self.at >= self.end:
+            raise StopIteration
+        self.at += 1
+        return self.name, self.at - 1
+
+
+@given(weights=st.lists(st.integers(1, 50) | st.floats(0.01, 100), min_size=1, max_size=9))
+@settings(max_examples=80, deadline=None)
+def test_every_source_is_within_one_of_its_share_at_every_moment(weights):
+    mixture = Mixture([Named(str(i)) for i in range(len(weights))], weights)
+    shares = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    counts = [0] * len(weights)
+    for k, (name, place) in enumerate(islice(mixture, 200), 1):
+        assert place == counts[int(name)]
+        counts[int(name)] += 1
+        assert all(abs(count - share * k) < 1 for count, share in zip(counts, shares, strict=True))
+
+
+def test_it_ends_with_the_first_that_has_ended_and_counts_what_all_left_out():
+    mixture = Mixture([Named("a"), Named("b", end=2)], [2, 1])
+    assert [name for name, _ in mixture].count("b") == 2
+    assert mixture.skipped == 4
+    assert mixture.served == 7
+
+
+@pytest.mark.parametrize("kind", ["prompts", "supervised", "preferences"])
+def test_resumes_exactly_at_every_position(kind):
+    def new():
+        return load_data(TOKENIZER, kind=kind, sources=SOURCES, seed=2, prompt_template="{question}=")
+
+    data, states, items = new(), [], []
+    for _ in range(40):
+        states.append(json.dumps(data.state_dict()))
+        items.append(next(data))
+    for position in range(0, 40, 3):
+        resumed = new()
+        resumed.load_state_dict(json.loads(states[position]))
+        assert list(islice(resumed, 40 - position)) == items[position:]
+        assert json.dumps(new().state_dict()) == states[0]
+    if kind == "prompts":
+        assert [sample.prompt.index for sample in items] == list(range(40))
+        assert sum("+" in str(sample.prompt) for sample in items) == pytest.approx(40 * 3 / 5.5, abs=1)
+
+
+def test_held_out_has_every_sources_share_and_disturbs_nothing():
+    data, other = (load_data(TOKENIZER, sources=SOURCES) for _ in "ab")
+    first = list(islice(data, 5))
+    held = data.held_out(110)
+    assert [sample.prompt.index for sample in held] == list(range(110))
+    assert sum("+" in str(sample.prompt) for sample in held) == 60
+    assert len({str(sample.prompt) for sample in held}) == 110
+    assert data.held_out(110) == held
+    assert first + list(islice(data, 20)) == list(islice(other, 25))
+
+
+def test_kinds_make_different_items():
+    assert isinstance(next(load_data(TOKENIZER, **WORDS)), Sample)
+    assert isinstance(next(load_data(TOKENIZER, kind="supervised", **WORDS)), Episode)
+    assert all(isinstance(e, Episode) for e in next(load_data(TOKENIZER, kind="preferences", **WORDS)))
+
+
+def test_sources_override_common_settings(jsonl):
+    path = jsonl({"q": "one", "a": "1"}, {"q": "two", "a": "2"})
+    file = {"path": path, "prompt_field": "q", "target_field": "a", "weight": 1}
+    data = load_data(TOKENIZER, sources=[file, {"task": "add", "weight": 1}], prompt_template="{question}=")
+    assert {str(sample.prompt) for sample in islice(data, 20)} >= {"one=", "two="}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sources": []}, "needs sources"),
+        ({"sources": [{"task": "add"}, {"task": "ad"}]}, "source 2: unknown task 'ad'; did you mean 'add'"),
+        ({"sources": [{"task": "add", "wieght": 2}]}, "source 1: .*'wieght'"),
+        ({"sources": [{"task": "add"}, {"task": "add", "weight": 0}]}, "source 2: weight must be .* above 0, got 0"),
+        ({"sources": [{"task": "add", "weight": "2"}]}, "source 1: weight must be .* got '2'"),
+        ({"sources": [{"task": "add"}], "task": "add"}, "path and task belong to each of them"),
+        ({"kind": "preference", "task": "add"}, "kind must be one of prompts, supervised, preferences, not 'pref"),
+    ],
+)
+def test_bad_input_says_what_is_wrong(settings, message):
+    with pytest.raises(ValueError, match=message):
+        load_data(TOKENIZER, **settings)
+
+
+def test_a_missing_file_names_its_source():
+    with pytest.raises(FileNotFoundError, match=r"source 2: no such file: /nowhere/rows\.jsonl"):
+        load_data(TOKENIZER, sources=[{"task": "add"}, {"path": "/nowhere/rows.jsonl"}])
+
+
+def test_a_position_in_other_shares_is_refused():
+    state = load_data(TOKENIZER, sources=SOURCES).state_dict()
+    for sources in (SOURCES[:2], [{**SOURCES[0], "weight": 4}, *SOURCES[1:]]):
+        with pytest.raises(ValueError, match="does not fit: the mixture's shares were"):
+            load_data(TOKENIZER, sources=sources).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed was 0 and is 1"):
+        load_data(TOKENIZER, sources=SOURCES, seed=1).load_state_dict(state)

@@ -1,0 +1,200 @@
+"""Pairs of answers: one context, two answers, in every form that rows have; and the mistakes of procedural tasks."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.data.mistakes import mistake
+from forge.data.packing import pack
+from forge.data.preferences import PreferenceDataset
+from forge.data.rewards import MathReward
+from forge.data.tasks import TASKS, generate, split_of
+from tests.data.rows import TOKENIZER
+from tests.data.templates import CHATML, CHATML_MARKED, byte_pairs
+
+pytestmark = pytest.mark.usefixtures("offline")
+TALK = "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else eos_token }}{% endfor %}"
+
+
+def prefer(path=None, **settings):
+    return PreferenceDataset(path, tokenizer=settings.pop("tokenizer", TOKENIZER), **settings)
+
+
+def said(*contents):
+    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(contents)]
+
+
+def read(pair, tokenizer=TOKENIZER):
+    """The context that both share, and the two answers, as text."""
+    start = pair.chosen.mask.index(True)
+    assert pair.rejected.mask.index(True) == start
+    assert pair.rejected.tokens[:start] == pair.chosen.tokens[:start]
+    answers = ([t for t, own in zip(e.tokens, e.mask, strict=True) if own] for e in pair)
+    return tokenizer.decode(pair.chosen.tokens[:start]), *map(tokenizer.decode, answers)
+
+
+WHOLE = {"chosen": said("hi", "yes"), "rejected": said("hi", "no")}
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "expected"),
+    [
+        ({"prompt": "hi", "chosen": "yes", "rejected": "no"}, {"prompt_template": "{question}>"},
+         ("hi>", "yes<eos>", "no<eos>")),
+        ({"ask": "hi", "good": "yes", "bad": 0}, {"prompt_field": "ask", "chosen_field": "good",
+         "rejected_field": "bad"}, ("hi", "yes<eos>", "0<eos>")),
+        ({"prompt": "hi", "chosen": "yes", "rejected": "no"}, {"chat_template": TALK}, ("hi>", "yes<eos>", "no<eos>")),
+        (WHOLE, {"chat_template": TALK}, ("hi>", "yes<eos>", "no<eos>")),
+        ({"prompt": "hi", **WHOLE}, {"chat_template": TALK}, ("hi>", "yes<eos>", "no<eos>")),
+        ({"prompt": "hi", "chosen": said("", "yes")[1:], "rejected": said("", "no")[1:]}, {"chat_template": TALK},
+         ("hi>", "yes<eos>", "no<eos>")),
+        ({"prompt": said("a", "b", "hi"), "chosen": said("", "yes")[1:], "rejected": said("", "no")[1:]},
+         {"chat_template": TALK}, ("a>b<eos>hi>", "yes<eos>", "no<eos>")),
+        ({"chosen": said("a", "b", "c", "d"), "rejected": said("a", "b", "c", "e")}, {"chat_template": TALK},
+         ("a>b<eos>c>", "d<eos>", "e<eos>")),
+        ({"chosen": said("a", "b", "c", "d"), "rejected": said("a", "e", "c", "d")}, {"chat_template": TALK},
+         ("a>", "b<eos>d<eos>", "e<eos>d<eos>")),
+        ({"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"}, {},
+         ("Human: hi Assistant: ", "yes<eos>", "no<eos>")),
+        ({"chosen": "hello", "rejected": "hell"}, {}, ("hell", "o<eos>", "<eos>")),
+    ],
+)  # fmt: skip
+def test_forms(jsonl, row, settings, expected):
+    assert read(next(prefer(jsonl(row), **settings))) == expected
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
+def test_chat_answers_end_with_the_turn(jsonl, template):
+    pair = next(prefer(jsonl(WHOLE), tokenizer=byte_pairs(), chat_template=template))
+    context = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert read(pair, byte_pairs()) == (context, "yes<|im_end|>", "no<|im_end|>")
+
+
+def test_scores_are_read_at_the_last_token(jsonl):
+    plain, scored = (next(prefer(jsonl(WHOLE), chat_template=TALK, as_scores=on)) for on in (False, True))
+    for one, other in zip(plain, scored, strict=True):
+        assert one.tokens == other.tokens
+        assert other.mask == [False] * (len(one.tokens) - 1) + [True]
+        assert other.tokens[-1] == TOKENIZER.eos_token_id
+
+
+def test_pairs_pack_in_twos(jsonl):
+    data = prefer(task="reverse", prompt_template="{question}>")
+    batch = pack([episode for pair in islice(data, 5) for episode in pair], unit=2)
+    assert (len(batch), batch.unit) == (10, 2)
+
+
+def test_a_pair_is_too_long_if_one_of_it_is(jsonl):
+    rows = [{"prompt": "q", "chosen": "a" * n, "rejected": "b" * m} for n, m in ((2, 2), (5, 2), (2, 5))]
+    data = prefer(jsonl(*rows), max_tokens=4, epochs=1)
+    assert [read(pair) for pair in data] == [("q", "aa<eos>", "bb<eos>")]
+    assert data.skipped == 2
+    with pytest.raises(ValueError, match="row 2: the pair has 7 tokens, max_tokens is 4"):
+        prefer(jsonl(*rows), max_tokens=4, too_long="error")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_answers_right_and_almost_right(task):
+    data = prefer(task=task, difficulty=3, seed=5, prompt_template="{question}=")
+    pairs = [read(pair) for pair in islice(data, 200)]
+    rows = list(islice(generate(task, difficulty=3, seed=5), 200))
+    assert [(context, right) for context, right, _ in pairs] == [(f"{q}=", f"{a}<eos>") for q, a in rows]
+    for _, right, wrong in pairs:
+        assert right != wrong
+        assert abs(len(right) - len(wrong)) <= 1
+    held = [read(pair)[0].removesuffix("=") for pair in data.held_out(40)]
+    assert all(split_of(question) == "test" for question in held)
+    assert not {*held} & {question for question, _ in rows}
+    assert data.held_out(40) == data.held_out(40)
+
+
+def edits(word: str) -> set[str]:
+    """All words that are one slip away from a word."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+    found = set()
+    for i in range(len(word)):
+        found |= {word[:i] + word[i + 1 :], word[: i + 1] + word[i:]} | {word[:i] + c + word[i + 1 :] for c in letters}
+        found.add(word[:i] + word[i : i + 2][::-1] + word[i + 2 :])
+    return found - {word}
+
+
+@given(
+    answer=st.text("abcxyz0019", min_size=1, max_size=8) | st.text("0123", min_size=1, max_size=4), seed=st.integers()
+)
+@settings(max_examples=300, deadline=None)
+def test_a_mistake_is_one_slip_and_never_right(answer, seed):
+    wrong = mistake(answer, Random(seed))
+    assert wrong
+    assert wrong in edits(answer)
+    assert mistake(answer, Random(seed)) == wrong
+    if answer.isdecimal():
+        assert int(wrong) != int(answer)
+
+
+def test_mistakes_are_of_every_sort():
+    drawn = {mistake("abc", Random(i)) for i in range(300)}
+    assert {"bac", "acb"} <= drawn
+    assert {"bc", "ac", "ab"} <= drawn
+    assert {"aabc", "abbc", "abcc"} <= drawn
+    assert len([word for word in drawn if len(word) == 3]) > 20
+    assert all(MathReward()("", mistake("100", Random(i)), "100") == 0 for i in range(20))
+    with pytest.raises(ValueError, match="empty answer"):
+        mistake("", Random(0))
+
+
+@pytest.mark.parametrize("settings", [{}, {"streaming": True}, {"shuffle": False, "max_tokens": 5}])
+def test_resumes_exactly_at_every_position(jsonl, settings):
+    path = jsonl(*({"prompt": f"q{i}", "chosen": "yes"[: 1 + i % 3], "rejected": "no"} for i in range(9)))
+    data, states, pairs = prefer(path, **settings), [], []
+    for _ in range(25):
+        states.append(json.dumps(data.state_dict()))
+        pairs.append(next(data))
+    for position, state in enumerate(states):
+        resumed = prefer(path, **settings)
+        resumed.load_state_dict(json.loads(state))
+        assert list(islice(resumed, 25 - position)) == pairs[position:]
+
+
+TEXTS = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([TEXTS, {**TEXTS, "rejected": "yes"}], {}, "data.jsonl, row 2: chosen and rejected are the same"),
+        ([{"chosen": "a", "rejected": "é"}, {"chosen": "aé", "rejected": "aè"}], {"too_long": "error", "max_tokens": 9},
+         "row 1: chosen and rejected share no beginning"),
+        ([{**TEXTS, "chosen": "é", "rejected": "è"}], {}, "row 1: chosen and rejected are the same tokens"),
+        ([TEXTS, {"prompt": "hi", "chosen": "a"}], {}, "row 2: no field 'rejected': it has prompt, chosen"),
+        ([TEXTS, {"chosen": "b", "rejected": "a"}], {}, "row 2: no field 'question': it has chosen, rejected"),
+        ([TEXTS, {**TEXTS, "chosen": None}], {}, "row 2: field 'chosen' must be text or a number, not NoneType"),
+        ([WHOLE, {**WHOLE, "chosen": WHOLE["rejected"]}], {"chat_template": TALK}, "row 2: chosen and rejected are"),
+        ([{**WHOLE, "rejected": said("ho", "no")}], {"chat_template": TALK},
+         "row 1: the two part at message 1, where chosen must have an assistant's: its role is user"),
+        ([{**WHOLE, "rejected": said("hi")}], {"chat_template": TALK},
+         "row 1: the two part at message 2, where rejected must have an assistant's: its role is none"),
+        ([WHOLE, {**WHOLE, "rejected": "no"}], {"chat_template": TALK}, "row 2: field 'rejected' must be a list of"),
+        ([{"chosen": said("", "a")[1:], "rejected": said("", "b")[1:]}], {"chat_template": TALK},
+         "row 1: message 1 is an assistant's, with nothing to answer"),
+        ([WHOLE], {}, "the tokenizer has no chat template"),
+        ([WHOLE], {"chat_template": TALK, "prompt_template": "{x}"}, "conversations, for which prompt_template would"),
+        ([TEXTS], {"target_field": "answer", "target_pattern": "(.)"}, "preferences, for which target_pattern would"),
+        ([TEXTS], {"max_tokens": 3}, "all of 1 pairs are longer than max_tokens=3"),
+        ([TEXTS], {"too_long": "truncate"}, "must be 'skip' or 'error', not 'truncate'"),
+    ],
+)  # fmt: skip
+def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        prefer(jsonl(*rows), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_task_has_no_fields_to_choose():
+    with pytest.raises(ValueError, match="leave chosen_field and rejected_field out"):
+        prefer(task="add", chosen_field="answer")

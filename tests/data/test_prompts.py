@@ -1,0 +1,107 @@
+"""From rows to prompts: fields, templates, chat formats, and one helpful line for every bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge.data.prompts import supervised
+from forge.data.rewards import MathReward
+from forge.data.tokenizer import character_tokenizer
+from tests.data.rows import ROWS, TOKENIZER, make
+
+GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]{{ opening or '' }}"
+
+
+def test_templates_fields_and_numbers(jsonl):
+    path = jsonl({"problem": "2+2", "hint": "even", "solution": 4}, {"problem": "3", "hint": 1, "solution": 2.5})
+    data = make(path, target_field="solution", prompt_template="{hint}: {question} {{x}}\n", shuffle=False)
+    assert [(str(s.prompt), s.target) for s in data.held_out(2)] == [("even: 2+2 {x}\n", "4"), ("1: 3 {x}\n", "2.5")]
+    assert (
+        next(make(path, target_field=None, prompt_field="hint", shuffle=False))
+        == (make(path, target_field=None, prompt_template="{hint}").held_out(1)[0])
+    )
+
+
+def test_chat_template(jsonl):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHAT
+    settings = {"tokenizer": tokenizer, "chat_template": True}
+    sample = next(make(jsonl(ROWS[0]), system_prompt="Be brief.", prompt_template="{question}?", **settings))
+    assert str(sample.prompt) == "[system]Be brief.[user]q0?[assistant]"
+    assert tokenizer.decode(list(sample.prompt.token_ids)) == str(sample.prompt)
+    opened = next(make(jsonl(ROWS[0]), chat_options={"opening": "<think>"}, **settings))
+    assert str(opened.prompt) == "[user]q0[assistant]<think>"
+
+
+def test_supervised_marks_the_answer_and_eos():
+    sample = next(make(task="add", prompt_template="{question}="))
+    tokens, mask = supervised(sample, TOKENIZER)
+    assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if own]) == sample.target + "<eos>"
+    assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if not own]) == str(sample.prompt)
+    endless = character_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="no eos token"):
+        supervised(sample, endless)
+
+
+ROW = {"question": "one", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([ROW, '{"question": '], {}, r"data.jsonl, line 2: not JSON"),
+        ([ROW, "", "[1]"], {}, r"data.jsonl, line 3: a row must be an object, not list"),
+        ([ROW, {"question": "two", "label": 2}], {}, r"row 2: no field 'answer': it has question, label"),
+        ([{"text": "a", "answer": 1}], {}, r"row 1: no field 'question': it has text, answer"),
+        ([ROW], {"prompt_field": "prompt"}, r"row 1: no field 'prompt': it has question, answer"),
+        ([ROW, {"question": None, "answer": 1}], {}, r"row 2: field 'question' must be text or a number, not NoneType"),
+        ([ROW, {"question": " ", "answer": 1}], {}, r"row 2: the prompt is empty"),
+        ([], {}, "is empty: it has no rows"),
+        ([ROW], {"max_prompt_tokens": 2}, r"all of 1 prompts are longer than max_prompt_tokens=2"),
+        ([ROW, {"question": "three", "answer": 3}], {"max_prompt_tokens": 3, "too_long": "error"},
+         r"row 2: the prompt has 5 tokens, max_prompt_tokens is 3"),
+        ([ROW], {"prompt_template": "{qestion}"}, r"row 1: no field 'qestion': it has question, answer"),
+        ([ROW], {"prompt_template": r"\boxed{} {question}"}, "write {{ and }} for braces"),
+        ([ROW], {"prompt_template": "{question"}, "write {{ and }} for braces"),
+        ([ROW], {"prompt_template": "{question.__class__}"}, "braces hold one field name"),
+        ([ROW], {"target_pattern": r"####\s*(.+)"}, r"row 1: target_pattern .* finds nothing in '1'"),
+        ([ROW], {"target_pattern": "####"}, "needs a group"),
+        ([ROW], {"target_pattern": "("}, "not a regular expression"),
+        ([ROW], {"target_pattern": "(.)", "target_field": None}, "needs a target_field"),
+        ([ROW], {"chat_template": True}, "the tokenizer has no chat template"),
+        ([ROW], {"system_prompt": "Hi"}, "need chat_template: true"),
+        ([ROW], {"too_long": "cut"}, "must be 'skip' or 'error', not 'cut'"),
+        ([ROW], {"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
+        ([ROW], {"epochs": 0}, "epochs must be at least 1"),
+        ([ROW], {"task": "add"}, "either a path or a task"),
+    ],
+)  # fmt: skip
+def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make(jsonl(*rows), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_settings_without_a_path():
+    for settings, message in (
+        ({}, "either a path or a task"),
+        ({"task": "ad"}, "did you mean 'add'"),
+        ({"task": "add", "epochs": 2}, "endless"),
+        ({"task": "add", "difficulty": 0}, "difficulty"),
+        ({"task": "add", "prompt_template": "{a}"}, "no field 'a': it has question, answer"),
+        ({"task": "add", "max_prompt_tokens": 1}, "all of 1000 prompts are longer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**settings)
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K in ../shared/data")
+def test_gsm8k():
+    data = make(str(GSM8K / "test.jsonl"), target_pattern=r"####\s*(.+)", max_prompt_tokens=300)
+    for sample in data.held_out(200):
+        assert len(sample.prompt.token_ids) <= 300
+        assert MathReward()(str(sample.prompt), f"The answer is {sample.target}.", sample.target) == 1.0

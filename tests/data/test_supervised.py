@@ -1,0 +1,169 @@
+"""SupervisedDataset: three forms of rows, what of each is learnt, weights, limits, order."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+
+from forge.data.chat import ChatFormat
+from forge.data.packing import pack
+from forge.data.prompts import supervised
+from forge.data.supervised import SupervisedDataset
+from tests.data.rows import ROWS, TOKENIZER, make
+from tests.data.templates import CHATML, byte_pairs
+
+pytestmark = pytest.mark.usefixtures("offline")
+TALK = "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else eos_token }}{% endfor %}"
+CHATS = [
+    {"messages": [{"role": "user", "content": f"u{i}"}, {"role": "assistant", "content": f"a{i}"}] * 2, "share": i / 2}
+    for i in range(11)
+]
+
+
+def learn(path=None, **settings):
+    return SupervisedDataset(path, tokenizer=settings.pop("tokenizer", TOKENIZER), **settings)
+
+
+def read(episode, tokenizer=TOKENIZER):
+    """(what precedes the first learnt token, what is learnt), as text."""
+    start = episode.mask.index(True)
+    learnt = [token for token, own in zip(episode.tokens, episode.mask, strict=True) if own]
+    return tokenizer.decode(episode.tokens[:start]), tokenizer.decode(learnt)
+
+
+def test_prompts_with_answers_are_those_of_the_prompt_dataset(places):
+    settings = {"target_pattern": r"####\s*(.+)", "prompt_template": "{question}: ", "seed": 3}
+    episodes, samples = learn(places["rows.jsonl"], **settings), make(places["rows.jsonl"], **settings)
+    for episode, sample in islice(zip(episodes, samples, strict=True), 50):
+        assert (episode.tokens, episode.mask) == supervised(sample, TOKENIZER)
+        assert (episode.advantage, episode.weight, episode.logprobs) == (1.0, 1.0, None)
+        assert read(episode) == (str(sample.prompt), sample.target + "<eos>")
+
+
+def test_conversations(jsonl):
+    path = jsonl(*CHATS)
+    for train_on, first in (("assistant", ("u3>", "a3<eos>a3<eos>")), ("last", ("u3>a3<eos>u3>", "a3<eos>"))):
+        data = learn(path, chat_template=TALK, train_on=train_on, shuffle=False)
+        assert read(data.held_out(4)[3]) == first
+    other = jsonl({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]})
+    assert read(next(learn(other, chat_template=TALK))) == ("x>", "y<eos>")
+    named = jsonl({"prompt": "p", "talk": CHATS[1]["messages"]})
+    assert read(next(learn(named, chat_template=TALK, messages_field="talk"))) == ("u1>", "a1<eos>a1<eos>")
+
+
+def test_a_conversation_ends_with_its_last_learnt_token(jsonl):
+    conversation = [*CHATS[0]["messages"], {"role": "user", "content": "bye"}]
+    whole, _ = ChatFormat(byte_pairs(), CHATML).encode(conversation)
+    episode = next(learn(jsonl({"messages": conversation}), tokenizer=byte_pairs(), chat_template=CHATML))
+    assert episode.mask[-1]
+    assert byte_pairs().decode(episode.tokens).endswith("assistant\na0<|im_end|>")
+    assert whole[: len(episode.tokens)] == episode.tokens
+
+
+@pytest.mark.parametrize("form", ["rows.jsonl", "rows.parquet", "saved", "folder"])
+def test_plain_text_learns_all_but_its_first_token(places, form):
+    data = learn(places[form], text_field="answer", epochs=1)
+    read_ = sorted(read(episode) for episode in data)
+    assert read_ == sorted(("s", f"tep\n#### {i}<eos>") for i in range(23))
+
+
+def test_a_text_is_closed_once():
+    from forge.data.supervised import document
+
+    tokenizer = byte_pairs()
+    assert document("hello<eos>", tokenizer) == document("hello", tokenizer)
+    assert tokenizer.decode(document("hello", tokenizer)) == "hello<eos>"
+
+
+def test_weights(jsonl):
+    data = learn(jsonl(*CHATS), chat_template=TALK, weight_field="share", shuffle=False)
+    assert [episode.weight for episode in data.held_out(11)] == [i / 2 for i in range(11)]
+    batch = pack(data.held_out(3), aggregation="sequence_mean")
+    starts = [0, *batch.lengths.cumsum()[:-1]]
+    sums = [batch.weights[start : start + length].sum() for start, length in zip(starts, batch.lengths, strict=True)]
+    assert sums == pytest.approx([0, 1 / 3, 2 / 3])
+
+
+def test_what_is_too_long_is_skipped_or_cut(jsonl):
+    rows = [{"question": "q" * n, "answer": "abc"} for n in (2, 3, 4, 9)]
+    skipping = learn(jsonl(*rows), max_tokens=7, shuffle=False, epochs=1)
+    assert [read(e) for e in skipping] == [("qq", "abc<eos>"), ("qqq", "abc<eos>")]
+    assert (skipping.skipped, skipping.served) == (2, 2)
+    cutting = learn(jsonl(*rows), max_tokens=6, too_long="truncate", shuffle=False, epochs=1)
+    assert [read(e) for e in cutting] == [("qq", "abc<eos>"), ("qqq", "abc"), ("qqqq", "ab")]
+    assert cutting.skipped == 1
+    with pytest.raises(ValueError, match="row 3: the row has 8 tokens, max_tokens is 7"):
+        learn(jsonl(*rows), max_tokens=7, too_long="error")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chat_template": TALK, "seed": 4},
+        {"chat_template": TALK, "streaming": True},
+        {"chat_template": TALK, "max_tokens": 12},
+        {"text_field": "share"},
+    ],
+)
+def test_resumes_exactly_at_every_position(jsonl, settings):
+    path = jsonl(*CHATS)
+    data, states, episodes = learn(path, **settings), [], []
+    for _ in range(30):
+        states.append(json.dumps(data.state_dict()))
+        episodes.append(next(data))
+    for position, state in enumerate(states):
+        resumed = learn(path, **settings)
+        resumed.load_state_dict(json.loads(state))
+        assert list(islice(resumed, 30 - position)) == episodes[position:]
+    assert data.held_out(3) == learn(path, **settings).held_out(3)
+
+
+def test_a_task_holds_its_test_split_out():
+    data = learn(task="reverse", difficulty=(3, 4), prompt_template="{question}>", max_tokens=20)
+    held = {read(episode)[0] for episode in data.held_out(50)}
+    drawn = [read(next(data)) for _ in range(300)]
+    assert len(held) == 50
+    assert not held & {prompt for prompt, _ in drawn}
+    assert all(answer == prompt[-2::-1] + "<eos>" for prompt, answer in drawn)
+
+
+CHAT = CHATS[0]
+USER = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([CHAT, USER], {}, "data.jsonl, row 2: no assistant turn to learn from: user"),
+        ([CHAT, {"messages": [{"role": "bot", "content": ""}]}], {}, "row 2: messages, message 1 has the role 'bot'"),
+        ([CHAT, {"text": "a"}], {}, "row 2: no field 'messages': it has text"),
+        ([CHAT], {"chat_template": False}, "the tokenizer has no chat template: .* set chat_template to a jinja"),
+        ([CHAT], {"system_prompt": "Hi", "prompt_template": "{x}"},
+         "rows are conversations, for which system_prompt, prompt_template would do nothing"),
+        ([CHAT], {"chat_template": TALK + "{{ messages | length }}"}, "row 1: message 2: .* set train_on: last"),
+        ([ROWS[0]], {"chat_template": False, "train_on": "last"}, "prompts with answers, for which train_on would do"),
+        ([ROWS[0]], {"chat_template": False, "target_field": None}, "target_field must name the field of the answer"),
+        ([ROWS[0], {"question": "a"}], {"chat_template": False}, "row 2: no field 'answer': it has question"),
+        ([{"text": "a"}, {"text": ""}], {"chat_template": False, "text_field": "text", "too_long": "error",
+         "max_tokens": 9}, "row 2: the text is empty"),
+        ([{"text": "a"}, {"txt": "a"}], {"chat_template": False, "text_field": "text"}, "row 2: no field 'text'"),
+        ([{"text": "a"}], {"text_field": "text"}, "plain text, for which chat_template would do nothing"),
+        ([{"text": "a"}], {"text_field": "text", "messages_field": "m"}, "cannot both be set"),
+        ([CHAT, {**CHAT, "share": -1}], {"weight_field": "share"}, "row 2: field 'share' must be a finite .* got -1"),
+        ([CHAT, {**CHAT, "share": "1"}], {"weight_field": "share"}, "row 2: field 'share' must be .* got '1'"),
+        ([CHAT, {**CHAT, "share": True}], {"weight_field": "share"}, "row 2: field 'share' must be .* got True"),
+        ([CHAT, {"messages": CHAT["messages"]}], {"weight_field": "share"}, "row 2: no field 'share': it has messages"),
+        ([CHAT], {"max_tokens": 3}, "all of 1 rows are longer than max_tokens=3"),
+        ([CHAT], {"max_tokens": 3, "too_long": "truncate"}, "all of 1 rows are longer than max_tokens=3"),
+        ([CHAT], {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ([CHAT], {"too_long": "truncate"}, "truncate needs max_tokens"),
+        ([CHAT], {"too_long": "cut"}, "must be 'skip', 'error' or 'truncate', not 'cut'"),
+        ([CHAT], {"train_on": "first"}, "train_on must be 'assistant' or 'last', not 'first'"),
+    ],
+)  # fmt: skip
+def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        learn(jsonl(*rows), **{"chat_template": TALK, **settings})
+    assert "\n" not in str(caught.value)
