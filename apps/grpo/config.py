@@ -58,11 +58,6 @@ class CriticConfig(Section):
     learning_rate: float = 1e-5
     clip: float | None = 0.2
 
-    def trainer(self, cfg: GRPOConfig) -> dict[str, Any]:
-        """What differs from the policy's settings, of `forge.actors.Trainer`."""
-        optimizer = cfg.training.optimizer() | {"learning_rate": self.learning_rate}
-        return {"service": "critic", "head": "value", "optimizer": optimizer}
-
 
 @dataclass
 class AsyncConfig(Section):

@@ -11,7 +11,7 @@ import asyncio
 
 from apps.grpo.config import GRPOConfig
 from forge import actors, credit, start
-from forge.actors import ReplayBuffer, Window, evaluate
+from forge.actors import Window, evaluate
 from forge.controller import drain_metrics, first_to_end
 from forge.data.packing import pack
 from forge.data.rewards import overlong_penalty
@@ -32,26 +32,20 @@ async def main(
 ) -> None:
     algorithm = algorithm or cfg.load_algorithm()
     algo, batch_size, max_policy_age = cfg.grpo, cfg.training.batch_size, cfg.async_.max_policy_age
-    dataset, policy, trainer, reward, buffer, reference, critic = await asyncio.gather(
-        start.dataset(cfg, model, record),
-        start.generator(cfg, model, store, temperature=algo.temperature, max_tokens=algo.max_tokens),
-        start.trainer(
-            cfg, model, record, algorithm, store=store, temperature=algo.temperature, max_policy_age=max_policy_age
+    (dataset, policy, trainer, reward, buffer), (reference, critic) = await asyncio.gather(
+        asyncio.gather(
+            start.dataset(cfg, model, record),
+            start.generator(cfg, model, store, temperature=algo.temperature, max_tokens=algo.max_tokens),
+            start.trainer(
+                cfg, model, record, algorithm, store=store, temperature=algo.temperature, max_policy_age=max_policy_age
+            ),
+            start.reward(cfg),
+            start.replay_buffer(cfg, record, batch_size, replace=algorithm.dynamic_sampling),
         ),
-        start.reward(cfg),
-        ReplayBuffer.options(**cfg.services.replay_buffer).as_actor(
-            2 * batch_size * (max_policy_age + 1),
-            seed=cfg.seed,
-            journal=f"{record.recovery}/buffer",
-            replace=algorithm.dynamic_sampling * batch_size,
-            **cfg.async_,
+        asyncio.gather(
+            start.reference(cfg, algo.reference or model, algo.temperature, needed=algorithm.needs_reference),
+            start.critic(cfg, model, record, ValueLoss(cfg.critic.clip), needed=algorithm.needs_critic),
         ),
-        start.reference(cfg, algo.reference or model, algo.temperature)
-        if algorithm.needs_reference
-        else start.nothing(),
-        start.trainer(cfg, cfg.critic.model or model, record, ValueLoss(cfg.critic.clip), **cfg.critic.trainer(cfg))
-        if algorithm.needs_critic
-        else start.nothing(),
     )
     held = await actors.resume(record, trainer, dataset, buffer, critic)
     window = Window(batch_size, max_policy_age, cfg.training.steps, record.start, held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .actors import DatasetActor, Generator, ReferenceModel, RewardActor, Trainer
+from .actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from .controller import Service
 from .observability import Run
 from .store import VersionStore
@@ -38,11 +38,20 @@ async def trainer(
         "optimizer": cfg.training.optimizer(),
         "shard_degree": cfg.parallelism.data_parallel_shard_degree,
         "recovery": folder if cfg.checkpoint.every else None,
+        "lora": None if cfg.lora is None else dict(cfg.lora),
         **cfg.training.trainer(),
     }
-    if cfg.lora is not None:
-        settings["lora"] = dict(cfg.lora)
     return await Trainer.options(**cfg.services[service]).as_actor(model, loss=loss, **(settings | more))
+
+
+async def critic(cfg: Any, model: str, record: Run, loss: Callable[..., Any], *, needed: bool = True) -> Service | None:
+    """A trainer of values beside the policy's, from `critic.model` or the policy's own start."""
+    if not needed:
+        return None
+    optimizer = cfg.training.optimizer() | {"learning_rate": cfg.critic.learning_rate}
+    return await trainer(
+        cfg, cfg.critic.model or model, record, loss, service="critic", head="value", optimizer=optimizer
+    )
 
 
 async def reward(cfg: Any) -> Service:
@@ -50,12 +59,22 @@ async def reward(cfg: Any) -> Service:
     return await RewardActor.options(**cfg.services.reward).as_service(**cfg.reward)
 
 
-async def reference(cfg: Any, model: str, temperature: float = 1.0) -> Service:
-    """A frozen model that scores batches."""
-    return await ReferenceModel.options(**cfg.services.ref_model).as_service(
-        model, seq_len=cfg.training.seq_len, temperature=temperature
+async def replay_buffer(cfg: Any, record: Run, batch_size: int, replace: int = 0) -> Service:
+    """Where rollouts wait, for two batches of each version that may be under way. `replace`: how many groups that teach
+    nothing are replaced for each one of a batch."""
+    return await ReplayBuffer.options(**cfg.services.replay_buffer).as_actor(
+        2 * batch_size * (cfg.async_.max_policy_age + 1),
+        seed=cfg.seed,
+        journal=f"{record.recovery}/buffer",
+        replace=replace * batch_size,
+        **cfg.async_,
     )
 
 
-async def nothing() -> None:
-    """In place of a component that this run does not need."""
+async def reference(cfg: Any, model: str, temperature: float = 1.0, *, needed: bool = True) -> Service | None:
+    """A frozen model that scores batches."""
+    if not needed:
+        return None
+    return await ReferenceModel.options(**cfg.services.ref_model).as_service(
+        model, seq_len=cfg.training.seq_len, temperature=temperature
+    )

@@ -213,7 +213,8 @@ class Batch:
     unknown. `origins` says what the versions among the trained tokens stand for. `weights` holds each token's share of
     the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch gives the same loss and
     gradient. `rewards`, where all sequences are scored, has each one's reward at its last trained token. `ref_logprobs`
-    is filled in by a reference model, `values` by a critic, `returns` is what that critic should have said.
+    is filled in by a reference model, `proximal_logprobs` by the trainer where a step makes several updates: those of
+    the policy that it starts from; `values` by a critic, `returns` is what that critic should have said.
 
     `unit` neighbouring sequences belong together (2: the pairs of preference data) and are never separated.
     """
@@ -226,6 +227,7 @@ class Batch:
     advantages: np.ndarray
     weights: np.ndarray
     ref_logprobs: np.ndarray | None = None
+    proximal_logprobs: np.ndarray | None = None
     rewards: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
@@ -234,7 +236,7 @@ class Batch:
 
     PER_TOKEN: ClassVar[tuple[str, ...]] = (
         *("tokens", "mask", "logprobs", "versions", "advantages", "weights"),
-        *("ref_logprobs", "rewards", "values", "returns"),
+        *("ref_logprobs", "proximal_logprobs", "rewards", "values", "returns"),
     )
 
     def __len__(self) -> int:

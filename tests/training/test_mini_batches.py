@@ -59,14 +59,17 @@ def test_the_updates_of_a_step_are_steps_on_its_parts(model: Path):
     """Against a trainer that makes one update a step, of batches packed from the episodes that each update had."""
     rows, recorder = numbered(episodes(LENGTHS)), Recorder()
     trainer = make_trainer(model, mini_batches=3, epochs=2)
-    metrics = trainer.train_step(pack(rows), recorder)
+    metrics = trainer.train_step(pack(rows, aggregation="sequence_mean"), recorder)
     parts = [seen["episodes"] for seen in recorder.seen]
     for epoch in (parts[:3], parts[3:]):
         assert sorted(number for part in epoch for number in part) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert parts[:3] != parts[3:]
     assert [seen["total"] for seen in recorder.seen] == pytest.approx([1.0] * 6)
     plain = make_trainer(model)
-    single = [plain.train_step(pack([rows[int(n) - 1] for n in part]), Recorder()) for part in parts]
+    single = [
+        plain.train_step(pack([rows[int(n) - 1] for n in part], aggregation="sequence_mean"), Recorder())
+        for part in parts
+    ]
     assert largest_difference(weights_of(trainer), weights_of(plain)) < 1e-5
     assert (trainer.step, metrics["updates"], metrics["micro_batches"]) == (1, 6.0, 6.0)
     for name in ("loss", "grad_norm"):
@@ -157,12 +160,25 @@ def test_what_belongs_together_stays_together_and_weighs_what_the_batch_weighs()
     assert next(mini_batches(batch, 1, (0, 0))) is batch
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "horizon"), [("token_mean", None), ("sequence_mean", None), ("fixed_horizon", 7)]
+)
+def test_the_mean_over_equal_parts_is_the_batch(aggregation, horizon):
+    """Whatever the aggregation: a part of long sequences does not count less."""
+    batch = pack(numbered(episodes(LENGTHS)), aggregation=aggregation, horizon=horizon)
+    parts = list(mini_batches(batch, 3, (0, 0)))
+    shares = {a: w for part in parts for a, w in zip(part.advantages, part.weights, strict=True) if a}
+    whole = {a: w for a, w in zip(batch.advantages, batch.weights, strict=True) if a}
+    assert shares == pytest.approx({a: 3 * w for a, w in whole.items()})
+
+
 def test_a_part_without_weight_makes_no_update(model: Path):
     """AdamW's momentum would move the weights at a gradient of zero."""
     rows = numbered(episodes(LENGTHS))
     for episode in rows[1:]:
         episode.weight = 0.0
-    trainer, plain = (make_trainer(model, mini_batches=parts) for parts in (3, 1))
+    # The part stands for three: a bound on the gradient makes that the same update.
+    trainer, plain = (make_trainer(model, mini_batches=parts, max_grad_norm=0.1) for parts in (3, 1))
     for _ in range(2):
         assert trainer.train_step(pack(rows), SFTLoss())["updates"] == 1.0
         plain.train_step(pack(rows[:1]), SFTLoss())

@@ -89,7 +89,7 @@ def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> li
 
 def _shares(episodes: Sequence[Episode], aggregation: str, horizon: int | None) -> np.ndarray:
     """Every episode's share of the loss for one of its tokens."""
-    if (aggregation == "fixed_horizon") != (horizon is not None) or (horizon is not None and horizon < 1):
+    if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
     counts = np.array([sum(episode.mask) for episode in episodes])
     weights = np.array([episode.weight for episode in episodes], np.float64)
@@ -99,7 +99,7 @@ def _shares(episodes: Sequence[Episode], aggregation: str, horizon: int | None) 
         return weights / max(1.0, (weights * counts).sum())
     if aggregation == "sequence_mean":
         return weights / weights.sum() / np.maximum(1, counts)
-    if aggregation == "fixed_horizon":
+    if horizon is not None:
         return weights / (len(episodes) * horizon)
     raise ValueError(f"unknown aggregation {aggregation!r}: use token_mean, sequence_mean or fixed_horizon")
 

@@ -39,7 +39,8 @@ class BradleyTerryLoss(nn.Module):
         scores = where_trained(values, weights)
         chosen, rejected = pairs(scores, sequences)
         loss = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
-        return weighted_sum(loss, sum(pairs(weights, sequences))) + 0.0 * scores.sum()
+        weight = torch.stack(pairs(weights, sequences)).sum(0)
+        return weighted_sum(loss, weight) + 0.0 * scores.sum()
 
     @torch.no_grad()
     def metrics(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> dict[str, Tensor]:

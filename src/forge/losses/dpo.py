@@ -44,8 +44,9 @@ class DPOLoss(nn.Module):
         margin = chosen - rejected
         smooth = self.label_smoothing
         loss = -(1.0 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
+        weight = torch.stack(pairs(weights, sequences)).sum(0)
         # Nothing but the empty sum depends on a micro-batch without pairs: it stays part of the graph.
-        return weighted_sum(loss, sum(pairs(weights, sequences))) + 0.0 * where_trained(logprobs, weights).sum()
+        return weighted_sum(loss, weight) + 0.0 * where_trained(logprobs, weights).sum()
 
     @torch.no_grad()
     def metrics(

@@ -82,8 +82,7 @@ def _own(name: str) -> Callable[..., Any]:
 def _settings(found: Callable[..., Any]) -> list[str]:
     """Names of settings: of every constructor that a class passes `**more` on to, or of a function."""
     if not inspect.isclass(found):
-        parameters = inspect.signature(found).parameters.values()
-        return [p.name for p in parameters if p.default is not p.empty]
+        return [p.name for p in inspect.signature(found).parameters.values() if p.default is not p.empty]
     names: dict[str, None] = {}
     for cls in found.__mro__:
         if cls is Algorithm:

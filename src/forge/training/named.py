@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..types import Batch
 from .heads import TokenValues
-from .mini_batches import Started
 from .policy import TokenScores
 
 Loss = Callable[..., Tensor]
@@ -38,8 +37,9 @@ def named_tensors(micro: Batch, output: TokenScores | TokenValues) -> Named:
     }
     if isinstance(output, TokenScores):
         behaviour = trained(micro.logprobs)
-        proximal = trained(micro.proximal_logprobs) if isinstance(micro, Started) else output.logprobs.detach()
-        assert behaviour is not None and proximal is not None
+        proximal = trained(micro.proximal_logprobs)
+        proximal = output.logprobs.detach() if proximal is None else proximal
+        assert behaviour is not None
         named |= {
             "behaviour_logprobs": torch.where(behaviour.isnan(), proximal, behaviour),
             "proximal_logprobs": proximal,

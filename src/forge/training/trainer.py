@@ -6,6 +6,7 @@ Knows nothing of processes or messages; every rank of a group makes the same cal
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from .diagnostics import Tally, of_policy, reported
 from .distributed import Ranks
 from .heads import Head, Scalar, TokenValues, load
 from .lora import LoraSettings, add_adapters, trained
-from .mini_batches import Started, mini_batches
+from .mini_batches import mini_batches
 from .named import Loss, asks_for, named_tensors, weighted
 from .optimizer import OptimizerSettings, build_optimizer
 from .policy import Policy, TokenScores, autocast, resolve_dtype, shard
@@ -106,7 +107,7 @@ class PolicyTrainer:
             ValueError: the loss asks for what is not there, or all weights of the batch are 0.
         """
         if self._start_matters(batch, loss):
-            batch = Started.of(batch, self.logprobs(batch))
+            batch = replace(batch, proximal_logprobs=self.logprobs(batch))
         tally, updates = Tally(), list[dict[str, float]]()
         for epoch in range(self.epochs):
             for part in mini_batches(batch, self.mini_batches, (self.step, epoch)):
@@ -168,7 +169,7 @@ class PolicyTrainer:
             reported(tally, loss, named)
             if isinstance(output, TokenScores):
                 current = torch.from_numpy(micro.versions[micro.mask] == self.step).to(self.ranks.device)
-                known = first or isinstance(micro, Started)
+                known = first or micro.proximal_logprobs is not None
                 of_policy(tally, named, current, first_epoch=first_epoch, scored_at_start=known)
         found = float(self.ranks.sum(total))
         return {"loss": found, "grad_norm": self._apply(found), "micro_batches": float(len(micro_batches))}
@@ -206,8 +207,10 @@ class PolicyTrainer:
         """Whether the policy that the step starts from has to be scored: the first of several updates moves it."""
         if self.mini_batches * self.epochs == 1 or not isinstance(self.policy, Policy):
             return False
-        unknown = bool(np.isnan(batch.logprobs[batch.mask]).any())
-        return asks_for(loss, "proximal_logprobs") or (unknown and asks_for(loss, "behaviour_logprobs"))
+        if np.isnan(batch.logprobs[batch.mask]).any() and asks_for(loss, "behaviour_logprobs"):
+            return True
+        # The losses of this library read it for their correction, where they have one.
+        return asks_for(loss, "proximal_logprobs") and getattr(loss, "correction", loss) is not None
 
     def _reshard(self) -> None:
         """A forward pass without a backward one leaves copies, in its own dtype, in place of the parameters."""
