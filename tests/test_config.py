@@ -100,7 +100,7 @@ def test_overrides(config):
         (["--training.epochs", "0"], "training.epochs must be at least 1"),
         (["--lora", "{rank: 0}"], "lora needs a rank of at least 1"),
         (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
-        (["--dataset.task", "reverse"], "either a path .* or a task"),
+        (["--dataset.task", "reverse"], "a path .*, a task, or sources"),
         (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1"),
         (["--generator.procs", "2"], "services.generator.procs must be 1: scale it with num_replicas"),
         (["--reward.call_timeout", "-1"], "services.reward: call_timeout must be positive"),

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge.config import ConfigError, Section
+from forge.data.config import DatasetConfig
 from forge.losses import Algorithm, Correction, load_algorithm
-from forge.sections import RecipeConfig, ServiceConfig
+from forge.sections import MetricsConfig, RecipeConfig, ServiceConfig
 
 
 @dataclass
@@ -79,12 +80,21 @@ class Services(Section):
 
 
 @dataclass
+class RolloutMetrics(MetricsConfig):
+    """`rollouts`: how many sampled rollouts of each step are kept."""
+
+    rollouts: int = 1
+
+
+@dataclass
 class GRPOConfig(RecipeConfig):
+    dataset: DatasetConfig
     algorithm: str = "grpo"
     grpo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     services: Services = field(default_factory=Services)
+    metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
 
     def others(self) -> dict[str, str]:
         named = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
@@ -112,7 +122,6 @@ class GRPOConfig(RecipeConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.parallelism.validate(self.services.trainer.procs)
         algorithm, algo, unset = self.load_algorithm(), self.grpo, AlgorithmConfig()
         corrected = algo.correction or "none"
         for bad, message in (
@@ -162,7 +171,7 @@ class GRPOConfig(RecipeConfig):
         ):
             if bad:
                 raise ConfigError(message)
-        self._validate_services()
+        self.validate_services(self.services)
         room = self.training.seq_len - algo.max_tokens
         if self.dataset.max_prompt_tokens is None:
             self.dataset.max_prompt_tokens = room
@@ -174,8 +183,3 @@ class GRPOConfig(RecipeConfig):
             raise ConfigError(
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
             )
-
-    def _validate_services(self) -> None:
-        for name in self.services:
-            learns, state = name in ("trainer", "critic"), ("trainer", "critic", "replay_buffer", "dataset")
-            self.services[name].validate(name, ranks=learns, replicas=name not in state)

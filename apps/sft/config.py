@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forge.config import ConfigError, Section
-from forge.sections import EvalConfig, RecipeConfig, ServiceConfig
+from forge.data.config import SupervisedConfig
+from forge.sections import EvalConfig, GeneratorConfig, RecipeConfig, RewardConfig, ServiceConfig
 
 
 @dataclass
 class SFTEvalConfig(EvalConfig):
-    """As elsewhere; training ends once accuracy reaches `stop_at`."""
+    """Held-out loss and, with `accuracy`, the share of greedy answers that the reward takes for right: conversations
+    are continued at the last turn of the assistant. Training ends once accuracy reaches `stop_at`."""
 
+    accuracy: bool = True
     max_tokens: int = 512
     stop_at: float = 1.1
 
@@ -26,13 +29,28 @@ class Services(Section):
 
 @dataclass
 class SFTConfig(RecipeConfig):
+    dataset: SupervisedConfig
     eval: SFTEvalConfig = field(default_factory=SFTEvalConfig)
     services: Services = field(default_factory=Services)
 
     def validate(self) -> None:
         super().validate()
-        self.parallelism.validate(self.services.trainer.procs)
-        for name in self.services:
-            self.services[name].validate(name, ranks=name == "trainer", replicas=name not in ("trainer", "dataset"))
-        if self.training.sync_interval != 1 or self.training.entropy_coef:
-            raise ConfigError("training.sync_interval and training.entropy_coef do nothing in supervised training")
+        self.validate_offline()
+        self.validate_services(self.services)
+        if self.dataset.max_tokens is None:
+            self.dataset.max_tokens = self.training.seq_len
+        unread = (self.reward, self.generator, self.services.reward, self.services.generator, self.eval.stop_at)
+        default = (RewardConfig(), GeneratorConfig(), Services().reward, ServiceConfig(), SFTEvalConfig().stop_at)
+        for bad, message in (
+            (self.dataset.max_tokens > self.training.seq_len, "dataset.max_tokens must not exceed training.seq_len"),
+            (
+                not self.eval.accuracy and unread != default,
+                "reward, generator and eval.stop_at do nothing: eval.accuracy is false",
+            ),
+            (
+                self.eval.accuracy and len(self.reward.functions) > 1 and self.reward.accuracy is None,
+                "reward.functions beyond the first do nothing here: answers are right by one function",
+            ),
+        ):
+            if bad:
+                raise ConfigError(message)

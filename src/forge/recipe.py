@@ -12,14 +12,14 @@ from typing import Any
 from .actors.reward import load_reward
 from .config import Arguments, to_dict
 from .controller import ForgeError, run
+from .data.config import RowsConfig
 from .models import build_small_model, resolve_model
 from .observability import Run
 from .observability.lock import RunLock
 from .observability.run import check_free
 from .resume import Start, check_origin, find_start, read_config, write_origin
-from .sections import DatasetConfig, EvalConfig
+from .sections import EvalConfig
 from .store import VersionStore, use
-from .types import Sample
 
 Main = Callable[..., Coroutine[Any, Any, None]]
 
@@ -61,7 +61,7 @@ def launch(main: Main, config_type: type[Any], argv: list[str] | None = None) ->
         record.finish()
 
 
-def prepare(cfg: Any, start: Start) -> tuple[str, list[Sample], Run]:
+def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     """The model, the held-out problems and the run's folder, once everything is checked.
 
     Raises:
@@ -69,15 +69,16 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Sample], Run]:
     """
     folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.anew)
+    others = [resolve_model(name) for name in cfg.others().values()]
     if start.checkpoint is None:
         check_free(folder, overwrite)
         model = resolve_model(cfg.model) if cfg.model else build_small_model(initial, seed=cfg.seed, **cfg.from_scratch)
     else:
         model = resolve_model(cfg.model or str(initial))
-        check_origin(folder, model, local(cfg.dataset.path))
-    for key, name in cfg.others().items():
-        check_vocabulary(key, resolve_model(name), model)
-    for name in [*cfg.reward.functions, *filter(None, [cfg.reward.accuracy])]:
+        check_origin(folder, [model, *others], local(cfg.dataset.paths))
+    for key, other in zip(cfg.others(), others, strict=True):
+        check_vocabulary(key, other, model)
+    for name in cfg.rewards():
         load_reward(name)
     held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
     if overwrite:
@@ -93,15 +94,15 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Sample], Run]:
         start=start.step,
     )
     if start.checkpoint is None:
-        write_origin(folder, model, local(cfg.dataset.path))
+        write_origin(folder, [model, *others], local(cfg.dataset.paths))
     else:
         record.say(f"going on from {start.checkpoint}")
     return model, held_out, record
 
 
-def local(path: str | None) -> str | None:
-    """The path, if it is one of this machine and no hub id."""
-    return path if path is not None and Path(path).exists() else None
+def local(paths: list[str]) -> list[str]:
+    """Those paths that are of this machine and no hub ids."""
+    return [path for path in paths if Path(path).exists()]
 
 
 def check_overwrite(cfg: Any, model: str) -> None:
@@ -111,7 +112,7 @@ def check_overwrite(cfg: Any, model: str) -> None:
         ValueError: the model or the data lie in the folder that would be removed.
     """
     folder = (Path(cfg.run.root) / cfg.run.name).resolve()
-    for name in (model, cfg.dataset.path, cfg.eval.path, *cfg.others().values()):
+    for name in (model, *cfg.dataset.paths, cfg.eval.path, *cfg.others().values()):
         if name is not None and Path(name).resolve().is_relative_to(folder):
             raise ValueError(f"run.overwrite would remove {name}, which this run reads: choose another run.name")
 
@@ -128,26 +129,34 @@ def check_vocabulary(key: str, other: str, model: str) -> None:
         raise ValueError(f"{key}: the tokens of {other} are not those of {model}: choose a model of the same family")
 
 
-def check_data(dataset: DatasetConfig, evaluation: EvalConfig, model: str, seed: int) -> list[Sample]:
-    """Open the dataset once to find what is wrong with it, and take the held-out problems.
+def check_data(dataset: RowsConfig, evaluation: EvalConfig, model: str, seed: int) -> list[Any]:
+    """Open the data once to find what is wrong with it, and take what is held out: samples, episodes or pairs.
 
     Raises:
-        ValueError, FileNotFoundError: see `forge.data.dataset.PromptDataset`; or there is nothing to hold out.
+        ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out.
     """
     from transformers import AutoTokenizer
 
-    from .data.dataset import PromptDataset
+    from .data.load import load_data
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    training = PromptDataset(tokenizer=tokenizer, seed=seed, **dataset)
+    training = load_data(tokenizer, kind=dataset.kind, seed=seed, **dataset)
     if not evaluation.problems:
         return []
-    if dataset.task is not None:
+    if dataset.procedural and evaluation.path is None:
         return training.held_out(evaluation.problems)
-    if evaluation.path is None and str(dataset.path).endswith((".json", ".jsonl", ".parquet")):
-        raise ValueError(
-            f"{dataset.path} is a single file: set eval.path to a file of held-out problems, or eval.problems to 0"
-        )
-    path = evaluation.path or dataset.path
-    settings = {**dataset, "path": path, "split": evaluation.split, "streaming": False, "shuffle": False}
-    return PromptDataset(tokenizer=tokenizer, seed=seed, **settings).held_out(evaluation.problems)
+    if evaluation.path is None:
+        if dataset.sources is not None:
+            raise ValueError("with dataset.sources, set eval.path to a file of held-out rows, or eval.problems to 0")
+        if str(dataset.path).endswith((".json", ".jsonl", ".parquet")):
+            raise ValueError(
+                f"{dataset.path} is a single file: set eval.path to a file of held-out problems, or eval.problems to 0"
+            )
+    settings = {
+        **dataset,
+        **{"path": evaluation.path or dataset.path, "task": None, "sources": None},
+        **{"split": evaluation.split, "streaming": False, "shuffle": False},
+    }
+    if "epochs" in settings:
+        settings["epochs"] = None
+    return load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)

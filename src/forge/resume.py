@@ -137,12 +137,12 @@ def changes(before: Any, after: Any) -> list[tuple[str, Any, Any]]:
     return [(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]
 
 
-def write_origin(folder: Path, model: str, data: str | None) -> None:
-    """Write down what the run is made from: the model, and the data if they are local files."""
-    write_whole(folder / ORIGIN, json.dumps(_origin(model, data), indent=1))
+def write_origin(folder: Path, models: list[str], data: list[str]) -> None:
+    """Write down what the run is made from: the models, and the data as far as they are local files."""
+    write_whole(folder / ORIGIN, json.dumps(_origin(models, data), indent=1))
 
 
-def check_origin(folder: Path, model: str, data: str | None) -> None:
+def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
     """Compare with what the run was made from.
 
     Raises:
@@ -150,21 +150,23 @@ def check_origin(folder: Path, model: str, data: str | None) -> None:
     """
     if not (folder / ORIGIN).exists():
         raise ConfigError(f"--resume {folder}: it has no {ORIGIN}, so nobody knows what it was made from")
-    before, now = json.loads((folder / ORIGIN).read_text()), _origin(model, data)
-    for what, place in (("model", model), ("data", data)):
-        for name in sorted({**before[what], **now[what]}):
-            if before[what].get(name) != now[what].get(name):
-                raise ConfigError(f"--resume {folder}: {Path(place or '') / name} has changed since the run began")
+    before, now = json.loads((folder / ORIGIN).read_text()), _origin(models, data)
+    for name in sorted({**before, **now}):
+        if before.get(name) != now.get(name):
+            number, _, file = name.partition(" ")
+            place = dict(enumerate([*models, *data])).get(int(number), "a place that is no longer read")
+            raise ConfigError(f"--resume {folder}: {Path(place) / file} has changed since the run began")
 
 
-def _origin(model: str, data: str | None) -> dict[str, dict[str, str]]:
-    weights = [path for path in sorted(Path(model).iterdir()) if path.suffix in MODEL_FILES]
-    local = Path(data) if data is not None else None
-    rows = [] if local is None else [local] if local.is_file() else sorted(p for p in local.rglob("*") if p.is_file())
-    return {
-        "model": {path.name: _digest(path) for path in weights},
-        "data": {str(path.relative_to(local)) if path != local else "": _digest(path) for path in rows},  # type: ignore[arg-type]
-    }
+def _origin(models: list[str], data: list[str]) -> dict[str, str]:
+    """A digest of every file, by the number of its place and its name there: a folder may move."""
+    found: dict[str, str] = {}
+    for number, place in enumerate(map(Path, [*models, *data])):
+        files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+        if number < len(models):
+            files = [path for path in files if path.parent == place and path.suffix in MODEL_FILES]
+        found |= {f"{number} {path.relative_to(place) if path != place else ''}": _digest(path) for path in files}
+    return found
 
 
 def _digest(path: Path) -> str:

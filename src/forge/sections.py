@@ -8,6 +8,7 @@ from typing import Any, Literal
 from .config import ConfigError, Section
 from .controller import Options
 from .controller.routers import resolve_router
+from .data.config import RowsConfig
 
 
 @dataclass
@@ -41,32 +42,6 @@ class FromScratch(Section):
     heads: int = 4
     kv_heads: int = 2
     max_positions: int = 128
-
-
-@dataclass
-class DatasetConfig(Section):
-    """Where prompts come from, see `forge.data.dataset.PromptDataset`."""
-
-    path: str | None = None
-    task: str | None = None
-    difficulty: int | list[int] = 5
-    split: str = "train"
-    subset: str | None = None
-    streaming: bool = False
-    shuffle: bool = True
-    prompt_field: str | None = None
-    target_field: str | None = "answer"
-    target_pattern: str | None = None
-    prompt_template: str = "{question}"
-    chat_template: bool = False
-    system_prompt: str | None = None
-    chat_options: dict | None = None
-    max_prompt_tokens: int | None = None
-    too_long: Literal["skip", "error"] = "skip"
-
-    def validate(self) -> None:
-        if (self.path is None) == (self.task is None):
-            raise ConfigError("dataset needs either a path (file, folder or hub id) or a task")
 
 
 @dataclass
@@ -234,10 +209,9 @@ class EvalConfig(Section):
 
 @dataclass
 class MetricsConfig(Section):
-    """`rollouts`: how many sampled rollouts of each step are kept."""
+    """`tensorboard`: also write events for it."""
 
     tensorboard: bool = False
-    rollouts: int = 1
 
 
 @dataclass
@@ -250,17 +224,15 @@ class RunConfig(Section):
 
 
 @dataclass
-class RecipeConfig(Section):
+class TrainingRecipe(Section):
     """What every recipe can be told; a recipe adds its algorithm and its `services`."""
 
-    dataset: DatasetConfig
+    dataset: RowsConfig
     model: str | None = None
     from_scratch: FromScratch | None = None
     run: RunConfig = field(default_factory=lambda: RunConfig(name="run"))
     training: TrainingConfig = field(default_factory=TrainingConfig)
     lora: LoRAConfig | None = None
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -270,6 +242,10 @@ class RecipeConfig(Section):
     def others(self) -> dict[str, str]:
         """Further models that the recipe reads, by the key that names them; they must share the model's tokens."""
         return {}
+
+    def rewards(self) -> list[str]:
+        """Names of the reward functions that the recipe uses."""
+        return []
 
     def validate(self) -> None:
         """Check what can be known without opening anything.
@@ -286,3 +262,28 @@ class RecipeConfig(Section):
         if self.lora is not None:
             self.lora.validate()
         self.checkpoint.validate()
+
+    def validate_services(self, services: Any) -> None:
+        """Check the placement of all services: those that train may have several ranks, those that hold no state
+        several replicas."""
+        for name in services:
+            learns, holds = name in ("trainer", "critic"), name in ("replay_buffer", "dataset")
+            services[name].validate(name, ranks=learns, replicas=not learns and not holds)
+            if learns:
+                self.parallelism.validate(services[name].procs)
+
+    def validate_offline(self) -> None:
+        """Refuse what means something only where a policy samples as it trains."""
+        if self.training.sync_interval != 1 or self.training.entropy_coef:
+            raise ConfigError("training.sync_interval and training.entropy_coef do nothing in this recipe")
+
+
+@dataclass
+class RecipeConfig(TrainingRecipe):
+    """A recipe whose policy samples and is scored."""
+
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+
+    def rewards(self) -> list[str]:
+        return [*self.reward.functions, *filter(None, [self.reward.accuracy])]

@@ -15,6 +15,7 @@ async def dataset(cfg: Any, model: str, record: Run, **more: Any) -> Service:
     """The stream of data, which goes on after the loss of its process."""
     return await DatasetActor.options(**cfg.services.dataset).as_actor(
         model,
+        kind=cfg.dataset.kind,
         seed=cfg.seed,
         journal=f"{record.recovery}/dataset",
         remember=cfg.checkpoint.remember,

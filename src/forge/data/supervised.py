@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -157,3 +157,22 @@ def refuse_idle(given: Mapping[str, Any], used: tuple[str, ...], form: str) -> N
     idle = [name for name in given if name not in used]
     if idle:
         raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: leave it out")
+
+
+def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
+    """What a policy is asked to reproduce the last learnt stretch of each episode: the tokens before it as the prompt,
+    its text, without special tokens, as the target.
+
+    Args:
+        tokenizer: Hugging Face folder or hub id.
+    """
+    from transformers import AutoTokenizer
+
+    read = AutoTokenizer.from_pretrained(tokenizer)
+    samples = []
+    for index, episode in enumerate(episodes):
+        end = len(episode.mask) - episode.mask[::-1].index(True)
+        start = max((i for i in range(end) if not episode.mask[i]), default=-1) + 1
+        context, target = episode.tokens[:start], read.decode(episode.tokens[start:end], skip_special_tokens=True)
+        samples.append(Sample(Prompt(str(read.decode(context)), tuple(context), index), str(target)))
+    return samples
