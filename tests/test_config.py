@@ -39,6 +39,11 @@ services:
 """
 
 
+NO_CLIP = ["--grpo.clip_low", "null", "--grpo.clip_high", "null"]
+TEACHER = ["--grpo.reference", "teacher"]
+NO_REFERENCE = ["--services.ref_model", "{procs: 1}"]
+
+
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "run.yaml"
@@ -97,6 +102,29 @@ def test_overrides(config):
         (["--grpo.overlong_buffer", "512"], "grpo.overlong_buffer must be at least 0 and below grpo.max_tokens"),
         (["--critic.clip", "0.5"], "critic or services.critic is set and nothing uses it: grpo has no critic"),
         (["--critic.procs", "2"], "critic or services.critic is set and nothing uses it: grpo has no critic"),
+        (["--grpo.horizon", "9"], "does something under aggregation fixed_horizon only: this is token_mean"),
+        (["--grpo.loss", "{kl: k2}", "--grpo.beta", "0", *NO_REFERENCE], "grpo.loss.kl and grpo.loss.kl_in do nothing"),
+        (
+            ["--grpo.loss", "{entropy_coef: 0.1}", "--training.entropy_coef", "0.1"],
+            "training.entropy_coef and grpo.loss.entropy_coef are the same setting",
+        ),
+        (
+            ["--algorithm", "rloo", "--training.aggregation", "token_mean"],
+            "under training.aggregation sequence_mean only",
+        ),
+        (
+            ["--algorithm", "reinforce", *NO_CLIP, "--training.epochs", "2"],
+            "holds for the first update of a step only",
+        ),
+        (
+            ["--algorithm", "distill", *NO_CLIP, "--grpo.beta", "null", *TEACHER, "--grpo.overlong_buffer", "9"],
+            "grpo.overlong_buffer does nothing: distill does not look at rewards",
+        ),
+        (["--algorithm", "ppo", "--critic.clip", "-1"], "critic.clip null or above 0"),
+        (
+            ["--algorithm", "ppo", "--critic.procs", "3", "--parallelism.data_parallel_shard_degree", "2"],
+            "does not divide",
+        ),
         (["--training.epochs", "0"], "training.epochs must be at least 1"),
         (["--lora", "{rank: 0}"], "lora needs a rank of at least 1"),
         (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
@@ -134,7 +162,7 @@ def test_an_algorithm_is_made_with_what_is_set_and_nothing_else(config):
     assert dr_grpo.shares(made) == {"aggregation": "fixed_horizon", "horizon": 512}
     distilled = {"grpo.beta": "null", "grpo.clip_low": "null", "grpo.clip_high": "null", "algorithm": "distill"}
     arguments = [word for name, value in distilled.items() for word in (f"--{name}", value)]
-    with pytest.raises(ConfigError, match="algorithm distill needs grpo.reference: the teacher's folder or hub id"):
+    with pytest.raises(ConfigError, match=r"algorithm distill needs grpo.reference: the teacher's folder or hub id"):
         read(config, *arguments)
     assert read(config, *arguments, "--grpo.reference", "teacher").load_algorithm().needs_reference
 

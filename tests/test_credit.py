@@ -10,7 +10,18 @@ import torch
 
 from forge import credit
 from forge.data.packing import pack
-from forge.losses import GRPOLoss, PPOLoss, ReinforceLoss, ReinforcePlusPlusLoss, RLOOLoss, gae
+from forge.losses import (
+    Correction,
+    DrGRPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    PPOLoss,
+    ReinforceLoss,
+    ReinforcePlusPlusLoss,
+    RLOOLoss,
+    SAPOLoss,
+    gae,
+)
 from forge.types import Batch, Episode, Group
 
 
@@ -28,7 +39,7 @@ def episode(length: int, reward: float | None, seed: int = 0) -> Episode:
 def batch(lengths: list[int], rewards: list[float], algorithm) -> Batch:
     """One group, packed, with a reference and a critic."""
     group = Group([episode(n, r, i) for i, (n, r) in enumerate(zip(lengths, rewards, strict=True))], index=0)
-    packed = pack(credit.learnable([group], algorithm, skip=False))
+    packed = pack(credit.learnable([group], algorithm))
     random = np.random.default_rng(9)
     packed.ref_logprobs = (packed.logprobs + random.normal(0, 0.3, len(packed.tokens))).astype(np.float32)
     packed.values = random.normal(0, 1, len(packed.tokens)).astype(np.float32)
@@ -120,19 +131,64 @@ def groups() -> list[Group]:
     ]
 
 
-def test_groups_that_teach_nothing_are_left_out_where_groups_are_all_that_is_compared():
-    lengths = [
-        [len(e.tokens) - 2 for e in credit.learnable(groups(), algorithm)]
-        for algorithm in (GRPOLoss(), ReinforceLoss())
-    ]
-    assert lengths == [[2, 2, 2, 3], [2, 2, 1, 4, 2, 3]]
-    assert len(credit.learnable(groups(), GRPOLoss(), skip=False)) == 6
-    assert len(credit.learnable(groups()[1:2], GRPOLoss())) == 2
+LOSSES = [
+    GRPOLoss(),
+    GRPOLoss(clip_high=0.3, correction=Correction()),
+    DrGRPOLoss(),
+    GSPOLoss(),
+    SAPOLoss(),
+    RLOOLoss(),
+]
+
+
+@pytest.mark.parametrize("algorithm", LOSSES, ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_horizon"])
+def test_what_is_skipped_would_have_changed_nothing(algorithm, aggregation):
+    """The same loss and gradient with and without the sequences whose advantage is 0."""
+    episodes = credit.learnable(groups(), algorithm)
+    whole = pack(episodes, aggregation=aggregation, horizon=8 if aggregation == "fixed_horizon" else None)
+    less = credit.skip_idle(whole, algorithm)
+    assert (len(whole), len(less)) == (6, 4)
+    gradients = []
+    for packed in (whole, less):
+        own = packed.mask
+        logprobs = torch.from_numpy(packed.logprobs[own] + 0.1).requires_grad_()
+        numbers = np.repeat(np.arange(len(packed)), packed.lengths)[own]
+        behaviour, advantages, weights, sequences = (
+            torch.from_numpy(x) for x in (packed.logprobs[own], packed.advantages[own], packed.weights[own], numbers)
+        )
+        loss = algorithm(logprobs, behaviour, advantages, weights, sequences=sequences)
+        gradient = torch.autograd.grad(loss, logprobs)[0]
+        gradients.append((loss.item(), gradient[advantages != 0].tolist(), gradient.abs().sum().item()))
+    assert gradients[0][0] == pytest.approx(gradients[1][0], abs=1e-7)
+    assert gradients[0][1] == gradients[1][1]
+    assert gradients[0][2] == pytest.approx(gradients[1][2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GRPOLoss(beta=0.1),
+        GRPOLoss(entropy_coef=0.1),
+        ReinforceLoss(),
+        ReinforcePlusPlusLoss(group_baseline=True),
+        PPOLoss(),
+    ],
+    ids=lambda a: type(a).__name__,
+)
+def test_nothing_is_skipped_that_has_more_to_say(algorithm):
+    whole = pack(credit.learnable(groups(), algorithm))
+    assert credit.skip_idle(whole, algorithm) is whole
+
+
+def test_a_batch_that_teaches_nothing_stays():
+    whole = pack(credit.learnable(groups()[1:2], GRPOLoss()))
+    assert credit.skip_idle(whole, GRPOLoss()) is whole
 
 
 def test_advantages_of_the_batch():
     mean = (1 + 0 + 1 + 1 + 0 + 0.5) / 6
     found = credit.learnable(groups(), ReinforceLoss())
     assert [e.advantage for e in found] == pytest.approx([r - mean for r in (0.0, 0.5, 1.0, 1.0, 1.0, 0.0)])
-    baseline = credit.learnable(groups(), ReinforcePlusPlusLoss(group_baseline=True), skip=False)
+    baseline = credit.learnable(groups(), ReinforcePlusPlusLoss(group_baseline=True))
     assert [e.advantage for e in baseline] == pytest.approx([-0.25, 0.25, 0.0, 0.0, 0.5, -0.5])

@@ -58,7 +58,9 @@ def test_infrastructure_knows_no_algorithm(part: str):
 
 
 def test_losses_and_advantages_stand_alone():
-    others = [f"forge.{path.stem}" for path in SOURCE.iterdir() if path.stem not in ("losses", "advantages", "__init__")]
+    others = [
+        f"forge.{path.stem}" for path in SOURCE.iterdir() if path.stem not in ("losses", "advantages", "__init__")
+    ]
     assert violations(["losses"], [*others, "transformers", "numpy"]) == []
     assert violations(["advantages"], ["forge", "torch", "numpy", "transformers"]) == []
 

@@ -16,7 +16,7 @@ class AlgorithmConfig(Section):
     """`n_samples` completions a prompt, and the settings of the algorithm; null is the algorithm's own.
 
     `beta` > 0 adds a KL penalty to a frozen reference model, `reference` or else the start; `normalize` divides
-    advantages by the group's standard deviation; `skip_no_signal` leaves out groups whose rewards are all equal.
+    advantages by the group's standard deviation; `horizon` (null: `max_tokens`) is that of aggregation fixed_horizon.
     `correction` weighs tokens by how much the trained policy differs from what sampled them, see
     `forge.losses.Correction`. `overlong_buffer` tokens before `max_tokens` the reward begins to fall. `loss` is what
     else the algorithm's constructor takes.
@@ -29,7 +29,7 @@ class AlgorithmConfig(Section):
     clip_high: float | None = None
     beta: float | None = None
     normalize: bool | None = None
-    skip_no_signal: bool = True
+    horizon: int | None = None
     overlong_buffer: int = 0
     reference: str | None = None
     correction: Literal["none", "truncate", "mask"] | None = None
@@ -58,6 +58,10 @@ class CriticConfig(Section):
     model: str | None = None
     learning_rate: float = 1e-5
     clip: float | None = 0.2
+
+    def validate(self) -> None:
+        if self.learning_rate < 0 or (self.clip is not None and self.clip <= 0):
+            raise ConfigError("critic.learning_rate must be at least 0, and critic.clip null or above 0")
 
 
 @dataclass
@@ -108,6 +112,8 @@ class GRPOConfig(RecipeConfig):
         """
         settings = self.grpo.settings()
         if self.training.entropy_coef:
+            if "entropy_coef" in settings:
+                raise ConfigError("training.entropy_coef and grpo.loss.entropy_coef are the same setting: keep one")
             settings["entropy_coef"] = self.training.entropy_coef
         try:
             return load_algorithm(self.algorithm, **settings)
@@ -117,12 +123,14 @@ class GRPOConfig(RecipeConfig):
     def shares(self, algorithm: Algorithm) -> dict[str, Any]:
         """How tokens share the loss, for `forge.data.packing.pack`."""
         aggregation = self.training.aggregation or algorithm.aggregation
-        horizon = self.grpo.max_tokens if aggregation == "fixed_horizon" else None
+        horizon = (self.grpo.horizon or self.grpo.max_tokens) if aggregation == "fixed_horizon" else None
         return {"aggregation": aggregation, "horizon": horizon}
 
     def validate(self) -> None:
         super().validate()
+        self.critic.validate()
         algorithm, algo, unset = self.load_algorithm(), self.grpo, AlgorithmConfig()
+        aggregation, updates = self.shares(algorithm)["aggregation"], self.training.mini_batches * self.training.epochs
         corrected = algo.correction or "none"
         for bad, message in (
             (algo.n_samples < 1, "grpo.n_samples must be at least 1"),
@@ -137,6 +145,28 @@ class GRPOConfig(RecipeConfig):
                 self.async_.max_policy_age < self.training.sync_interval - 1,
                 f"training.sync_interval = {self.training.sync_interval} makes weights older than async.max_policy_age "
                 f"= {self.async_.max_policy_age} allows: raise it to at least {self.training.sync_interval - 1}",
+            ),
+            (
+                algo.horizon is not None and (algo.horizon < 1 or aggregation != "fixed_horizon"),
+                f"grpo.horizon must be at least 1, and does something under aggregation fixed_horizon only: this is "
+                f"{aggregation}",
+            ),
+            (
+                algorithm.fixed_aggregation and aggregation != algorithm.aggregation,
+                f"{self.algorithm} means something under training.aggregation {algorithm.aggregation} only",
+            ),
+            (
+                algorithm.on_policy and updates > 1,
+                f"{self.algorithm} takes every sample as the policy's own, which holds for the first update of a step "
+                "only: set grpo.loss.clip_ratio or grpo.correction, or make one update",
+            ),
+            (
+                not algorithm.beta and bool({"kl", "kl_in"} & algo.loss.keys()),
+                "grpo.loss.kl and grpo.loss.kl_in do nothing: grpo.beta is 0",
+            ),
+            (
+                not algorithm.uses_rewards and algo.overlong_buffer > 0,
+                f"grpo.overlong_buffer does nothing: {self.algorithm} does not look at rewards",
             ),
             (
                 not 0 <= algo.overlong_buffer < algo.max_tokens,

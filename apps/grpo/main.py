@@ -55,7 +55,6 @@ async def main(
         completions = await policy.generate.route(prompt, n=algo.n_samples, seed=cfg.seed + 1_000_003 * prompt.index)
         rewards = await reward.evaluate_group.route(prompt, [c.text for c in completions], target)
         episodes = [Episode(completion, r) for completion, r in zip(completions, rewards, strict=True)]
-        overlong_penalty(episodes, algo.max_tokens, algo.overlong_buffer)
         if not await buffer.add.route(Group(episodes, prompt.index, target, prompt.text)):
             await window.refund(1)
 
@@ -85,7 +84,9 @@ async def main(
             record_metric("policy_age", age)
             record_metric("policy_age", age, Reduce.MAX)
         with phase("pack"):
-            batch = pack(credit.learnable(groups, algorithm, algo.skip_no_signal), **cfg.shares(algorithm))
+            overlong_penalty([e for g in groups for e in g.episodes], algo.max_tokens, algo.overlong_buffer)
+            batch = pack(credit.learnable(groups, algorithm), **cfg.shares(algorithm))
+            batch = credit.skip_idle(batch, algorithm)
         if reference is not None:
             batch.ref_logprobs = await reference.logprobs.route(batch)
         if critic is not None:

@@ -14,20 +14,24 @@ from .observability import record_metric
 from .types import Batch, Episode, Group
 
 
-def learnable(groups: Sequence[Group], algorithm: Algorithm, skip: bool = True) -> list[Episode]:
-    """The groups' episodes with their advantages, in the order of the data.
-
-    Args:
-        skip: leave out groups whose rewards are all equal, where the algorithm compares within groups; if all are,
-            they stay.
-    """
+def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
+    """The groups' episodes with their advantages, in the order of the data."""
     for group, advantages in zip(groups, algorithm.advantages([group.rewards for group in groups]), strict=True):
         for episode, advantage in zip(group.episodes, advantages, strict=True):
             episode.advantage = advantage
-    signal = [group for group in groups if len(set(group.rewards)) > 1]
-    record_metric("groups_without_signal", 1 - len(signal) / len(groups))
-    kept = signal if signal and skip and algorithm.within_group else groups
-    return [episode for group in sorted(kept, key=lambda g: g.index) for episode in group.episodes]
+    if algorithm.within_group:
+        record_metric("groups_without_signal", sum(len(set(group.rewards)) == 1 for group in groups) / len(groups))
+    return [episode for group in sorted(groups, key=lambda g: g.index) for episode in group.episodes]
+
+
+def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
+    """The batch without the sequences that cannot change its gradient, because their advantage is 0 and the loss has
+    nothing else to say of them. All others keep their share of the loss. A batch of such sequences alone stays."""
+    if not algorithm.within_group or algorithm.whiten or algorithm.needs_reference or algorithm.entropy_coef:
+        return batch
+    cuts = np.cumsum(batch.lengths)[:-1]
+    teaching = np.array([values.any() for values in np.split(batch.advantages, cuts)])
+    return batch.select(np.flatnonzero(teaching)) if teaching.any() else batch
 
 
 def assign(batch: Batch, algorithm: Algorithm) -> None:
@@ -59,6 +63,8 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
         advantages = packed(wide, counts)
         batch.returns = np.zeros(len(own), np.float32)
         batch.returns[own] = packed(returns, counts).numpy()
+        unexplained = np.var((batch.returns - batch.values)[own]) / max(1e-12, np.var(batch.returns[own]))  # type: ignore[operator]
+        record_metric("critic/explained_variance", 1.0 - float(unexplained))
     elif cost.any():
         still_to_come, _ = gae(padded(cost, counts), torch.zeros_like(mask), mask)
         advantages = advantages - packed(still_to_come, counts)

@@ -108,17 +108,19 @@ class TrainingConfig(Section):
 @dataclass
 class LoRAConfig(Section):
     """Train factors of low rank beside frozen weights (Hu et al. 2021): W + (alpha / rank) B A, in the linear modules
-    whose names end in one of `targets`."""
+    whose names end in one of `targets` (null: all of attention and feed-forward)."""
 
     rank: int = 16
     alpha: float = 32.0
-    targets: list[str] = field(
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    )
+    targets: list[str] | None = None
 
     def validate(self) -> None:
-        if self.rank < 1 or self.alpha <= 0 or not self.targets:
+        if self.rank < 1 or self.alpha <= 0 or self.targets == []:
             raise ConfigError("lora needs a rank of at least 1, an alpha above 0 and at least one of targets")
+
+    def settings(self) -> dict[str, Any]:
+        """Of `forge.training.lora.LoraSettings`."""
+        return {name: self[name] for name in self if self[name] is not None}
 
 
 @dataclass
@@ -276,6 +278,8 @@ class TrainingRecipe(Section):
         """Refuse what means something only where a policy samples as it trains."""
         if self.training.sync_interval != 1 or self.training.entropy_coef:
             raise ConfigError("training.sync_interval and training.entropy_coef do nothing in this recipe")
+        if self.training.aggregation == "fixed_horizon":
+            raise ConfigError("training.aggregation fixed_horizon is for sampled completions: use one of the means")
 
 
 @dataclass

@@ -39,7 +39,7 @@ async def trainer(
         "optimizer": cfg.training.optimizer(),
         "shard_degree": cfg.parallelism.data_parallel_shard_degree,
         "recovery": folder if cfg.checkpoint.every else None,
-        "lora": None if cfg.lora is None else dict(cfg.lora),
+        "lora": None if cfg.lora is None else cfg.lora.settings(),
         **cfg.training.trainer(),
     }
     return await Trainer.options(**cfg.services[service]).as_actor(model, loss=loss, **(settings | more))
@@ -50,9 +50,8 @@ async def critic(cfg: Any, model: str, record: Run, loss: Callable[..., Any], *,
     if not needed:
         return None
     optimizer = cfg.training.optimizer() | {"learning_rate": cfg.critic.learning_rate}
-    return await trainer(
-        cfg, cfg.critic.model or model, record, loss, service="critic", head="value", optimizer=optimizer
-    )
+    own = {"service": "critic", "report": "critic", "head": "value", "optimizer": optimizer}
+    return await trainer(cfg, cfg.critic.model or model, record, loss, **own)
 
 
 async def reward(cfg: Any) -> Service:

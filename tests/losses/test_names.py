@@ -16,6 +16,14 @@ def own_loss(logprobs, advantages, weights, scale: float = 1.0):
     return -scale * weighted_sum(advantages * logprobs, weights)
 
 
+def with_kl(logprobs, advantages, weights, ref_logprobs=None, beta: float = 0.0):
+    return weighted_sum(beta * (logprobs - ref_logprobs) - advantages * logprobs, weights)
+
+
+def with_teacher(logprobs, ref_logprobs, weights):
+    return weighted_sum(logprobs - ref_logprobs, weights)
+
+
 class OwnAlgorithm(GRPOLoss):
     def __init__(self, power: float = 2.0, **more):
         super().__init__(**more)
@@ -26,6 +34,7 @@ class OwnAlgorithm(GRPOLoss):
 def module():
     sys.modules["my_losses"] = mine = types.ModuleType("my_losses")
     mine.own_loss, mine.OwnAlgorithm, mine.Plain, mine.three = own_loss, OwnAlgorithm, torch.nn.Linear, 3
+    mine.with_kl, mine.with_teacher = with_kl, with_teacher
     yield
     del sys.modules["my_losses"]
 
@@ -48,6 +57,13 @@ def test_a_function_of_ones_own_has_the_advantages_of_grpo():
     assert algorithm.aggregation == "token_mean"
 
 
+def test_a_function_of_ones_own_has_a_reference_where_it_uses_one():
+    assert not load_algorithm("my_losses:own_loss").needs_reference
+    assert not load_algorithm("my_losses:with_kl").needs_reference
+    assert load_algorithm("my_losses:with_kl", beta=0.1).needs_reference
+    assert load_algorithm("my_losses:with_teacher").needs_reference
+
+
 def test_a_class_of_ones_own():
     algorithm = load_algorithm("my_losses:OwnAlgorithm", power=3.0, clip_low=0.1)
     assert isinstance(algorithm, Algorithm)
@@ -65,6 +81,10 @@ def test_a_class_of_ones_own():
         ("grpo", {"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg': did you mean 'clip_high'"),
         ("rloo", {"tau_positive": 1.0}, "algorithm rloo has no setting 'tau_positive': it has clip_low, clip_high"),
         ("sapo", {"clip_low": 0.1}, "algorithm sapo has no setting 'clip_low'"),
+        ("ppo", {"normalize": False}, "algorithm ppo has no setting 'normalize'"),
+        ("rloo", {"kl_in": "reward"}, "RLOO has its KL in the loss"),
+        ("decoupled_ppo", {"correction": None}, "decoupled PPO is its correction"),
+        ("grpo", {"std": "mean"}, "std must be sample or population"),
         ("distill", {"beta": 0.1}, "algorithm distill has no setting 'beta'"),
         ("my_losses:own_loss", {"factor": 1.0}, "has no setting 'factor': it has scale"),
         ("grpo", {"clip_low": 2.0}, "clip_low must be in"),

@@ -68,7 +68,7 @@ def test_bradley_terry(center: float):
     assert loss(scores, weights, order).item() == pytest.approx(expected)
     assert gradcheck(loss, (scores, weights, order))
     reported = loss.metrics(scores, weights, order)
-    assert reported["preference_accuracy"].tolist() == [1.0, 0.0]
+    assert reported["accuracy"].tolist() == [1.0, 0.0]
     assert reported["margin"].tolist() == pytest.approx([2.0, -0.7])
 
 
@@ -82,7 +82,8 @@ def pairs_of(loss_fn: torch.nn.Module, x: dict[str, Tensor]) -> Tensor:
 @settings(deadline=None, max_examples=30)
 @given(pairs=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4), cut=st.integers(0, 4))
 def test_packed_is_padded_and_any_split_of_pairs_adds_up(loss_fn, pairs: list[tuple[int, int]], cut: int):
-    lengths = [n for pair in pairs for n in pair]
+    # A score is read at one token of a sequence.
+    lengths = [n if isinstance(loss_fn, DPOLoss) else 1 for pair in pairs for n in pair]
     _, x = oracle.batch(lengths)
     rows = oracle.padded(x, lengths)
     whole, wide = pairs_of(loss_fn, x), pairs_of(loss_fn, rows)
@@ -108,9 +109,15 @@ def test_a_micro_batch_without_pairs_is_zero_and_stays_in_the_graph(loss_fn):
 
 @pytest.mark.parametrize("loss_fn", [DPOLoss(), BradleyTerryLoss()])
 def test_an_odd_one_is_refused(loss_fn):
-    _, x = oracle.batch([2, 3, 1])
+    _, x = oracle.batch([1, 1, 1])
     with pytest.raises(ValueError, match="3 sequences are no pairs"):
         pairs_of(loss_fn, x)
+
+
+def test_a_score_is_read_at_one_token():
+    _, x = oracle.batch([2, 1])
+    with pytest.raises(ValueError, match="several trained tokens"):
+        pairs_of(BradleyTerryLoss(), x)
 
 
 @pytest.mark.parametrize("settings", [{"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}])

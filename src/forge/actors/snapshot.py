@@ -42,8 +42,9 @@ async def save(
         seen = None if buffer is None else state["buffer"]["seen"]
         state["dataset"] = await dataset.state_dict.route(seen)
         if critic is not None:
-            # Before the trainer's, whose checkpoint makes this one count; kept as long as the oldest that is there.
-            await critic.save_checkpoint.call(_of_critic(record.checkpoints), None, keep + 1)
+            # Written whole before the trainer's, which makes it count. The trainer may still be writing the one before
+            # this, and has not taken away what is older: two more are kept.
+            await critic.save_checkpoint.call(_of_critic(record.checkpoints), None, keep + 2)
         await trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
 
 
@@ -66,7 +67,7 @@ async def resume(
         return 0
     state = await trainer.load_checkpoint.route(record.resume)
     if critic is not None:
-        await critic.load_checkpoint.route(str(Path(_of_critic(record.checkpoints)) / Path(record.resume).name))
+        await critic.load_checkpoint.route(str(Path(_of_critic(record.checkpoints)) / Path(record.resume).stem))
     if buffer is None:
         await dataset.load_state_dict.route(state["dataset"])
         return 0

@@ -46,6 +46,7 @@ class Trainer(ForgeActor):
         recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
             share: it loads the checkpoint that was last saved there, or restored, and trains the batches since then
             again, from a journal beside it. None makes the loss of a process the end of the run.
+        report: what its metrics and its time are called: `<report>/loss`.
         max_policy_age: the most versions (steps) that a trained token may be old; None is any age. A batch with an
             older one is refused.
         **settings: further settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
@@ -63,12 +64,16 @@ class Trainer(ForgeActor):
         aggregation: Aggregation = "token_mean",
         shard_degree: int = -1,
         recovery: str | None = None,
+        report: str = "train",
         max_policy_age: int | None = None,
         **settings: Any,
     ) -> None:
         self.model, self.loss, self.reach, self.aggregation = model, loss, store, aggregation
         self.optimizer, self.shard_degree, self.settings = optimizer or {}, shard_degree, settings
-        self.max_policy_age = max_policy_age
+        self.max_policy_age, self.report = max_policy_age, report
+        self.unit = getattr(loss, "unit", 1)
+        if aggregation == "fixed_horizon":
+            raise ValueError("fixed_horizon needs a horizon: pack batches with it, and leave aggregation out here")
         self.recovery = None if recovery is None else Path(recovery).resolve()
         lost = "what it had learned is lost: set checkpoint.every, or give Trainer a recovery= folder"
         journal = None if self.recovery is None else str(self.recovery / JOURNAL)
@@ -111,7 +116,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def train_step(self, batch: Batch | Sequence[Episode | Group]) -> dict[str, float]:
-        """One step, of one update or several; its metrics as `train/<name>`, see `PolicyTrainer.train_step`.
+        """One step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
 
         Episodes and groups are packed here; an episode without an advantage trains on its reward (REINFORCE without
         a baseline).
@@ -123,13 +128,16 @@ class Trainer(ForgeActor):
         if self.ledger.repeated:
             return self.ledger.answer
         # The ranks train at the same time: one of them stands for all in the time by phase.
-        with phase("train") if self.context.rank == 0 else nullcontext():
+        with phase(self.report) if self.context.rank == 0 else nullcontext():
             batch = batch if isinstance(batch, Batch) else self._pack(batch)
+            if batch.unit != self.unit:
+                raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
             if self.max_policy_age is not None:
                 check_age(batch, self.trainer.step, self.max_policy_age)
             if self.identities is not None:
                 self.identities.check(batch)
-            metrics = {f"train/{name}": value for name, value in self.trainer.train_step(batch, self.loss).items()}
+            found = self.trainer.train_step(batch, self.loss)
+        metrics = {f"{self.report}/{name}": value for name, value in found.items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
         return self.ledger.complete((batch, metrics), metrics)
 
@@ -248,4 +256,4 @@ class Trainer(ForgeActor):
                 if episode.reward is None:
                     raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
                 episode.advantage = episode.reward
-        return pack(episodes, aggregation=self.aggregation)
+        return pack(episodes, aggregation=self.aggregation, unit=self.unit)

@@ -110,7 +110,8 @@ def _final(episodes: Sequence[Episode]) -> np.ndarray | None:
         return None
     rows = [np.zeros(len(episode.tokens), np.float32) for episode in episodes]
     for row, episode in zip(rows, episodes, strict=True):
-        row[max(i for i, own in enumerate(episode.mask) if own)] = episode.reward
+        if any(episode.mask):
+            row[max(i for i, own in enumerate(episode.mask) if own)] = episode.reward
     return np.concatenate(rows)
 
 

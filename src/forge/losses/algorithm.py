@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -15,18 +17,23 @@ class Algorithm(nn.Module):
 
     Attributes:
         aggregation: how tokens share the loss, see `forge.data.packing.pack`.
+        fixed_aggregation: the loss means something under that one alone.
+        uses_rewards: advantages depend on rewards.
         within_group: advantages compare a prompt's samples with one another alone, so that samples with equal rewards
             teach nothing.
         whiten: token advantages are brought to mean 0 and deviation 1 over the batch.
         needs_critic: advantages come from a critic's values by `forge.losses.gae`, with `discount` and `trace`.
         needs_reference: the loss takes `ref_logprobs` of another model.
         beta, kl, kl_in: weight, estimator and place ("loss" or "reward") of the KL to the reference.
-        normalize: divide advantages by the group's standard deviation.
+        entropy_coef: weight of the entropy bonus.
+        on_policy: every sample is taken for the policy's own.
         dynamic_sampling: prompts whose samples teach nothing are replaced by others before training, at most so many
             for each prompt of a batch; 0 is off.
     """
 
     aggregation: Literal["token_mean", "sequence_mean", "fixed_horizon"] = "token_mean"
+    fixed_aggregation: bool = False
+    uses_rewards: bool = True
     within_group: bool = True
     whiten: bool = False
     needs_critic: bool = False
@@ -35,7 +42,8 @@ class Algorithm(nn.Module):
     beta: float = 0.0
     kl: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
-    normalize: bool = True
+    entropy_coef: float = 0.0
+    on_policy: bool = False
     dynamic_sampling: int = 0
 
     @property
@@ -44,13 +52,27 @@ class Algorithm(nn.Module):
 
     def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
         """One advantage an episode from the rewards of a batch, both [groups][samples]."""
-        return [group_relative(rewards, normalize=self.normalize) for rewards in groups]
+        return [group_relative(rewards) for rewards in groups]
 
 
 class OwnLoss(Algorithm):
-    """A plain function over named tensors, with GRPO's advantages."""
+    """A plain function over named tensors, with GRPO's advantages.
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    Args:
+        function: one with a parameter `beta` above 0, or that must be given `ref_logprobs`, has a reference model.
+        **settings: further arguments of it.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], **settings: Any) -> None:
         super().__init__()
+        parameters = inspect.signature(function).parameters
+        default = parameters["beta"].default if "beta" in parameters else 0.0
+        self.beta = settings.get("beta", 0.0 if default is inspect.Parameter.empty else default)
+        ref = parameters.get("ref_logprobs")
+        self._must_have_reference = ref is not None and ref.default is inspect.Parameter.empty
         # An attribute of the instance: whoever asks which tensors it takes sees the function's own parameters.
-        self.forward = function
+        self.forward = partial(function, **settings) if settings else function
+
+    @property
+    def needs_reference(self) -> bool:
+        return self._must_have_reference or self.beta > 0

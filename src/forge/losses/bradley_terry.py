@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .common import pairs, weighted_sum, where_trained
+from .common import pairs, sequence_sums, weighted_sum, where_trained
 
 
 class BradleyTerryLoss(nn.Module):
@@ -24,6 +24,8 @@ class BradleyTerryLoss(nn.Module):
         ValueError: `center` below 0.
     """
 
+    unit = 2  # sequences that belong together
+
     def __init__(self, center: float = 0.0) -> None:
         super().__init__()
         if center < 0:
@@ -34,9 +36,12 @@ class BradleyTerryLoss(nn.Module):
         """Both tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
 
         Raises:
-            ValueError: an odd number of sequences, or packed tokens without `sequences`.
+            ValueError: an odd number of sequences, packed tokens without `sequences`, or several trained tokens in a
+                sequence.
         """
         scores = where_trained(values, weights)
+        if (sequence_sums((weights != 0).float(), sequences) > 1).any():
+            raise ValueError("a sequence has several trained tokens: a score is read at one, its last (as_scores)")
         chosen, rejected = pairs(scores, sequences)
         loss = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
         weight = torch.stack(pairs(weights, sequences)).sum(0)
@@ -44,7 +49,7 @@ class BradleyTerryLoss(nn.Module):
 
     @torch.no_grad()
     def metrics(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> dict[str, Tensor]:
-        """Per pair: `margin` of the scores and `preference_accuracy`; a tie is half right."""
+        """Per pair: `margin` of the scores and `accuracy`; a tie is half right."""
         chosen, rejected = pairs(where_trained(values, weights), sequences)
         right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
-        return {"margin": chosen - rejected, "preference_accuracy": right}
+        return {"margin": chosen - rejected, "accuracy": right}

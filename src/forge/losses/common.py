@@ -52,6 +52,12 @@ def clipped_surrogate(
     return torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
 
 
+def weighted_gradient(ratio: Tensor, logprobs: Tensor, advantages: Tensor, high: float, low: float = 0.0) -> Tensor:
+    """`stop_gradient(clip(r, low, high)) * A * log pi`, to be maximised: a bound on the importance weight that takes no
+    token's gradient away."""
+    return ratio.detach().clamp(low, high) * advantages * logprobs
+
+
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Per-token estimate of KL(policy || reference), non-negative and unbiased for samples of the policy.
 
@@ -135,8 +141,3 @@ def token_mean_weights(padding_mask: Tensor) -> Tensor:
     """Weights of any shape with which every trained token counts the same."""
     mask = padding_mask.float()
     return mask / mask.sum().clamp(min=1.0)
-
-
-def fixed_horizon_weights(padding_mask: Tensor, horizon: int) -> Tensor:
-    """Weights [batch, seq] with which every trained token counts 1 / (sequences * horizon), however many there are."""
-    return padding_mask.float() / (padding_mask[..., 0].numel() * horizon)

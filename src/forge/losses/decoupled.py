@@ -23,9 +23,14 @@ class DecoupledPPOLoss(GRPOLoss):
     Args:
         correction: the weight in front and its bounds; `Correction("truncate", high=inf)` is the paper's.
         **more: of `GRPOLoss`.
+
+    Raises:
+        ValueError: no correction: that is GRPO's loss.
     """
 
     def __init__(
-        self, clip_low: float = 0.2, clip_high: float = 0.2, *, correction: Correction | None = None, **more: Any
+        self, clip_low: float = 0.2, clip_high: float = 0.2, *, correction: Correction | None = CAPPED, **more: Any
     ) -> None:
-        super().__init__(clip_low, clip_high, correction=correction or CAPPED, **more)
+        super().__init__(clip_low, clip_high, correction=correction, **more)
+        if correction is None:
+            raise ValueError("decoupled PPO is its correction: choose another algorithm, or leave correction out")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .common import where_trained
+from .common import weighted_gradient, where_trained
 from .correction import Correction
 from .policy import PolicyLoss
 
@@ -27,6 +27,7 @@ class DistillLoss(PolicyLoss):
         entropy_coef, correction: of `PolicyLoss`.
     """
 
+    uses_rewards = False
     within_group = False
     needs_reference = True  # type: ignore[assignment]
 
@@ -43,7 +44,7 @@ class DistillLoss(PolicyLoss):
         return [[0.0 for _ in group] for group in groups]
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        return ratio.detach().clamp(max=1.0 + self.clip_high) * advantages * logprobs
+        return weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high)
 
     def limited(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         return ratio > 1.0 + self.clip_high
@@ -71,6 +72,16 @@ class DistillLoss(PolicyLoss):
         )
 
     @torch.no_grad()
-    def metrics(self, logprobs: Tensor, ref_logprobs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        """Per token: `reverse_kl`, the student's log-probability less the teacher's (k1)."""
-        return {"reverse_kl": logprobs - ref_logprobs}
+    def metrics(  # type: ignore[override]
+        self,
+        logprobs: Tensor,
+        behaviour_logprobs: Tensor,
+        ref_logprobs: Tensor,
+        weights: Tensor,
+        proximal_logprobs: Tensor | None = None,
+        sequences: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Per token, as every policy's, and `reverse_kl`: the student's log-probability less the teacher's (k1)."""
+        reward = ref_logprobs - logprobs
+        found = super().metrics(logprobs, behaviour_logprobs, reward, weights, proximal_logprobs, sequences)
+        return found | {"reverse_kl": -reward}

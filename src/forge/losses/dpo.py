@@ -26,6 +26,8 @@ class DPOLoss(nn.Module):
         ValueError: a setting outside its range.
     """
 
+    unit = 2  # sequences that belong together
+
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
         super().__init__()
         if beta <= 0 or not 0 <= label_smoothing < 0.5:
@@ -52,11 +54,11 @@ class DPOLoss(nn.Module):
     def metrics(
         self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Per pair: `margin` of the implicit rewards (times beta), `preference_accuracy`, and the two rewards."""
+        """Per pair: `margin` of the implicit rewards (times beta), `accuracy`, and the two rewards."""
         chosen, rejected = self._rewards(logprobs, ref_logprobs, weights, sequences)
         return {
             "margin": chosen - rejected,
-            "preference_accuracy": (chosen > rejected).float(),
+            "accuracy": (chosen > rejected).float(),
             "reward_chosen": chosen,
             "reward_rejected": rejected,
         }

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .common import clipped_surrogate, kl_k3, sequence_mean_weights, weighted_sum, where_trained
-from .policy import PolicyLoss
+from .clipped import ClippedLoss
+from .common import kl_k3, sequence_mean_weights, weighted_sum, where_trained
+from .group import GroupLoss
 
 
 class SimpleGRPOLoss(nn.Module):
@@ -38,47 +39,22 @@ class SimpleGRPOLoss(nn.Module):
         return weighted_sum(self.beta * kl_k3(logprobs, ref_logprobs) - ratio * advantages, weights)
 
 
-class GRPOLoss(PolicyLoss):
+class GRPOLoss(ClippedLoss, GroupLoss):
     """GRPO with the clipped surrogate against the old policy (Shao et al. 2024, DeepSeekMath, eq. 3).
 
         per token:  -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + beta * KL(pi || ref) - entropy_coef * H(pi)
 
-    `A` is the reward against the group's mean, over its standard deviation (`normalize`). The paper's aggregation is
+    `A` is the reward against the group's mean, over its standard deviation (`GroupLoss`). The paper's aggregation is
     "sequence_mean"; the default here is "token_mean", as in most recipes since. `clip_high > clip_low` keeps
     exploration alive (Yu et al. 2025, DAPO, section 3.1).
 
     Args:
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: see `forge.losses.common.clipped_surrogate`; None is off.
-        normalize: divide advantages by the group's standard deviation.
-        **more: of `PolicyLoss`.
-
-    Raises:
-        ValueError: bounds that mean nothing.
+        clip_low, clip_high: of `ClippedLoss`.
+        beta, entropy_coef: of `PolicyLoss`.
+        **more: of these two and `GroupLoss`.
     """
 
     def __init__(
-        self,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
-        beta: float = 0.0,
-        entropy_coef: float = 0.0,
-        *,
-        dual_clip: float | None = None,
-        normalize: bool = True,
-        **more: Any,
+        self, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, entropy_coef: float = 0.0, **more: Any
     ) -> None:
-        super().__init__(beta=beta, entropy_coef=entropy_coef, **more)
-        if not 0 <= clip_low < 1 or clip_high < 0:
-            raise ValueError(f"clip_low must be in [0, 1) and clip_high at least 0, got {clip_low} and {clip_high}")
-        if dual_clip is not None and dual_clip <= 1 + clip_high:
-            raise ValueError(f"dual_clip must be above 1 + clip_high, got {dual_clip}")
-        self.clip_low, self.clip_high, self.dual_clip, self.normalize = clip_low, clip_high, dual_clip, normalize
-
-    def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        return clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-
-    def limited(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        high = (ratio > 1.0 + self.clip_high) & (advantages > 0)
-        low = (ratio < 1.0 - self.clip_low) & (advantages < 0)
-        return high | low if self.dual_clip is None else high | low | ((ratio > self.dual_clip) & (advantages < 0))
+        super().__init__(clip_low, clip_high, beta=beta, entropy_coef=entropy_coef, **more)

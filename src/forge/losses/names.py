@@ -6,7 +6,6 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from .algorithm import Algorithm, OwnLoss
@@ -57,7 +56,7 @@ def load_algorithm(name: str, **settings: Any) -> Algorithm:
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
             raise ValueError(f"algorithm {name} has no setting {setting!r}: {hint}")
     if not inspect.isclass(found):
-        return OwnLoss(partial(found, **settings) if settings else found)
+        return OwnLoss(found, **settings)
     made = found(**settings)
     if not isinstance(made, Algorithm):
         raise ValueError(f"algorithm {name} is no forge.losses.Algorithm: derive it from that, or write a function")

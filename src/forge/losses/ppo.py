@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from .clipped import ClippedLoss
 from .common import Estimator, weighted_sum, where_trained
-from .grpo import GRPOLoss
 
 
-class PPOLoss(GRPOLoss):
+class PPOLoss(ClippedLoss):
     """Proximal policy optimisation (Schulman et al. 2017, eq. 7), the policy's part.
 
         per token:  -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
@@ -21,7 +22,7 @@ class PPOLoss(GRPOLoss):
 
     Args:
         discount, trace: gamma and lambda of `forge.losses.gae`.
-        **more: of `GRPOLoss`.
+        **more: of `ClippedLoss`.
 
     Raises:
         ValueError: a discount or trace outside [0, 1].
@@ -47,9 +48,14 @@ class PPOLoss(GRPOLoss):
             raise ValueError(f"discount and trace must be in [0, 1], got {discount} and {trace}")
         self.discount, self.trace = discount, trace
 
+    def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
+        """The rewards themselves: what becomes of them is the critic's part, see `forge.credit.assign`."""
+        return [list(rewards) for rewards in groups]
+
 
 class ValueLoss(nn.Module):
-    """The critic's part: half the squared error to the returns, at least that of a value that moved by `clip`.
+    """The critic's part: half the squared error to the returns, at least that of a value that moved by `clip` (Schulman
+    et al. 2016, eq. 28, clipped as in the reference code of PPO; Engstrom et al. 2020, section 3).
 
         per token:  max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2
 

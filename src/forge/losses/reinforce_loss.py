@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..advantages import against_batch
-from .common import token_mean_weights
+from .common import token_mean_weights, weighted_gradient
 from .policy import PolicyLoss
 
 
@@ -33,6 +33,7 @@ class ReinforceLoss(PolicyLoss):
         if clip_ratio is not None and clip_ratio < 0:
             raise ValueError(f"clip_ratio must be None or at least 0, got {clip_ratio}")
         self.clip_ratio = clip_ratio
+        self.on_policy = clip_ratio is None and self.correction is None
 
     def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
         return against_batch(groups)
@@ -40,7 +41,7 @@ class ReinforceLoss(PolicyLoss):
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         if self.clip_ratio is None:
             return advantages * logprobs
-        return ratio.detach().clamp(max=1.0 + self.clip_ratio) * advantages * logprobs
+        return weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_ratio)
 
     def limited(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
         return None if self.clip_ratio is None else ratio > 1.0 + self.clip_ratio

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from .clipped import ClippedLoss
 from .common import Estimator
-from .grpo import GRPOLoss
 
 
-class ReinforcePlusPlusLoss(GRPOLoss):
+class ReinforcePlusPlusLoss(ClippedLoss):
     """REINFORCE++ (Hu et al. 2025), with and without a group baseline.
 
         per token:  -min(r * A, clip(r) * A),   A_t = whiten(reward - baseline - beta * sum from t on of k1)
@@ -21,7 +21,7 @@ class ReinforcePlusPlusLoss(GRPOLoss):
         group_baseline: take the mean of a prompt's samples from its rewards first (the paper's REINFORCE++-baseline,
             which then has its KL in the loss by k2).
         kl, kl_in: None is what the paper has with and without the baseline.
-        **more: of `GRPOLoss`.
+        **more: of `ClippedLoss`.
     """
 
     within_group = False

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .policy import PolicyLoss
+from .group import GroupLoss
 
 
-class SAPOLoss(PolicyLoss):
+class SAPOLoss(GroupLoss):
     """Soft adaptive policy optimisation (Gao et al. 2025, eq. 5 and 6).
 
         per token:  -(4 / tau) * sigmoid(tau * (r - 1)) * A,   tau = tau_positive where A > 0, else tau_negative
@@ -20,8 +20,7 @@ class SAPOLoss(PolicyLoss):
 
     Args:
         tau_positive, tau_negative: temperatures of the gate, above 0.
-        normalize: divide advantages by the group's standard deviation.
-        **more: of `PolicyLoss`.
+        **more: of `GroupLoss`.
 
     Raises:
         ValueError: a temperature that is not above 0.
@@ -29,13 +28,11 @@ class SAPOLoss(PolicyLoss):
 
     aggregation = "sequence_mean"
 
-    def __init__(
-        self, tau_positive: float = 1.0, tau_negative: float = 1.05, *, normalize: bool = True, **more: Any
-    ) -> None:
+    def __init__(self, tau_positive: float = 1.0, tau_negative: float = 1.05, **more: Any) -> None:
         super().__init__(**more)
         if tau_positive <= 0 or tau_negative <= 0:
             raise ValueError(f"tau_positive and tau_negative must be above 0, got {tau_positive} and {tau_negative}")
-        self.tau_positive, self.tau_negative, self.normalize = tau_positive, tau_negative, normalize
+        self.tau_positive, self.tau_negative = tau_positive, tau_negative
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)

@@ -8,7 +8,7 @@ from .common import weighted_sum, wide
 
 
 class SFTLoss(nn.Module):
-    """Weighted negative log-likelihood, `-sum(weights * logprobs)`."""
+    """Maximum likelihood: the weighted cross-entropy of given tokens, `-sum(weights * logprobs)`."""
 
     def forward(self, logprobs: Tensor, weights: Tensor) -> Tensor:
         """`logprobs` and `weights` of one shape. Returns a scalar, in nats."""
