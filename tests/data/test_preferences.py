@@ -39,6 +39,7 @@ def read(pair, tokenizer=TOKENIZER):
     return tokenizer.decode(pair.chosen.tokens[:start]), *map(tokenizer.decode, answers)
 
 
+SYSTEM = {"role": "system", "content": "be"}
 WHOLE = {"chosen": said("hi", "yes"), "rejected": said("hi", "no")}
 
 
@@ -60,6 +61,11 @@ WHOLE = {"chosen": said("hi", "yes"), "rejected": said("hi", "no")}
          ("a>b<eos>c>", "d<eos>", "e<eos>")),
         ({"chosen": said("a", "b", "c", "d"), "rejected": said("a", "e", "c", "d")}, {"chat_template": TALK},
          ("a>", "b<eos>d<eos>", "e<eos>d<eos>")),
+        ({"ask": " hi\n", **WHOLE}, {"chat_template": TALK, "prompt_field": "ask"}, ("hi>", "yes<eos>", "no<eos>")),
+        ({"ask": said("a", "b", "c"), "chosen": said("a", "b", "c", "d"), "rejected": said("a", "b", "c", "e")},
+         {"chat_template": TALK, "prompt_field": "ask"}, ("a>b<eos>c>", "d<eos>", "e<eos>")),
+        ({"ask": "hi", "chosen": [SYSTEM, *said("hi", "yes")], "rejected": [SYSTEM, *said("hi", "no")]},
+         {"chat_template": TALK, "prompt_field": "ask"}, ("be<eos>hi>", "yes<eos>", "no<eos>")),
         ({"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"}, {},
          ("Human: hi Assistant: ", "yes<eos>", "no<eos>")),
         ({"chosen": "hello", "rejected": "hell"}, {}, ("hell", "o<eos>", "<eos>")),
@@ -70,10 +76,78 @@ def test_forms(jsonl, row, settings, expected):
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
-def test_chat_answers_end_with_the_turn(jsonl, template):
-    pair = next(prefer(jsonl(WHOLE), tokenizer=byte_pairs(), chat_template=template))
+@pytest.mark.parametrize("row", [WHOLE, {"prompt": "hi", "chosen": "yes", "rejected": "no"}], ids=["whole", "texts"])
+def test_chat_answers_end_with_the_turn_in_every_form(jsonl, template, row):
+    settings = {"tokenizer": byte_pairs(), "chat_template": template}
+    pair = next(prefer(jsonl(row), **settings))
     context = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert read(pair, byte_pairs()) == (context, "yes<|im_end|>", "no<|im_end|>")
+    scored = next(prefer(jsonl(row), as_scores=True, **settings))
+    assert [byte_pairs().decode(episode.tokens[-1:]) for episode in scored] == ["<|im_end|>"] * 2
+
+
+def test_texts_are_the_conversations_that_they_stand_for(jsonl):
+    settings = {"tokenizer": byte_pairs(), "chat_template": CHATML}
+    texts = {"prompt": "how are", "chosen": " I am well", "rejected": "The answer is 42\n"}
+    other = {name: [SYSTEM, *said("how are you", texts[name])] for name in ("chosen", "rejected")}
+    pair = next(prefer(jsonl(texts), prompt_template="{question} you", system_prompt="be", **settings))
+    assert pair == next(prefer(jsonl(other), **settings))
+
+
+def test_a_task_may_be_a_conversation():
+    pair = next(prefer(task="add", tokenizer=byte_pairs(), chat_template=CHATML))
+    assert all(answer.endswith("<|im_end|>") for answer in read(pair, byte_pairs())[1:])
+
+
+TEXTS = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
+BARE = {"chosen": "hi yes", "rejected": "hi no"}
+ALIKE = [
+    ([TEXTS, {**TEXTS, "rejected": "yes"}, TEXTS], {}),
+    ([TEXTS, {**TEXTS, "chosen": "é", "rejected": "è"}, TEXTS], {}),  # neither is in the vocabulary
+    ([TEXTS, {**TEXTS, "rejected": "yes"}, TEXTS], {"chat_template": TALK}),
+    ([TEXTS, {**TEXTS, "rejected": "yes "}, TEXTS], {"chat_template": TALK.replace("content", "content | trim")}),
+    ([TEXTS, {**TEXTS, "rejected": "yes"}, TEXTS], {"too_long": "error", "max_tokens": 9}),
+    ([WHOLE, {**WHOLE, "rejected": WHOLE["chosen"]}, WHOLE], {"chat_template": TALK}),
+    ([WHOLE, {**WHOLE, "rejected": said("hi", "yes ")}, WHOLE],
+     {"chat_template": TALK.replace("content", "content | trim")}),
+    ([BARE, {**BARE, "rejected": "hi yes"}, BARE], {}),
+    ([BARE, {"chosen": "hi é", "rejected": "hi è"}, BARE], {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("rows", "settings"), ALIKE)
+def test_pairs_of_equal_answers_are_left_out_and_counted(jsonl, rows, settings, streaming):
+    data = prefer(jsonl(*rows), streaming=streaming, shuffle=False, epochs=1, **settings)
+    assert [read(pair) for pair in data] == [read(data.held_out(1)[0])] * 2
+    assert (data.served, data.skipped) == (2, 1)
+    with pytest.raises(ValueError, match="only 2 pairs are there that are not alike in chosen and rejected"):
+        data.held_out(3)
+    with pytest.raises(ValueError, match=r"data\.jsonl: all of 2 pairs are alike in chosen and rejected"):
+        prefer(jsonl(rows[1], rows[1]), streaming=streaming, **settings)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "hi", "chosen": ["a"], "rejected": ["a"]}, "field 'chosen' must be text or a number, not list"),
+        ({"prompt": None, "chosen": "a", "rejected": "a"}, "field 'prompt' must be text or a number, not NoneType"),
+    ],
+)
+def test_a_malformed_row_of_a_stream_ends_it_even_if_its_answers_are_equal(row, message, monkeypatch):
+    stored = [TEXTS, TEXTS, row]
+    monkeypatch.setattr("forge.data.stream.open_stream", lambda place, **_: Streamed(stored))
+    data = prefer("some/set", streaming=True, shuffle=False)
+    assert [read(pair)[0] for pair in islice(data, 2)] == ["hi", "hi"]
+    with pytest.raises(ValueError, match=f"some/set, row 3: {message}"):
+        next(data)
+
+
+class Streamed(list):
+    """Rows of a hub dataset whose columns have no one type."""
+
+    def state_dict(self):
+        return {}
 
 
 def test_scores_are_read_at_the_last_token(jsonl):
@@ -161,20 +235,25 @@ def test_resumes_exactly_at_every_position(jsonl, settings):
         assert list(islice(resumed, 25 - position)) == pairs[position:]
 
 
-TEXTS = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
-
-
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        ([TEXTS, {**TEXTS, "rejected": "yes"}], {}, "data.jsonl, row 2: chosen and rejected are the same"),
+        ([{**TEXTS, "rejected": "yes"}, TEXTS], {"max_tokens": 3},
+         "data.jsonl: all of 2 pairs are alike in chosen and rejected or longer than max_tokens=3"),
         ([{"chosen": "a", "rejected": "é"}, {"chosen": "aé", "rejected": "aè"}], {"too_long": "error", "max_tokens": 9},
          "row 1: chosen and rejected share no beginning"),
-        ([{**TEXTS, "chosen": "é", "rejected": "è"}], {}, "row 1: chosen and rejected are the same tokens"),
         ([TEXTS, {"prompt": "hi", "chosen": "a"}], {}, "row 2: no field 'rejected': it has prompt, chosen"),
         ([TEXTS, {"chosen": "b", "rejected": "a"}], {}, "row 2: no field 'question': it has chosen, rejected"),
         ([TEXTS, {**TEXTS, "chosen": None}], {}, "row 2: field 'chosen' must be text or a number, not NoneType"),
-        ([WHOLE, {**WHOLE, "chosen": WHOLE["rejected"]}], {"chat_template": TALK}, "row 2: chosen and rejected are"),
+        ([{"ask": "hi", **WHOLE}, {"ask": "ho", **WHOLE}], {"chat_template": TALK, "prompt_field": "ask"},
+         "row 2: chosen does not begin with what field 'ask' holds: leave prompt_field out"),
+        ([{"ask": said("hi", "so", "a"), **WHOLE}], {"chat_template": TALK, "prompt_field": "ask"},
+         "row 1: chosen does not begin with what field 'ask'"),
+        ([{"ask": "hi", **WHOLE, "rejected": said("ho", "no")}], {"chat_template": TALK, "prompt_field": "ask"},
+         "row 1: rejected does not begin with what field 'ask'"),
+        ([WHOLE], {"chat_template": TALK, "prompt_field": "ask"}, "row 1: no field 'ask': it has chosen, rejected"),
+        ([TEXTS], {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+         "row 1: message 2: the chat template writes nothing after an assistant's turn"),
         ([{**WHOLE, "rejected": said("ho", "no")}], {"chat_template": TALK},
          "row 1: the two part at message 1, where chosen must have an assistant's: its role is user"),
         ([{**WHOLE, "rejected": said("hi")}], {"chat_template": TALK},

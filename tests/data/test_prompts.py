@@ -34,6 +34,10 @@ def test_chat_template(jsonl):
     assert tokenizer.decode(list(sample.prompt.token_ids)) == str(sample.prompt)
     opened = next(make(jsonl(ROWS[0]), chat_options={"opening": "<think>"}, **settings))
     assert str(opened.prompt) == "[user]q0[assistant]<think>"
+    given = make(jsonl(*ROWS[:3]), chat_template=CHAT.replace("[", "<").replace("]", ">"))
+    assert [str(sample.prompt) for sample in given.held_out(2)] == ["<user>q0<assistant>", "<user>q1<assistant>"]
+    assert given.held_out(2) == given.held_out(2)
+    assert all(TOKENIZER.decode(list(s.prompt.token_ids)) == str(s.prompt) for s in given.held_out(3))
 
 
 def test_supervised_marks_the_answer_and_eos():

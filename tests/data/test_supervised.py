@@ -6,13 +6,16 @@ import json
 from itertools import islice
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forge.data.chat import ChatFormat
+from forge.data.load import load_data
 from forge.data.packing import pack
-from forge.data.prompts import supervised
+from forge.data.prompts import PromptFormat, supervised
 from forge.data.supervised import SupervisedDataset
 from tests.data.rows import ROWS, TOKENIZER, make
-from tests.data.templates import CHATML, byte_pairs
+from tests.data.templates import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING, byte_pairs
 
 pytestmark = pytest.mark.usefixtures("offline")
 TALK = "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else eos_token }}{% endfor %}"
@@ -40,6 +43,39 @@ def test_prompts_with_answers_are_those_of_the_prompt_dataset(places):
         assert (episode.tokens, episode.mask) == supervised(sample, TOKENIZER)
         assert (episode.advantage, episode.weight, episode.logprobs) == (1.0, 1.0, None)
         assert read(episode) == (str(sample.prompt), sample.target + "<eos>")
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_prompt_with_an_answer_is_the_conversation_of_both(jsonl, template, system):
+    tokenizer, settings = byte_pairs(), {"tokenizer": byte_pairs(), "chat_template": template}
+    talk = [{"role": "user", "content": "how are you?"}, {"role": "assistant", "content": "I am well"}]
+    talk = [{"role": "system", "content": system}, *talk] if system else talk
+    row = {"question": "how are you", "answer": "I am well"}
+    prompts = {"prompt_template": "{question}?", "system_prompt": system, **settings}
+    one, other = next(learn(jsonl(row), **prompts)), next(learn(jsonl({"messages": talk}), **settings))
+    assert one == other
+    assert read(one, tokenizer)[1].endswith("I am well" + ("<|eot|>" if "<|eot|>" in template else "<|im_end|>"))
+    # What the policy is given when it answers in RL.
+    assert tuple(one.tokens[: one.mask.index(True)]) == next(make(jsonl(row), **prompts)).prompt.token_ids
+
+
+@given(question=st.text("ab é\n?", min_size=1, max_size=9), answer=st.text("ab é\n.", max_size=9).map(str.lstrip))
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING])
+@settings(max_examples=40, deadline=None)
+def test_an_answer_follows_the_prompt_of_a_generation(template, question, answer):
+    form = PromptFormat(byte_pairs(), chat_template=template)
+    tokens, mask = form.answered(question, answer)
+    _, prompt = form.encode(question)
+    assert (tuple(tokens[: len(prompt)]), mask.index(True)) == (prompt, len(prompt))
+
+
+def test_a_mixture_of_forms_teaches_one_ending(jsonl, tmp_path):
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text(json.dumps(CHATS[1]))
+    sources = [{"path": str(talk)}, {"path": jsonl(ROWS[0])}, {"task": "add"}]
+    data = load_data(byte_pairs(), kind="supervised", sources=sources, chat_template=CHATML)
+    assert {byte_pairs().decode(episode.tokens[-1:]) for episode in islice(data, 12)} == {"<|im_end|>"}
 
 
 def test_conversations(jsonl):
@@ -78,12 +114,27 @@ def test_a_text_is_closed_once():
 
 
 def test_weights(jsonl):
-    data = learn(jsonl(*CHATS), chat_template=TALK, weight_field="share", shuffle=False)
-    assert [episode.weight for episode in data.held_out(11)] == [i / 2 for i in range(11)]
+    data = learn(jsonl(*CHATS[1:]), chat_template=TALK, weight_field="share", shuffle=False)
+    assert [episode.weight for episode in data.held_out(10)] == [i / 2 for i in range(1, 11)]
     batch = pack(data.held_out(3), aggregation="sequence_mean")
     starts = [0, *batch.lengths.cumsum()[:-1]]
     sums = [batch.weights[start : start + length].sum() for start, length in zip(starts, batch.lengths, strict=True)]
-    assert sums == pytest.approx([0, 1 / 3, 2 / 3])
+    assert sums == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("too_long", ["skip", "error", "truncate"])
+def test_rows_of_no_weight_are_left_out_and_counted(jsonl, streaming, too_long):
+    rows = [{**CHATS[i], "share": share} for i, share in enumerate((0, 0.0, 2, -0.0, 0.5))]
+    rows[1] = {**rows[1], "messages": [{"role": "user", "content": "long" * 99}, CHATS[1]["messages"][1]]}
+    settings = {"max_tokens": 30, "too_long": too_long, "streaming": streaming, "shuffle": False, "epochs": 1}
+    data = learn(jsonl(*rows), chat_template=TALK, weight_field="share", **settings)
+    for episode, weight in zip(data, (2, 0.5), strict=True):
+        assert episode.weight == weight
+        assert pack([episode]).weights.sum() == pytest.approx(1)
+    assert (data.served, data.skipped) == (2, 3)
+    with pytest.raises(ValueError, match="3 samples asked for, but only 2 rows are there that are not of weight 0"):
+        data.held_out(3)
 
 
 def test_what_is_too_long_is_skipped_or_cut(jsonl):
@@ -155,6 +206,13 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
         ([CHAT, {**CHAT, "share": "1"}], {"weight_field": "share"}, "row 2: field 'share' must be .* got '1'"),
         ([CHAT, {**CHAT, "share": True}], {"weight_field": "share"}, "row 2: field 'share' must be .* got True"),
         ([CHAT, {"messages": CHAT["messages"]}], {"weight_field": "share"}, "row 2: no field 'share': it has messages"),
+        ([{**CHAT, "share": 0}] * 2, {"weight_field": "share"}, "data.jsonl: all of 2 rows are of weight 0"),
+        ([{**CHAT, "share": 0}, CHATS[1]], {"weight_field": "share", "max_tokens": 3},
+         "all of 2 rows are of weight 0 or longer than max_tokens=3"),
+        ([ROWS[0]], {"chat_template": "{% for m in messages %}{{ m.content }}>{% endfor %}"
+         "{% if add_generation_prompt %}:{% endif %}"}, "row 1: message 2: the chat template renders what precedes it"),
+        ([ROWS[0]], {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+         "row 1: message 2: the chat template writes nothing after an assistant's turn"),
         ([CHAT], {"max_tokens": 3}, "all of 1 rows are longer than max_tokens=3"),
         ([CHAT], {"max_tokens": 3, "too_long": "truncate"}, "all of 1 rows are longer than max_tokens=3"),
         ([CHAT], {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),

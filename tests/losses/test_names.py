@@ -95,6 +95,7 @@ def test_a_class_of_ones_own():
         ("dapo", {"dynamic_sampling": -1}, "dynamic_sampling must be at least 0"),
         ("cispo", {"clip_low": 1.5}, "clip_low must be in"),
         ("sapo", {"tau_negative": 0.0}, "tau_positive and tau_negative must be above 0"),
+        ("reinforce", {"baseline": "group"}, "baseline must be batch or none"),
         ("ppo", {"trace": 1.5}, "discount and trace must be in"),
         ("distill", {"clip_high": -1.0}, "clip_high must be at least 0"),
     ],

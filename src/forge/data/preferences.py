@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forge.data.chat import ChatFormat, Message, messages
 from forge.data.files import Row
 from forge.data.mistakes import mistake
-from forge.data.prompts import QUESTION_FIELDS, PromptFormat, plain, supervised
+from forge.data.prompts import QUESTION_FIELDS, PromptFormat, plain
 from forge.data.stream import RowStream
 from forge.data.supervised import Marked, closed, document, prompt_settings, refuse_idle
-from forge.types import Episode, Prompt, Sample
+from forge.types import Episode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,19 +25,23 @@ class Pair(NamedTuple):
 
 
 class PreferenceDataset(RowStream[Pair]):
-    """An iterator of `Pair`: the masks are True on the answers and the eos token that ends them.
+    """An iterator of `Pair`: the masks are True on the answers and on what ends them.
 
     The first row tells the form of all:
 
-    - a prompt and two texts: the prompt is rendered as `PromptDataset` does it;
+    - a prompt and two texts: the prompt is rendered as `PromptDataset` does it, and with `chat_template` each answer is
+      a conversation with it; without one eos ends them;
     - two lists of messages, whole conversations or answers to a prompt (text or messages): the context is what both
       begin with, and all turns of the assistant after it are its answer (see `forge.data.chat`);
     - two texts without a prompt: the context is the tokens that both begin with;
     - a procedural task: the right answer and one with a slip in it, drawn by (seed, row).
 
+    Pairs of equal answers, in text or in tokens, are left out and counted in `skipped`: neither can be preferred.
+
     Args:
         path, **settings: as of `forge.data.dataset.PromptDataset`, less those of a target. A setting that does nothing
             in the form that the rows have is an error; `chat_template` and `chat_options` also apply to conversations.
+            Whole conversations need no `prompt_field`: one that is set must be what they begin with.
         chosen_field, rejected_field: the fields of the two answers.
         as_scores: for a reward model: the masks are True on the last token only, where it reads its score.
         max_tokens: most tokens of the longer episode of a pair.
@@ -84,20 +88,24 @@ class PreferenceDataset(RowStream[Pair]):
     def validate(self, row: Row) -> None:
         if self._chat is not None:
             *both, since = self._conversations(row)
-            for conversation in both:
+            for conversation in both if both[0] != both[1] else ():
                 self._chat.check(conversation, since=since)
             return
+        texts = self._texts(row)
         if self._format is not None:
-            self._format.render(row)
-        self._texts(row)
+            prompt, _ = self._format.render(row)
+            for text in texts:
+                self._format.check(prompt, text)
 
     def make(self, number: int, row: Row, index: int) -> Pair | None:
         if self._task is not None:
             wrong = mistake(row["answer"], Random(f"{self._task}/{self._seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}
-        chosen, rejected = (closed(*marked) for marked in self._encode(row))
-        if chosen[0] == rejected[0]:
-            raise ValueError("chosen and rejected are the same tokens")
+        both = [closed(*marked) for marked in self._encode(row) or ()]
+        if not both or both[0][0] == both[1][0]:
+            self.leave_out(f"alike in {' and '.join(self._fields)}")
+            return None
+        chosen, rejected = both
         if not self.fits(max(len(chosen[0]), len(rejected[0]))):
             return None
         return Pair(self._episode(*chosen), self._episode(*rejected))
@@ -105,48 +113,68 @@ class PreferenceDataset(RowStream[Pair]):
     def _episode(self, tokens: list[int], mask: list[bool]) -> Episode:
         return Episode.given(tokens, [False] * (len(mask) - 1) + [True] if self._as_scores else mask)
 
-    def _encode(self, row: Row) -> tuple[Marked, Marked]:
+    def _encode(self, row: Row) -> tuple[Marked, Marked] | None:
+        """Both answers in their context; None if they are equal."""
         if self._chat is not None:
             chosen, rejected, since = self._conversations(row)
+            if chosen == rejected:
+                return None
             return self._chat.encode(chosen, since=since), self._chat.encode(rejected, since=since)
-        texts = self._texts(row)
+        prompt = self._format.render(row)[0] if self._format is not None else ""
+        one, other = self._texts(row)
+        if one == other:
+            return None
         if self._format is not None:
-            prompt = Prompt(*self._format.encode(self._format.render(row)[0]))
-            one, other = (supervised(Sample(prompt, text), self._tokenizer) for text in texts)
-            return one, other
-        first, second = (document(text, self._tokenizer) for text in texts)
-        # Both end with eos: unless they are equal, they part somewhere.
+            return self._format.answered(prompt, one), self._format.answered(prompt, other)
+        first, second = document(one, self._tokenizer), document(other, self._tokenizer)
+        if first == second:
+            return None
+        # Both end with eos, so they part before the end of the shorter.
         shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
         if not shared:
             raise ValueError("chosen and rejected share no beginning that could be their prompt: name a prompt_field")
-        one, other = ((tokens, [False] * shared + [True] * (len(tokens) - shared)) for tokens in (first, second))
-        return one, other
+        return _after(shared, first), _after(shared, second)
 
     def _texts(self, row: Row) -> tuple[str, str]:
         chosen, rejected = (plain(row, name) for name in self._fields)
-        if chosen == rejected:
-            raise ValueError(f"{' and '.join(self._fields)} are the same")
         return chosen, rejected
 
     def _conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
         """Both conversations, and how many messages they begin with alike."""
-        chosen, rejected = (self._after(row, messages(row, name)) for name in self._fields)
-        if chosen == rejected:
-            raise ValueError(f"{' and '.join(self._fields)} are the same")
+        chosen, rejected = (self._whole(row, name) for name in self._fields)
         alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
         since = next(alike, min(len(chosen), len(rejected)))
         for name, conversation in zip(self._fields, (chosen, rejected), strict=True):
             role = conversation[since]["role"] if since < len(conversation) else "none"
-            if role != "assistant":
+            if role != "assistant" and chosen != rejected:
                 raise ValueError(
                     f"the two part at message {since + 1}, where {name} must have an assistant's: its role is {role}"
                 )
         return chosen, rejected, since
 
-    def _after(self, row: Row, answer: list[Message]) -> list[Message]:
-        """The whole conversation: answers alone come after the prompt."""
-        if answer[0]["role"] != "assistant" or self._prompt_field is None:
-            return answer
-        if isinstance(row.get(self._prompt_field), list):
-            return [*messages(row, self._prompt_field), *answer]
-        return [{"role": "user", "content": plain(row, self._prompt_field)}, *answer]
+    def _whole(self, row: Row, name: str) -> list[Message]:
+        """The whole conversation: an answer alone comes after the prompt. ValueError if it begins with another."""
+        found, field = messages(row, name), self._prompt_field
+        alone = found[0]["role"] == "assistant"
+        if field is None or not (alone or "prompt_field" in self._given):
+            return found
+        listed = isinstance(row.get(field), list)
+        prompt = messages(row, field) if listed else [{"role": "user", "content": plain(row, field)}]
+        if alone:
+            return [*prompt, *found]
+        first = next((i for i, message in enumerate(found) if message["role"] not in _SYSTEM), 0)
+        start = 0 if prompt[0]["role"] in _SYSTEM else first
+        if [*map(_said, found[start : start + len(prompt)])] != [*map(_said, prompt)]:
+            raise ValueError(f"{name} does not begin with what field {field!r} holds: leave prompt_field out")
+        return found
+
+
+_SYSTEM = ("system", "developer")
+
+
+def _said(message: Message) -> tuple[str, str]:
+    return message["role"], message["content"].strip()
+
+
+def _after(shared: int, tokens: list[int]) -> Marked:
+    return tokens, [False] * shared + [True] * (len(tokens) - shared)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from forge.data.chat import ChatFormat
-from forge.types import Sample
+from forge.data.chat import ChatFormat, Message
+from forge.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,20 +91,38 @@ class PromptFormat:
     def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
         """The text that the policy sees and its token ids, ready for a continuation."""
         if self.chat is not None:
-            messages = [{"role": "user", "content": text}]
-            if self.system_prompt:
-                messages.insert(0, {"role": "system", "content": self.system_prompt})
-            text = self.chat.render(messages, add_generation_prompt=True)
+            text = self.chat.render(self._messages(text), add_generation_prompt=True)
             return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids = tuple(self.tokenizer(text)["input_ids"])
         # Some tokenizers close every text with eos, after which there is nothing to continue.
         return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
+    def answered(self, text: str, answer: str) -> tuple[list[int], list[bool]]:
+        """The text with an answer, as token ids and a mask: True on the answer and on what ends it.
+
+        With a chat template it is the conversation of both: what ends the answer is what ends a turn there, and what
+        precedes it is the prompt of `encode`. Without one, eos ends it. ValueError: nothing does.
+        """
+        if self.chat is not None:
+            return self.chat.encode(self._messages(text, answer))
+        return supervised(Sample(Prompt(*self.encode(text)), answer), self.tokenizer)
+
+    def check(self, text: str, answer: str) -> None:
+        """What of `answered` is cheap to check of every row. ValueError as there."""
+        if self.chat is not None:
+            self.chat.check(self._messages(text, answer))
+
+    def _messages(self, text: str, answer: str | None = None) -> list[Message]:
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        answers = [{"role": "assistant", "content": answer}] if answer is not None else []
+        return [*system, {"role": "user", "content": text}, *answers]
+
 
 def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
     """Prompt, target and eos as token ids, and a mask of that length: True on the target's tokens and on eos.
 
-    ValueError if the tokenizer has no eos token.
+    Of prompts without a chat template: with one a turn ends otherwise, see `PromptFormat.answered`. ValueError if the
+    tokenizer has no eos token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos token to end an answer with")

@@ -24,7 +24,7 @@ class RowStream(Generic[T]):
     Args:
         path: a .json, .jsonl or .parquet file, a folder that `datasets` can load, or a Hugging Face id.
         limit: most tokens of an item.
-        too_long: "skip" leaves longer items out and counts them in `skipped`; "error" raises.
+        too_long: "skip" leaves longer items out; "error" raises. All that is left out is counted in `skipped`.
         task: a procedural task (see `tasks`) instead of a path.
         difficulty: of the procedural task: an int, or a pair (low, high).
         split: of a folder, hub id or task; a single file is one split whatever this says.
@@ -82,6 +82,7 @@ class RowStream(Generic[T]):
             self._identity["rows"] = len(self._source.rows)
         self.served = 0
         self.skipped = 0
+        self._reasons: list[str] = []
         self._check()
 
     def begin(self, row: Row) -> None:
@@ -92,7 +93,7 @@ class RowStream(Generic[T]):
         raise NotImplementedError
 
     def make(self, number: int, row: Row, index: int) -> T | None:
-        """The item of row `number`, or None if it is left out; ValueError as `validate`.
+        """The item of row `number`, or None if it is left out (see `leave_out`); ValueError as `validate`.
 
         Args:
             index: how many items came before it.
@@ -140,7 +141,8 @@ class RowStream(Generic[T]):
                 found.append(item)
         if len(found) < n:
             raise ValueError(
-                f"{self._name}: {n} samples asked for, but only {len(found)} {self.NOUN}s are there and fit"
+                f"{self._name}: {n} samples asked for, but only {len(found)} {self.NOUN}s are there"
+                + (f" that are not {' or '.join(self._reasons)}" if self._reasons else "")
             )
         return found
 
@@ -168,7 +170,13 @@ class RowStream(Generic[T]):
             return True
         if self._too_long == "error":
             raise ValueError(f"the {self.NOUN} has {tokens} tokens, {self.LIMIT} is {self._limit}")
+        self.leave_out(f"longer than {self.LIMIT}={self._limit}")
         return False
+
+    def leave_out(self, reason: str) -> None:
+        """Remember why `make` gives None, for messages: items are `reason`, as in "of weight 0"."""
+        if reason not in self._reasons:
+            self._reasons.append(reason)
 
     def _made(self, number: int, row: Row, *, index: int) -> T | None:
         try:
@@ -196,4 +204,4 @@ class RowStream(Generic[T]):
         if not checked:
             raise ValueError(f"{self._name} is empty: it has no rows")
         if not fits:
-            raise ValueError(f"{self._name}: all of {checked} {self.NOUN}s are longer than {self.LIMIT}={self._limit}")
+            raise ValueError(f"{self._name}: all of {checked} {self.NOUN}s are {' or '.join(self._reasons)}")

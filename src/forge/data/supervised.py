@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.data.chat import MESSAGE_FIELDS, ChatFormat, TrainOn, messages
 from forge.data.files import Row
-from forge.data.prompts import PromptFormat, plain, supervised
+from forge.data.prompts import PromptFormat, plain
 from forge.data.stream import RowStream
 from forge.types import Episode, Prompt, Sample
 
@@ -26,8 +26,8 @@ class SupervisedDataset(RowStream[Episode]):
 
     The first row tells the form of all. With `text_field` it is plain text, of which all tokens after the first are
     learnt; with `messages_field`, or a field messages or conversations, it is a conversation (see
-    `forge.data.chat`); else a prompt with its answer, closed by eos. What follows the last learnt token is left out:
-    nothing can be learnt from it.
+    `forge.data.chat`); else a prompt with its answer: with `chat_template` the conversation of both, without one closed
+    by eos. What follows the last learnt token is left out: nothing can be learnt from it.
 
     Args:
         path, **settings: as of `forge.data.dataset.PromptDataset`. A setting that does nothing in the form that the
@@ -35,7 +35,8 @@ class SupervisedDataset(RowStream[Episode]):
         messages_field: None finds messages or conversations, unless a prompt_field is set.
         text_field: the field of plain text.
         train_on: "assistant" learns all turns of the assistant, "last" only its last.
-        weight_field: a number of each row, finite and at least 0, that multiplies its share of the loss.
+        weight_field: a number of each row, finite and at least 0, that multiplies its share of the loss. Rows of
+            weight 0 are left out and counted in `skipped`.
         max_tokens: most tokens of an episode.
         too_long: "skip" leaves longer rows out and counts them in `skipped`; "truncate" keeps their beginning, and
             skips those of which nothing learnt is left; "error" raises.
@@ -89,7 +90,7 @@ class SupervisedDataset(RowStream[Episode]):
     def validate(self, row: Row) -> None:
         self._weight(row)
         if self._format is not None:
-            self._format.render(row)
+            self._format.check(*self._format.render(row))
         elif self._chat is not None:
             self._chat.check(messages(row, str(self._messages_field)), train_on=self._train_on)
         else:
@@ -98,9 +99,13 @@ class SupervisedDataset(RowStream[Episode]):
     def make(self, number: int, row: Row, index: int) -> Episode | None:
         weight = self._weight(row)
         tokens, mask = closed(*self._encode(row))
+        if weight == 0:
+            self.leave_out("of weight 0")
+            return None
         if self._too_long == "truncate":
             tokens, mask = tokens[: self._limit], mask[: self._limit]
             if not any(mask):
+                self.leave_out(f"longer than {self.LIMIT}={self._limit}")
                 return None
         elif not self.fits(len(tokens)):
             return None
@@ -108,8 +113,7 @@ class SupervisedDataset(RowStream[Episode]):
 
     def _encode(self, row: Row) -> Marked:
         if self._format is not None:
-            text, target = self._format.render(row)
-            return supervised(Sample(Prompt(*self._format.encode(text)), target), self._tokenizer)
+            return self._format.answered(*self._format.render(row))
         if self._chat is not None:
             return self._chat.encode(messages(row, str(self._messages_field)), train_on=self._train_on)
         tokens = document(plain(row, str(self._text_field)), self._tokenizer)

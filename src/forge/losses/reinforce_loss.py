@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -19,24 +19,29 @@ class ReinforceLoss(PolicyLoss):
 
     averaged over trained tokens. The weight is truncated, not the surrogate: unlike PPO's clip, a token beyond the
     bound still has a gradient (Espeholt et al. 2018, IMPALA, the rho bar of section 4.1). In a recipe `A` is the reward
-    against the mean of the batch.
+    less a baseline.
 
     Args:
         clip_ratio: how far above 1 the weight may go; None takes every sample as on-policy (weight 1).
+        baseline: "batch" is the mean reward of the batch, "none" is 0.
         **more: of `PolicyLoss`.
     """
 
     within_group = False
 
-    def __init__(self, clip_ratio: float | None = None, **more: Any) -> None:
+    def __init__(
+        self, clip_ratio: float | None = None, *, baseline: Literal["batch", "none"] = "batch", **more: Any
+    ) -> None:
         super().__init__(**more)
+        if baseline not in ("batch", "none"):
+            raise ValueError(f"baseline must be batch or none, got {baseline!r}")
         if clip_ratio is not None and clip_ratio < 0:
             raise ValueError(f"clip_ratio must be None or at least 0, got {clip_ratio}")
-        self.clip_ratio = clip_ratio
+        self.clip_ratio, self.baseline = clip_ratio, baseline
         self.on_policy = clip_ratio is None and self.correction is None
 
     def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
-        return against_batch(groups)
+        return against_batch(groups) if self.baseline == "batch" else [list(group) for group in groups]
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         if self.clip_ratio is None:
