@@ -8,11 +8,21 @@ from pathlib import Path
 import pytest
 import yaml
 
+from apps.distill.config import DistillConfig
+from apps.dpo.config import DPOConfig
 from apps.grpo.config import GRPOConfig
+from apps.reward_model.config import RewardModelConfig
 from apps.sft.config import SFTConfig
 from forge.config import ConfigError, build, load, to_dict
 
 ROOT = Path(__file__).parents[1]
+CONFIGS = {
+    "distill": DistillConfig,
+    "dpo": DPOConfig,
+    "grpo": GRPOConfig,
+    "reward_model": RewardModelConfig,
+    "sft": SFTConfig,
+}
 
 SEED_YAML = """
 model: "Qwen/Qwen2.5-7B-Instruct"
@@ -182,7 +192,7 @@ def test_files_that_cannot_be_read(config, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("apps/*/*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_shipped_file_loads_and_round_trips(path):
-    cls = {"grpo": GRPOConfig, "sft": SFTConfig}[path.parent.name]
+    cls = CONFIGS[path.parent.name]
     cfg = load(cls, ["--config", str(path)])
     assert build(cls, yaml.safe_load(yaml.safe_dump(to_dict(cfg)))) == cfg
 
@@ -192,7 +202,7 @@ def test_sections_unpack():
     assert dict(**cfg.checkpoint) == {"every": 0, "keep": 2, "async_write": False}
 
 
-@pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])
+@pytest.mark.parametrize("cls", CONFIGS.values())
 def test_every_key_is_read_by_something(cls):
     """A key that nothing reads would be a setting that silently does nothing."""
     read_names: set[str] = set()

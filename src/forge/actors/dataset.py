@@ -9,7 +9,6 @@ from typing import Any
 from ..controller import ForgeActor, endpoint
 from ..data.load import Data, Kind, load_data
 from ..data.preferences import Pair
-from ..data.prompts import supervised
 from ..observability import Reduce, record_metric
 from ..types import Episode, Sample
 from .contents import Seen
@@ -21,8 +20,7 @@ class DatasetActor(ForgeActor):
 
     Args:
         tokenizer: Hugging Face folder or hub id whose tokenizer makes the tokens.
-        kind: "prompts" (`sample`, and `supervised` with their targets), "supervised" (`supervised`) or "preferences"
-            (`pairs`).
+        kind: "prompts" (`sample`), "supervised" (`supervised`) or "preferences" (`pairs`).
         sources: several datasets in shares, see `forge.data.load.load_data`.
         journal: file from which a replaced dataset takes up its position; None makes the loss of its process the end
             of the run.
@@ -86,11 +84,11 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def supervised(self, n: int) -> list[Episode]:
-        """The next n episodes to be imitated; of prompts, with their targets as responses."""
-        self._only("supervised", "prompts", "supervised")
+        """The next n episodes to be imitated."""
+        self._only("supervised", "supervised")
         if self.ledger.repeated:
             return self.ledger.answer
-        return self._complete([self._imitated(self._next()) for _ in range(n)])
+        return self._complete([self._next() for _ in range(n)])
 
     @endpoint
     def pairs(self, n: int) -> list[Episode]:
@@ -148,9 +146,6 @@ class DatasetActor(ForgeActor):
             raise ValueError("the data has ended: raise or unset epochs, or take fewer steps") from None
         record_metric("data/skipped", self.dataset.skipped - skipped, Reduce.SUM)
         return item
-
-    def _imitated(self, item: Episode | Sample) -> Episode:
-        return Episode.given(*supervised(item, self.tokenizer)) if isinstance(item, Sample) else item
 
     def _recall(self, issued: list[Sample], again: list[Sample]) -> None:
         self.issued.clear()

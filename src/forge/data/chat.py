@@ -150,7 +150,8 @@ class ChatFormat:
         """What the policy is given before it writes this turn."""
         context = self.render(conversation[:turn], add_generation_prompt=True)
         if not text.startswith(context):
-            raise ValueError(f"message {turn + 1}: the chat template renders what precedes it in another way {_HELP}")
+            remedy = _HELP if turn + 1 < len(conversation) else _ALONE
+            raise ValueError(f"message {turn + 1}: the chat template renders what precedes it in another way {remedy}")
         return context
 
     def _answer(self, conversation: Sequence[Message], turn: int, text: str, closers: set[int]) -> Span:
@@ -195,6 +196,7 @@ class ChatFormat:
             raise ValueError(f"the chat template fails: {' '.join(str(error).split())}") from error
 
 
+_ALONE = "before an answer than with it: set chat_template to one whose generation prompt is how its answers begin"
 _HELP = (
     "once later ones follow, so what the assistant wrote cannot be told apart: set train_on: last, "
     "or chat_template to one that leaves earlier messages as they are"

@@ -67,7 +67,8 @@ def final_answer(response: str) -> str | None:
 class MathReward:
     """`correct` if the response's final answer equals the target, else `incorrect`.
 
-    The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`.
+    The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`; what
+    stands before a `</think>` does not count.
     Answers compare as text, as numbers (see `compare.equal` for what counts), then symbolically with math-verify;
     what cannot be read is incorrect, never an exception.
 
@@ -86,6 +87,7 @@ class MathReward:
             raise ValueError(f"tolerance must be 0 or positive and finite, got {self.tolerance}")
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
+        target = target.rpartition("</think>")[2]
         wanted = boxed(target)
         if wanted is None:
             hashes = _HASHES.findall(target)
