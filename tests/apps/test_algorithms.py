@@ -1,0 +1,96 @@
+"""Algorithms by name in the real recipe: those that need more processes than others, and one of the user's own."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.apps.test_recipes import CONFIG, ROOT, command, rows
+
+PAGE = (ROOT / "docs/adding_an_algorithm.md").read_text()
+
+
+def run(folder: Path, *overrides: str, path: Path | None = None) -> list[dict]:
+    """Three steps; the rows that were logged."""
+    environment = os.environ | (
+        {} if path is None else {"PYTHONPATH": f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    )
+    config = CONFIG | {"grpo": {"n_samples": 4, "max_tokens": 8}}
+    done = subprocess.run(
+        command(folder, *overrides, config=config),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return rows(folder)
+
+
+def test_the_algorithm_of_the_documentation(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(code.splitlines()) <= 60
+    (tmp_path / "topr.py").write_text(code)
+    history = run(tmp_path, "--algorithm", "topr:TOPRLoss", "--grpo.loss", "{baseline: 0.4}", path=tmp_path)
+    assert all({"train/loss", "train/grad_norm", "train/clip_fraction"} <= row.keys() for row in history[1:])
+    assert history[-1]["train/grad_norm"] > 0
+
+
+def test_the_function_of_the_documentation(tmp_path):
+    (code,) = re.findall(r"```text\n(def my_loss.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    history = run(tmp_path, "--algorithm", "mine:my_loss", "--grpo.loss", "{scale: 2.0}", path=tmp_path)
+    assert history[-1]["train/grad_norm"] > 0
+
+
+def test_ppo_with_a_critic_goes_on_where_it_was(tmp_path):
+    """Four steps in one go, and two and two: the same weights, in lock-step."""
+    overrides = ["--algorithm", "ppo", "--async.max_policy_age", "0", "--training.mini_batches", "2"]
+    overrides += [
+        "--grpo.beta",
+        "0.05",
+        "--critic.learning_rate",
+        "1e-2",
+        "--checkpoint.every",
+        "2",
+        "--eval.problems",
+        "0",
+    ]
+    losses = []
+    for place, stops in ((tmp_path / "whole", ["4"]), (tmp_path / "halves", ["2", "4"])):
+        place.mkdir()
+        for number, steps in enumerate(stops):
+            more = ["--resume", "auto"] if number else []
+            history = run(place, *overrides, "--training.steps", steps, *more)
+        losses.append(
+            [[row[name] for name in ("train/loss", "critic/loss", "critic/value_error")] for row in history[1:]]
+        )
+        assert history[1]["critic/value"] == pytest.approx(0.0, abs=0.2)
+        assert "critic/explained_variance" in history[-1]
+        assert history[-1]["train/updates"] == history[-1]["critic/updates"] == 2.0
+    assert losses[0] == losses[1]
+
+
+def test_dapo_replaces_prompts_that_teach_nothing(tmp_path):
+    config = ["--algorithm", "dapo", "--reward.functions", "[ExactMatch]", "--reward.accuracy", "null"]
+    history = run(tmp_path, *config, "--grpo.loss", "{dynamic_sampling: 2}", "--grpo.overlong_buffer", "4")
+    replaced = sum(row.get("dropped/no_signal", 0.0) for row in history)
+    # Nearly every group of an untrained model is all wrong: the search ends all the same.
+    assert 4 <= replaced <= 3 * 2 * 4
+
+
+def test_distillation_needs_a_teacher_of_the_same_tokens(tmp_path):
+    from forge.models import build_small_model
+
+    shape = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "max_positions": 128}
+    teacher = build_small_model(tmp_path / "teacher", seed=1, alphabet="abcdefghijklmnopqrstuvwxyz>", **shape)
+    history = run(tmp_path, "--algorithm", "distill", "--grpo.reference", teacher, "--lora", "{rank: 4, alpha: 8}")
+    assert history[-1]["train/reverse_kl"] > 0
+    other = build_small_model(tmp_path / "other", seed=1, alphabet="abc>", **shape)
+    args = command(tmp_path, "--algorithm", "distill", "--grpo.reference", other)
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert re.search(r"error: grpo.reference: the tokens of .*other are not those of", done.stdout + done.stderr)
