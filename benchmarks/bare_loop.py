@@ -62,10 +62,10 @@ def bare(cfg: Any) -> Clock:
 
     from forge.actors.reward import load_reward
     from forge.advantages import group_relative
-    from forge.data.dataset import PromptDataset
+    from forge.credit import skip_idle
+    from forge.data.load import load_data
     from forge.data.packing import pack
     from forge.engines import EmbeddedEngine
-    from forge.losses import GRPOLoss
     from forge.training.distributed import join
     from forge.training.optimizer import OptimizerSettings
     from forge.training.trainer import PolicyTrainer
@@ -75,9 +75,9 @@ def bare(cfg: Any) -> Clock:
     clock = Clock()
     algo = cfg.grpo
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
-    dataset = PromptDataset(tokenizer=tokenizer, seed=cfg.seed, **cfg.dataset)
+    dataset = load_data(tokenizer, seed=cfg.seed, **cfg.dataset)
     score = load_reward(cfg.reward.functions[0])
-    loss = GRPOLoss(algo.clip_low, algo.clip_high)
+    loss = cfg.load_algorithm()
     optimizer = OptimizerSettings(**cfg.training.optimizer())
     trainer = PolicyTrainer(cfg.model, join(), optimizer, temperature=algo.temperature, **cfg.training.trainer())
     with EmbeddedEngine(cfg.model, slots=cfg.generator.slots) as engine:
@@ -98,12 +98,11 @@ def bare(cfg: Any) -> Clock:
                 texts = tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
                 scores = [score(sample.prompt.text, text, sample.target) for text in texts]
                 rewards += scores
-                if len(set(scores)) > 1:
-                    for completion, reward, advantage in zip(group, scores, group_relative(scores), strict=True):
-                        episode = Episode(completion, reward)
-                        episode.advantage = advantage
-                        episodes.append(episode)
-            trainer.train_step(pack(episodes, aggregation=cfg.training.aggregation), loss)
+                for completion, reward, advantage in zip(group, scores, group_relative(scores), strict=True):
+                    episode = Episode(completion, reward)
+                    episode.advantage = advantage
+                    episodes.append(episode)
+            trainer.train_step(skip_idle(pack(episodes, **cfg.shares(loss)), loss), loss)
             engine.update_weights(trainer.export_weights(), step + 1).result()
             clock.tick()
             clock.rewards.append(statistics.mean(rewards))

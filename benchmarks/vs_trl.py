@@ -80,7 +80,7 @@ def ours(folder: Path, args: argparse.Namespace) -> Clock:
         "run": {"name": "run", "root": str(folder), "overwrite": True},
         "dataset": {"path": str(folder / "prompts.jsonl"), "shuffle": False},
         "training": {"batch_size": PROMPTS, "steps": args.steps, "learning_rate": 1e-3, "beta2": 0.999},
-        "grpo": {"n_samples": GROUP, "clip_high": 0.2, "max_tokens": LENGTH, "skip_no_signal": False},
+        "grpo": {"n_samples": GROUP, "clip_high": 0.2, "max_tokens": LENGTH},
         "async": {"max_policy_age": 0},
         "reward": {"functions": ["vs_trl:digit_share"]},
         "generator": {"slots": PROMPTS * GROUP},

@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 
 EXAMPLES = [
     pytest.param(code, id=f"{page.stem} {number}")
-    for page in (ROOT / "README.md", ROOT / "docs/services.md", ROOT / "docs/weights.md")
+    for page in (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in ("services", "weights", "algorithms")))
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
 ]
 
@@ -41,8 +41,13 @@ def test_every_configuration_key_is_documented():
     import dataclasses
     import typing
 
+    from apps.distill.config import DistillConfig
+    from apps.dpo.config import DPOConfig
     from apps.grpo.config import GRPOConfig
+    from apps.reward_model.config import RewardModelConfig
+    from apps.sft.config import SFTConfig
 
+    recipes = (GRPOConfig, SFTConfig, DPOConfig, RewardModelConfig, DistillConfig)
     page = (ROOT / "docs/configuration.md").read_text()
 
     def keys(section):
@@ -53,5 +58,6 @@ def test_every_configuration_key_is_documented():
                 if dataclasses.is_dataclass(option):
                     yield from keys(option)
 
-    missing = sorted({key for key in keys(GRPOConfig) if f"`{key}`" not in page and f"## {key}" not in page})
+    known = {key for recipe in recipes for key in keys(recipe)}
+    missing = sorted({key for key in known if f"`{key}`" not in page and f"## {key}" not in page})
     assert not missing
