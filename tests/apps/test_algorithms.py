@@ -46,6 +46,36 @@ def test_the_function_of_the_documentation(tmp_path):
     assert history[-1]["train/grad_norm"] > 0
 
 
+SCRIPT = """
+from functools import partial
+
+from apps.grpo.config import GRPOConfig
+from apps.grpo.main import main
+from forge.losses.algorithm import OwnLoss
+from forge.recipe import launch
+
+
+def plain(logprobs, advantages, weights, scale=1.0):
+    return -scale * (weights * advantages * logprobs).sum()
+
+
+if __name__ == "__main__":
+    launch(partial(main, algorithm=OwnLoss(plain, scale=2.0)), GRPOConfig)
+"""
+
+
+def test_a_loss_that_is_passed_in_python(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT)
+    python, _, _, *arguments = command(tmp_path)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [python, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all("train/loss" in row and "train/clip_fraction" not in row for row in rows(tmp_path)[1:])
+
+
 def test_ppo_with_a_critic_goes_on_where_it_was(tmp_path):
     """Four steps in one go, and two and two: the same weights, in lock-step."""
     overrides = ["--algorithm", "ppo", "--async.max_policy_age", "0", "--training.mini_batches", "2"]

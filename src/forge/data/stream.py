@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -14,7 +15,7 @@ T = TypeVar("T")
 _PROBE = 1000
 
 
-class RowStream(Generic[T]):
+class RowStream(ABC, Generic[T]):
     """An iterator of items made from rows; iteration ends after `epochs`, or never.
 
     Every problem that can be known is raised by the constructor, as a ValueError, FileNotFoundError or ImportError
@@ -88,17 +89,17 @@ class RowStream(Generic[T]):
     def begin(self, row: Row) -> None:
         """Look at the first stored row, before anything else is asked."""
 
+    @abstractmethod
     def validate(self, row: Row) -> None:
         """Check what is cheap to check of every row. ValueError says what is wrong with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make(self, number: int, row: Row, index: int) -> T | None:
         """The item of row `number`, or None if it is left out (see `leave_out`); ValueError as `validate`.
 
         Args:
             index: how many items came before it.
         """
-        raise NotImplementedError
 
     @property
     def epoch(self) -> int:
