@@ -22,6 +22,7 @@ from forge.losses import (
     SAPOLoss,
     gae,
 )
+from forge.losses.algorithm import OwnLoss
 from forge.types import Batch, Episode, Group
 
 
@@ -173,6 +174,7 @@ def test_what_is_skipped_would_have_changed_nothing(algorithm, aggregation):
         ReinforceLoss(),
         ReinforcePlusPlusLoss(group_baseline=True),
         PPOLoss(),
+        OwnLoss(len),
     ],
     ids=lambda a: type(a).__name__,
 )

@@ -27,7 +27,8 @@ def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
 def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
     """The batch without the sequences that cannot change its gradient, because their advantage is 0 and the loss has
     nothing else to say of them. All others keep their share of the loss. A batch of such sequences alone stays."""
-    if not algorithm.within_group or algorithm.whiten or algorithm.needs_reference or algorithm.entropy_coef:
+    more_to_say = algorithm.needs_reference or algorithm.entropy_coef or algorithm.whiten
+    if more_to_say or not (algorithm.within_group and algorithm.advantages_alone):
         return batch
     cuts = np.cumsum(batch.lengths)[:-1]
     teaching = np.array([values.any() for values in np.split(batch.advantages, cuts)])

@@ -1,7 +1,7 @@
 """The components of a run: thin shells that join the plain libraries to the controller."""
 
 from .dataset import DatasetActor
-from .evaluation import evaluate
+from .evaluation import evaluate, evaluate_pairs
 from .generator import Generator
 from .reference import ReferenceModel
 from .replay_buffer import ReplayBuffer
@@ -19,6 +19,7 @@ __all__ = [
     "Trainer",
     "Window",
     "evaluate",
+    "evaluate_pairs",
     "resume",
     "save",
 ]

@@ -19,6 +19,7 @@ class Algorithm(nn.Module):
         aggregation: how tokens share the loss, see `forge.data.packing.pack`.
         fixed_aggregation: the loss means something under that one alone.
         uses_rewards: advantages depend on rewards.
+        advantages_alone: where a token's advantage, beta and entropy_coef are 0 it has no gradient.
         within_group: advantages compare a prompt's samples with one another alone, so that samples with equal rewards
             teach nothing.
         whiten: token advantages are brought to mean 0 and deviation 1 over the batch.
@@ -34,6 +35,7 @@ class Algorithm(nn.Module):
     aggregation: Literal["token_mean", "sequence_mean", "fixed_horizon"] = "token_mean"
     fixed_aggregation: bool = False
     uses_rewards: bool = True
+    advantages_alone: bool = True
     within_group: bool = True
     whiten: bool = False
     needs_critic: bool = False
@@ -62,6 +64,8 @@ class OwnLoss(Algorithm):
         function: one with a parameter `beta` above 0, or that must be given `ref_logprobs`, has a reference model.
         **settings: further arguments of it.
     """
+
+    advantages_alone = False  # nobody knows
 
     def __init__(self, function: Callable[..., Tensor], **settings: Any) -> None:
         super().__init__()
