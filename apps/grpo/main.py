@@ -43,8 +43,8 @@ async def main(
             start.replay_buffer(cfg, record, batch_size, replace=algorithm.dynamic_sampling),
         ),
         asyncio.gather(
-            start.reference(cfg, algo.reference or model, algo.temperature, needed=algorithm.needs_reference),
-            start.critic(cfg, model, record, ValueLoss(cfg.critic.clip), needed=algorithm.needs_critic),
+            start.if_needed(algorithm.needs_reference, start.reference(cfg, algo.reference or model, algo.temperature)),
+            start.if_needed(algorithm.needs_critic, start.critic(cfg, model, record, ValueLoss(cfg.critic.clip))),
         ),
     )
     held = await actors.resume(record, trainer, dataset, buffer, critic)

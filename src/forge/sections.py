@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .config import ConfigError, Section
 from .controller import Options
 from .controller.routers import resolve_router
-from .data.config import RowsConfig
+from .data.config import PreferencesConfig, RowsConfig
 
 
 @dataclass
@@ -273,6 +273,20 @@ class TrainingRecipe(Section):
             services[name].validate(name, ranks=learns, replicas=not learns and not holds)
             if learns:
                 self.parallelism.validate(services[name].procs)
+
+    def validate_pairs(self, dataset: PreferencesConfig) -> None:
+        """Check what training on pairs asks for: every pair counts the same, and goes into one micro-batch whole. Their
+        length is bounded by that where it is not set."""
+        if self.training.aggregation is not None:
+            raise ConfigError("training.aggregation does nothing in this recipe: every pair counts the same")
+        half = self.training.seq_len // 2
+        dataset.max_tokens = half if dataset.max_tokens is None else dataset.max_tokens
+        for length in (dataset.max_tokens, *(source.get("max_tokens") or 0 for source in dataset.sources or ())):
+            if length > half:
+                raise ConfigError(
+                    f"dataset.max_tokens must not exceed half of training.seq_len, {half}: both answers of a pair go "
+                    "into one micro-batch"
+                )
 
     def validate_offline(self) -> None:
         """Refuse what means something only where a policy samples as it trains."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from .actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
@@ -45,10 +45,8 @@ async def trainer(
     return await Trainer.options(**cfg.services[service]).as_actor(model, loss=loss, **(settings | more))
 
 
-async def critic(cfg: Any, model: str, record: Run, loss: Callable[..., Any], *, needed: bool = True) -> Service | None:
+async def critic(cfg: Any, model: str, record: Run, loss: Callable[..., Any]) -> Service:
     """A trainer of values beside the policy's, from `critic.model` or the policy's own start."""
-    if not needed:
-        return None
     optimizer = cfg.training.optimizer() | {"learning_rate": cfg.critic.learning_rate}
     own = {"service": "critic", "report": "critic", "head": "value", "optimizer": optimizer}
     return await trainer(cfg, cfg.critic.model or model, record, loss, **own)
@@ -71,10 +69,16 @@ async def replay_buffer(cfg: Any, record: Run, batch_size: int, replace: int = 0
     )
 
 
-async def reference(cfg: Any, model: str, temperature: float = 1.0, *, needed: bool = True) -> Service | None:
+async def reference(cfg: Any, model: str, temperature: float = 1.0) -> Service:
     """A frozen model that scores batches."""
-    if not needed:
-        return None
     return await ReferenceModel.options(**cfg.services.ref_model).as_service(
-        model, seq_len=cfg.training.seq_len, temperature=temperature
+        model, seq_len=cfg.training.seq_len, temperature=temperature, dtype=cfg.training.dtype
     )
+
+
+async def if_needed(needed: bool, starting: Coroutine[Any, Any, Service]) -> Service | None:
+    """What is being started, or None where this run can do without it."""
+    if needed:
+        return await starting
+    starting.close()
+    return None

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .common import pairs, sequence_sums, weighted_sum, where_trained
+from .common import in_order, pairs, sequence_sums, weighted_sum, where_trained
 
 
 class BradleyTerryLoss(nn.Module):
@@ -51,5 +51,4 @@ class BradleyTerryLoss(nn.Module):
     def metrics(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> dict[str, Tensor]:
         """Per pair: `margin` of the scores and `accuracy`; a tie is half right."""
         chosen, rejected = pairs(where_trained(values, weights), sequences)
-        right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
-        return {"margin": chosen - rejected, "accuracy": right}
+        return {"margin": chosen - rejected, "accuracy": in_order(chosen, rejected)}

@@ -123,6 +123,11 @@ def pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
     return sums[0::2], sums[1::2]
 
 
+def in_order(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """1 where the preferred one is ahead, 0 where it is behind; a tie is half right. All [pairs]."""
+    return (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
+
+
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """`sum(values * weights)`, where a weight of zero removes its token whatever its value is (NaN included)."""
     return torch.where(weights != 0, values * weights, torch.zeros_like(values)).sum()

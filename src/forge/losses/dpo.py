@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .common import log_ratio, pairs, weighted_sum, where_trained
+from .common import in_order, log_ratio, pairs, weighted_sum, where_trained
 
 
 class DPOLoss(nn.Module):
@@ -58,7 +58,7 @@ class DPOLoss(nn.Module):
         chosen, rejected = self._rewards(logprobs, ref_logprobs, weights, sequences)
         return {
             "margin": chosen - rejected,
-            "accuracy": (chosen > rejected).float(),
+            "accuracy": in_order(chosen, rejected),
             "reward_chosen": chosen,
             "reward_rejected": rejected,
         }
