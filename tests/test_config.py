@@ -50,6 +50,7 @@ services:
 
 
 NO_CLIP = ["--grpo.clip_low", "null", "--grpo.clip_high", "null"]
+SOURCES = ["--dataset.path", "null", "--dataset.sources"]
 TEACHER = ["--grpo.reference", "teacher"]
 NO_REFERENCE = ["--services.ref_model", "{procs: 1}"]
 
@@ -111,6 +112,17 @@ def test_overrides(config):
         (["--grpo.correction_level", "sequence"], "correction_level do nothing: grpo.correction is not set"),
         (["--grpo.overlong_buffer", "512"], "grpo.overlong_buffer must be at least 0 and below grpo.max_tokens"),
         (["--critic.clip", "0.5"], "critic or services.critic is set and nothing uses it: grpo has no critic"),
+        (["--training.learning_rate", "-1"], "training: learning_rate must be at least 0"),
+        (["--training.beta1", "2"], r"training: beta1 and beta2 must be in \[0, 1\)"),
+        (["--grpo.temperature", ".nan"], "grpo.temperature must be positive"),
+        (["--grpo.max_tokens", "0"], "grpo.max_tokens must be at least 1"),
+        (["--async.max_policy_age", "-1"], "async.max_policy_age must be at least 0"),
+        (["--eval.problems", "-1"], "eval.problems and eval.every must be at least 0"),
+        (["--checkpoint.every", "-1"], "checkpoint.keep must be at least 1 and every at least 0"),
+        (["--generator.slots", "0"], "generator.slots must be at least 1"),
+        ([*SOURCES, "[{path: a, max_prompt_tokens: 9999}]"], "together exceed training.seq_len: at most 3584"),
+        ([*SOURCES, "[{path: a, wieght: 2}]"], r"unknown key 'dataset.sources\[0\].wieght'"),
+        ([*SOURCES, "[{path: a, weight: 0}]"], r"dataset.sources\[0\].weight must be a number above 0"),
         (["--critic.procs", "2"], "critic or services.critic is set and nothing uses it: grpo has no critic"),
         (["--grpo.horizon", "9"], "does something under aggregation fixed_horizon only: this is token_mean"),
         (["--grpo.loss", "{kl: k2}", "--grpo.beta", "0", *NO_REFERENCE], "grpo.loss.kl and grpo.loss.kl_in do nothing"),
@@ -158,6 +170,10 @@ def test_mistakes_are_named(config, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read(config, *overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_may_share_copies_whatever_a_critic_that_is_not_there(config):
+    assert read(config, "--trainer.procs", "4", "--parallelism.data_parallel_shard_degree", "2")
 
 
 def test_an_algorithm_is_made_with_what_is_set_and_nothing_else(config):

@@ -47,6 +47,19 @@ def test_every_sequence_lands_exactly_once(lengths: list[tuple[int, int]], ranks
     assert sum(micro.weights.sum() for micro in micros) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_only_the_proportion_of_episode_weights_matters(aggregation):
+    rows = episodes([(2, 3), (2, 5), (1, 1)])
+    batches = []
+    for scale in (1.0, 0.001):
+        for episode, weight in zip(rows, (2.0, 0.0, 1.0), strict=True):
+            episode.weight = scale * weight
+        batches.append(pack(rows, aggregation=aggregation))
+        assert batches[-1].weights.sum() == pytest.approx(1.0)
+        assert not batches[-1].weights[5:12].any()
+    np.testing.assert_allclose(batches[0].weights, batches[1].weights, rtol=1e-6)
+
+
 @given(LENGTHS)
 def test_weights_give_tokens_or_episodes_equal_shares(lengths: list[tuple[int, int]]):
     responses = [response for _, response in lengths]

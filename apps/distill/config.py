@@ -67,14 +67,10 @@ class DistillConfig(RecipeConfig):
         self.validate_services(self.services)
         self.distill.validate()
         room = self.training.seq_len - self.distill.max_tokens
-        if self.dataset.max_prompt_tokens is None:
-            self.dataset.max_prompt_tokens = room
+        together = f"dataset.max_prompt_tokens and distill.max_tokens together exceed training.seq_len: at most {room}"
         for bad, message in (
             (room < 1, "training.seq_len must exceed distill.max_tokens"),
-            (
-                self.dataset.max_prompt_tokens > room,
-                f"dataset.max_prompt_tokens and distill.max_tokens together exceed training.seq_len: at most {room}",
-            ),
+            (self.generator.slots < 1, "generator.slots must be at least 1"),
             (
                 self.training.sync_interval != 1,
                 "training.sync_interval does nothing in this recipe: the student samples with its newest weights",
@@ -90,3 +86,4 @@ class DistillConfig(RecipeConfig):
         ):
             if bad:
                 raise ConfigError(message)
+        self.dataset.bound("max_prompt_tokens", room, together)

@@ -23,7 +23,7 @@ async def main(cfg: DistillConfig, model: str, held_out: list[Sample], record: R
     how, training = cfg.distill, cfg.training
     loss = DistillLoss(how.clip_high, entropy_coef=training.entropy_coef)
     dataset, student, trainer, teacher, reward = await asyncio.gather(
-        start.dataset(cfg, model, record),
+        start.dataset(cfg, model, record, in_turn=True),
         start.generator(cfg, model, store, temperature=how.temperature, max_tokens=how.max_tokens),
         start.trainer(cfg, model, record, loss, store=store, temperature=how.temperature, max_policy_age=0),
         start.reference(cfg, how.teacher, how.temperature),

@@ -24,7 +24,7 @@ from forge.types import Batch, Episode
 async def main(cfg: DPOConfig, model: str, held_out: list[Pair], record: Run, store: VersionStore) -> None:
     loss = DPOLoss(**cfg.dpo)
     dataset, trainer, reference = await asyncio.gather(
-        start.dataset(cfg, model, record),
+        start.dataset(cfg, model, record, in_turn=True),
         start.trainer(cfg, model, record, loss),
         start.reference(cfg, model),
     )

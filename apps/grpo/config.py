@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from forge.config import ConfigError, Section
 from forge.data.config import DatasetConfig
-from forge.losses import Algorithm, Correction, load_algorithm
+from forge.losses import Algorithm, Correction, PolicyLoss, load_algorithm
 from forge.sections import MetricsConfig, RecipeConfig, ServiceConfig
 
 
@@ -139,7 +139,11 @@ class GRPOConfig(RecipeConfig):
                 f"grpo.n_samples must be at least 2: {self.algorithm} compares the samples of a prompt with one "
                 "another, and one sample has nothing to be compared with",
             ),
-            (algo.temperature <= 0, "grpo.temperature must be positive: greedy samples of a prompt are all equal"),
+            (algo.max_tokens < 1, "grpo.max_tokens must be at least 1"),
+            (self.async_.max_policy_age < 0, "async.max_policy_age must be at least 0"),
+            (self.metrics.rollouts < 0, "metrics.rollouts must be at least 0"),
+            (self.generator.slots < 1, "generator.slots must be at least 1"),
+            (not algo.temperature > 0, "grpo.temperature must be positive: greedy samples of a prompt are all equal"),
             (algo.max_tokens >= self.training.seq_len, "training.seq_len must exceed grpo.max_tokens"),
             (
                 self.async_.max_policy_age < self.training.sync_interval - 1,
@@ -161,7 +165,7 @@ class GRPOConfig(RecipeConfig):
                 "only: set grpo.loss.clip_ratio or grpo.correction, or make one update",
             ),
             (
-                not algorithm.beta and bool({"kl", "kl_in"} & algo.loss.keys()),
+                isinstance(algorithm, PolicyLoss) and not algorithm.beta and bool({"kl", "kl_in"} & algo.loss.keys()),
                 "grpo.loss.kl and grpo.loss.kl_in do nothing: grpo.beta is 0",
             ),
             (
@@ -181,8 +185,8 @@ class GRPOConfig(RecipeConfig):
                 "grpo.reference is set and nothing uses it: grpo.beta is 0",
             ),
             (
-                self.algorithm == "distill" and algo.reference is None,
-                "algorithm distill needs grpo.reference: the teacher's folder or hub id",
+                algorithm.needs_teacher and algo.reference is None,
+                f"algorithm {self.algorithm} needs grpo.reference: the teacher's folder or hub id",
             ),
             (
                 not algorithm.needs_critic
@@ -201,14 +205,10 @@ class GRPOConfig(RecipeConfig):
         ):
             if bad:
                 raise ConfigError(message)
-        self.validate_services(self.services)
+        self.validate_services(self.services, idle=() if algorithm.needs_critic else ("critic",))
         room = self.training.seq_len - algo.max_tokens
-        if self.dataset.max_prompt_tokens is None:
-            self.dataset.max_prompt_tokens = room
-        elif self.dataset.max_prompt_tokens > room:
-            raise ConfigError(
-                f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
-            )
+        together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
+        self.dataset.bound("max_prompt_tokens", room, together)
         if self.eval.every % self.training.sync_interval:
             raise ConfigError(
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"

@@ -22,7 +22,7 @@ from forge.store import VersionStore
 async def main(cfg: RewardModelConfig, model: str, held_out: list[Pair], record: Run, store: VersionStore) -> None:
     loss = BradleyTerryLoss(**cfg.reward_model)
     dataset, trainer = await asyncio.gather(
-        start.dataset(cfg, model, record),
+        start.dataset(cfg, model, record, in_turn=True),
         start.trainer(cfg, model, record, loss, head="reward"),
     )
     await actors.resume(record, trainer, dataset)

@@ -37,18 +37,21 @@ class SFTConfig(RecipeConfig):
         super().validate()
         self.validate_offline()
         self.validate_services(self.services)
-        if self.dataset.max_tokens is None:
-            self.dataset.max_tokens = self.training.seq_len
-        unread = (self.reward, self.generator, self.services.reward, self.services.generator, self.eval.stop_at)
-        default = (RewardConfig(), GeneratorConfig(), Services().reward, ServiceConfig(), SFTEvalConfig().stop_at)
+        self.dataset.bound("max_tokens", self.training.seq_len, "dataset.max_tokens must not exceed training.seq_len")
+        exam, unset = self.eval.accuracy and self.eval.problems > 0, SFTEvalConfig()
+        unread = (self.reward, self.generator, self.services.reward, self.services.generator)
+        default = (RewardConfig(), GeneratorConfig(), Services().reward, ServiceConfig())
         for bad, message in (
-            (self.dataset.max_tokens > self.training.seq_len, "dataset.max_tokens must not exceed training.seq_len"),
             (
-                not self.eval.accuracy and unread != default,
-                "reward, generator and eval.stop_at do nothing: eval.accuracy is false",
+                not exam and unread != default,
+                "reward and generator do nothing: eval.accuracy is false, or eval.problems 0",
             ),
             (
-                self.eval.accuracy and len(self.reward.functions) > 1 and self.reward.accuracy is None,
+                not exam and (self.eval.stop_at, self.eval.max_tokens) != (unset.stop_at, unset.max_tokens),
+                "eval.stop_at and eval.max_tokens do nothing: eval.accuracy is false, or eval.problems 0",
+            ),
+            (
+                exam and len(self.reward.functions) > 1 and self.reward.accuracy is None,
                 "reward.functions beyond the first do nothing here: answers are right by one function",
             ),
         ):

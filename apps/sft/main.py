@@ -25,19 +25,19 @@ async def main(cfg: SFTConfig, model: str, held_out: list[Episode], record: Run,
     aggregation = cfg.training.aggregation or "token_mean"
 
     async def start_exam() -> tuple[Service, Service] | None:
-        if not cfg.eval.accuracy:
+        if not (cfg.eval.accuracy and held_out):
             return None
         return await asyncio.gather(
             start.generator(cfg, model, store, max_tokens=cfg.eval.max_tokens), start.reward(cfg)
         )
 
     dataset, trainer, exam = await asyncio.gather(
-        start.dataset(cfg, model, record),
+        start.dataset(cfg, model, record, in_turn=True),
         start.trainer(cfg, model, record, SFTLoss(), store=store, aggregation=aggregation),
         start_exam(),
     )
     await actors.resume(record, trainer, dataset)
-    samples = as_samples(held_out, model) if cfg.eval.accuracy else []
+    samples = as_samples(held_out, model)
 
     async def evaluation(step: int) -> dict[str, float]:
         if not held_out:

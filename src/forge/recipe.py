@@ -75,7 +75,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         model = resolve_model(cfg.model) if cfg.model else build_small_model(initial, seed=cfg.seed, **cfg.from_scratch)
     else:
         model = resolve_model(cfg.model or str(initial))
-        check_origin(folder, [model, *others], local(cfg.dataset.paths))
+        check_origin(folder, [model, *others], local(cfg.dataset.files))
     for key, other in zip(cfg.others(), others, strict=True):
         check_vocabulary(key, other, model)
     for name in cfg.rewards():
@@ -94,7 +94,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         start=start.step,
     )
     if start.checkpoint is None:
-        write_origin(folder, [model, *others], local(cfg.dataset.paths))
+        write_origin(folder, [model, *others], local(cfg.dataset.files))
     else:
         record.say(f"going on from {start.checkpoint}")
     return model, held_out, record
@@ -102,7 +102,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
 
 def local(paths: list[str]) -> list[str]:
     """Those paths that are of this machine and no hub ids."""
-    return [path for path in paths if Path(path).exists()]
+    return [path for path in paths if "{" not in path and Path(path).exists()]
 
 
 def check_overwrite(cfg: Any, model: str) -> None:
@@ -112,7 +112,7 @@ def check_overwrite(cfg: Any, model: str) -> None:
         ValueError: the model or the data lie in the folder that would be removed.
     """
     folder = (Path(cfg.run.root) / cfg.run.name).resolve()
-    for name in (model, *cfg.dataset.paths, cfg.eval.path, *cfg.others().values()):
+    for name in (model, *local(cfg.dataset.files), cfg.eval.path, *cfg.others().values()):
         if name is not None and Path(name).resolve().is_relative_to(folder):
             raise ValueError(f"run.overwrite would remove {name}, which this run reads: choose another run.name")
 

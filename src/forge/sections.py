@@ -43,14 +43,23 @@ class FromScratch(Section):
     kv_heads: int = 2
     max_positions: int = 128
 
+    def validate(self) -> None:
+        least = min(self.layers, self.heads, self.kv_heads, self.max_positions)
+        if least < 1 or self.hidden_size % (2 * self.heads) or self.heads % self.kv_heads:
+            raise ConfigError(
+                "from_scratch: layers, heads, kv_heads and max_positions must be at least 1, hidden_size a multiple of "
+                "twice heads, and heads one of kv_heads"
+            )
+
 
 @dataclass
 class TrainingConfig(Section):
     """One optimiser step and how many of them.
 
-    `batch_size` counts prompts (with all their samples) of a step; `seq_len` is the longest sequence and the most
-    tokens of a micro-batch; `sync_interval` is the number of steps between two weight updates of the generators. A step
-    makes `mini_batches` * `epochs` updates. `aggregation` null is the algorithm's own.
+    `batch_size` counts prompts (with all their samples) of a step, rows or pairs where nothing is sampled; `seq_len` is
+    the longest sequence and the most tokens of a micro-batch; `sync_interval` is the number of steps between two weight
+    updates of the generators. A step makes `mini_batches` * `epochs` updates. `aggregation` null is the algorithm's
+    own.
     """
 
     batch_size: int = 4
@@ -87,6 +96,12 @@ class TrainingConfig(Section):
                 raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}")
         if self.schedule != "constant" and self.steps <= self.warmup_steps:
             raise ConfigError(f"a {self.schedule} schedule needs training.steps > training.warmup_steps")
+        from .training.optimizer import OptimizerSettings
+
+        try:
+            OptimizerSettings(**self.optimizer())
+        except ValueError as error:
+            raise ConfigError(f"training: {error}") from None
 
     def optimizer(self) -> dict[str, Any]:
         """Settings for `forge.training.optimizer.OptimizerSettings`."""
@@ -131,7 +146,7 @@ class ParallelismConfig(Section):
     tensor_parallel_degree: int = 1
     pipeline_parallel_degree: int = 1
 
-    def validate(self, ranks: int) -> None:
+    def validate(self, service: str, ranks: int) -> None:
         for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
             if getattr(self, name) != 1:
                 raise ConfigError(
@@ -141,7 +156,7 @@ class ParallelismConfig(Section):
         shard = self.data_parallel_shard_degree
         if shard != -1 and (shard < 1 or ranks % shard):
             raise ConfigError(
-                f"parallelism.data_parallel_shard_degree = {shard} does not divide services.trainer.procs = {ranks}"
+                f"parallelism.data_parallel_shard_degree = {shard} does not divide services.{service}.procs = {ranks}"
             )
 
 
@@ -176,8 +191,8 @@ class CheckpointConfig(Section):
     async_write: bool = False
 
     def validate(self) -> None:
-        if self.keep < 1:
-            raise ConfigError(f"checkpoint.keep must be at least 1, got {self.keep}")
+        if self.keep < 1 or self.every < 0:
+            raise ConfigError(f"checkpoint.keep must be at least 1 and every at least 0, got {self.keep}, {self.every}")
         if self.async_write and not self.every:
             raise ConfigError("checkpoint.async_write does nothing: checkpoint.every is 0")
 
@@ -198,7 +213,8 @@ class CheckpointConfig(Section):
 
 @dataclass
 class EvalConfig(Section):
-    """Greedy accuracy on `problems` held-out problems before, after and every so many steps (0: only those two).
+    """An evaluation on `problems` held-out problems, rows or pairs before, after and every so many steps (0: only those
+    two); 0 problems: none.
 
     They come from `path` and `split`, or from the dataset's own path; a procedural task holds its own out.
     """
@@ -264,15 +280,19 @@ class TrainingRecipe(Section):
         if self.lora is not None:
             self.lora.validate()
         self.checkpoint.validate()
+        if self.eval.problems < 0 or self.eval.every < 0:
+            raise ConfigError("eval.problems and eval.every must be at least 0")
+        if self.from_scratch is not None:
+            self.from_scratch.validate()
 
-    def validate_services(self, services: Any) -> None:
+    def validate_services(self, services: Any, *, idle: tuple[str, ...] = ()) -> None:
         """Check the placement of all services: those that train may have several ranks, those that hold no state
-        several replicas."""
+        several replicas. `idle` are not started."""
         for name in services:
             learns, holds = name in ("trainer", "critic"), name in ("replay_buffer", "dataset")
             services[name].validate(name, ranks=learns, replicas=not learns and not holds)
-            if learns:
-                self.parallelism.validate(services[name].procs)
+            if learns and name not in idle:
+                self.parallelism.validate(name, services[name].procs)
 
     def validate_pairs(self, dataset: PreferencesConfig) -> None:
         """Check what training on pairs asks for: every pair counts the same, and goes into one micro-batch whole. Their
@@ -280,13 +300,8 @@ class TrainingRecipe(Section):
         if self.training.aggregation is not None:
             raise ConfigError("training.aggregation does nothing in this recipe: every pair counts the same")
         half = self.training.seq_len // 2
-        dataset.max_tokens = half if dataset.max_tokens is None else dataset.max_tokens
-        for length in (dataset.max_tokens, *(source.get("max_tokens") or 0 for source in dataset.sources or ())):
-            if length > half:
-                raise ConfigError(
-                    f"dataset.max_tokens must not exceed half of training.seq_len, {half}: both answers of a pair go "
-                    "into one micro-batch"
-                )
+        most = f"dataset.max_tokens must not exceed half of training.seq_len, {half}: both answers of a pair go "
+        dataset.bound("max_tokens", half, f"{most}into one micro-batch")
 
     def validate_offline(self) -> None:
         """Refuse what means something only where a policy samples as it trains."""

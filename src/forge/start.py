@@ -11,16 +11,16 @@ from .observability import Run
 from .store import VersionStore
 
 
-async def dataset(cfg: Any, model: str, record: Run, **more: Any) -> Service:
-    """The stream of data, which goes on after the loss of its process."""
+async def dataset(cfg: Any, model: str, record: Run, *, in_turn: bool = False) -> Service:
+    """The stream of data, which goes on after the loss of its process. `in_turn`: what it hands out has been trained on
+    whenever a checkpoint is written, so that nothing is ever handed out again."""
     return await DatasetActor.options(**cfg.services.dataset).as_actor(
         model,
         kind=cfg.dataset.kind,
         seed=cfg.seed,
         journal=f"{record.recovery}/dataset",
-        remember=cfg.checkpoint.remember,
+        remember=0 if in_turn else cfg.checkpoint.remember,
         **cfg.dataset,
-        **more,
     )
 
 

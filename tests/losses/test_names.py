@@ -20,6 +20,10 @@ def with_kl(logprobs, advantages, weights, ref_logprobs=None, beta: float = 0.0)
     return weighted_sum(beta * (logprobs - ref_logprobs) - advantages * logprobs, weights)
 
 
+def needs_scale(logprobs, weights, scale):
+    return -scale * weighted_sum(logprobs, weights)
+
+
 def with_teacher(logprobs, ref_logprobs, weights):
     return weighted_sum(logprobs - ref_logprobs, weights)
 
@@ -34,7 +38,7 @@ class OwnAlgorithm(GRPOLoss):
 def module():
     sys.modules["my_losses"] = mine = types.ModuleType("my_losses")
     mine.own_loss, mine.OwnAlgorithm, mine.Plain, mine.three = own_loss, OwnAlgorithm, torch.nn.Linear, 3
-    mine.with_kl, mine.with_teacher = with_kl, with_teacher
+    mine.with_kl, mine.with_teacher, mine.needs_scale = with_kl, with_teacher, needs_scale
     yield
     del sys.modules["my_losses"]
 
@@ -86,6 +90,10 @@ def test_a_class_of_ones_own():
         ("decoupled_ppo", {"correction": None}, "decoupled PPO is its correction"),
         ("grpo", {"std": "mean"}, "std must be sample or population"),
         ("distill", {"beta": 0.1}, "algorithm distill has no setting 'beta'"),
+        ("my_losses:needs_scale", {}, "algorithm my_losses:needs_scale needs 'scale', which is no tensor"),
+        ("grpo", {"clip_low": "a"}, "algorithm grpo: "),
+        ("grpo", {"correction": "mask"}, "correction must be a Correction"),
+        ("grpo", {"entropy_coef": -1.0}, "beta must be at least 0, and so must entropy_coef"),
         ("my_losses:own_loss", {"factor": 1.0}, "has no setting 'factor': it has scale"),
         ("grpo", {"clip_low": 2.0}, "clip_low must be in"),
         ("grpo", {"dual_clip": 1.1}, "dual_clip must be above 1"),

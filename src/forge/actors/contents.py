@@ -34,7 +34,7 @@ class Contents:
     """Items in order, counters and a random state: no waiting, no messages, no metrics.
 
     `seen` are the indices of all groups that ever came in, kept or not. A group that comes again is dropped, and so are
-    groups whose rewards are all equal, up to `replace` of them between two times that something is taken.
+    groups whose rewards are all equal as they come, up to `replace` of them between two times that something is taken.
 
     The same operations in the same order give the same answers and leave the same contents. A journal of operations
     relies on that.

@@ -98,7 +98,7 @@ def load_reward(name: str) -> RewardFunction:
     module_name, _, attribute = name.rpartition(":")
     try:
         found = getattr(importlib.import_module(module_name or "forge.data.rewards"), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"reward {name!r} was not found ({error}); write package.module:Name") from error
     try:
         made = found() if inspect.isclass(found) else found

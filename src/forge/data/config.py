@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from forge.config import ConfigError, Section
+from forge.config import ConfigError, Section, build
 
 
 @dataclass
@@ -34,12 +34,41 @@ class RowsConfig(Section):
     def validate(self) -> None:
         if [self.path, self.task, self.sources].count(None) != 2:
             raise ConfigError("dataset needs either a path (file, folder or hub id), a task, or sources")
+        for number, source in enumerate(self.sources or ()):
+            where = f"dataset.sources[{number}]"
+            build(type(self), {name: value for name, value in source.items() if name != "weight"}, where)
+            weight = source.get("weight", 1.0)
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+                raise ConfigError(f"{where}.weight must be a number above 0, got {weight!r}")
+            if "sources" in source:
+                raise ConfigError(f"{where} has sources of its own: put them beside it")
+
+    def bound(self, key: str, most: int, message: str) -> None:
+        """Nothing may have more than `most` tokens: the default where `key` is not set, of the whole or of a source.
+
+        Raises:
+            ConfigError: `message`.
+        """
+        if getattr(self, key) is None:
+            setattr(self, key, most)
+        if any(
+            length > most for length in (getattr(self, key), *(source.get(key) or 0 for source in self.sources or ()))
+        ):
+            raise ConfigError(message)
 
     @property
     def paths(self) -> list[str]:
         """All paths that are named."""
-        named = [self.path, *(source.get("path") for source in self.sources or ())]
-        return [path for path in named if path is not None]
+        return self._all("path")
+
+    @property
+    def files(self) -> list[str]:
+        """All that is read and may be a file of this machine: data, and chat templates."""
+        return [*self.paths, *self._all("chat_template")]
+
+    def _all(self, key: str) -> list[str]:
+        named = [getattr(self, key), *(source.get(key) for source in self.sources or ())]
+        return [name for name in named if isinstance(name, str)]
 
     @property
     def procedural(self) -> bool:

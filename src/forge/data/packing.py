@@ -96,7 +96,7 @@ def _shares(episodes: Sequence[Episode], aggregation: str, horizon: int | None) 
     if not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
         raise ValueError("episode weights must be finite and at least 0, and one of them above 0")
     if aggregation == "token_mean":
-        return weights / max(1.0, (weights * counts).sum())
+        return weights / ((weights * counts).sum() or 1.0)
     if aggregation == "sequence_mean":
         return weights / weights.sum() / np.maximum(1, counts)
     if horizon is not None:

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 
 from ..advantages import group_relative
 
+# What a loss may ask for by name, see `forge.losses`.
+TENSORS = (
+    *("logprobs", "entropy", "behaviour_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values"),
+    *("old_values", "returns", "weights", "padding_mask", "sequences"),
+)
+
 
 class Algorithm(nn.Module):
     """A loss that says how its batch is made. The defaults are GRPO's.
@@ -25,6 +31,7 @@ class Algorithm(nn.Module):
         whiten: token advantages are brought to mean 0 and deviation 1 over the batch.
         needs_critic: advantages come from a critic's values by `forge.losses.gae`, with `discount` and `trace`.
         needs_reference: the loss takes `ref_logprobs` of another model.
+        needs_teacher: that model has to be another than the start.
         beta, kl, kl_in: weight, estimator and place ("loss" or "reward") of the KL to the reference.
         entropy_coef: weight of the entropy bonus.
         on_policy: every sample is taken for the policy's own.
@@ -39,6 +46,7 @@ class Algorithm(nn.Module):
     within_group: bool = True
     whiten: bool = False
     needs_critic: bool = False
+    needs_teacher: bool = False
     discount: float = 1.0
     trace: float = 1.0
     beta: float = 0.0
@@ -50,7 +58,7 @@ class Algorithm(nn.Module):
 
     @property
     def needs_reference(self) -> bool:
-        return self.beta > 0
+        return self.needs_teacher or self.beta > 0
 
     def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
         """One advantage an episode from the rewards of a batch, both [groups][samples]."""
@@ -62,7 +70,7 @@ class OwnLoss(Algorithm):
 
     Args:
         function: one with a parameter `beta` above 0, or that must be given `ref_logprobs`, has a reference model.
-        **settings: further arguments of it.
+        **settings: further arguments of it, all that are no tensors (`TENSORS`).
     """
 
     advantages_alone = False  # nobody knows
@@ -71,7 +79,8 @@ class OwnLoss(Algorithm):
         super().__init__()
         parameters = inspect.signature(function).parameters
         default = parameters["beta"].default if "beta" in parameters else 0.0
-        self.beta = settings.get("beta", 0.0 if default is inspect.Parameter.empty else default)
+        beta = settings.get("beta", default)
+        self.beta = beta if isinstance(beta, int | float) else 0.0
         ref = parameters.get("ref_logprobs")
         self._must_have_reference = ref is not None and ref.default is inspect.Parameter.empty
         # An attribute of the instance: whoever asks which tensors it takes sees the function's own parameters.

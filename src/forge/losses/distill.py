@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .common import weighted_gradient, where_trained
+from .common import log_ratio, weighted_gradient, where_trained
 from .correction import Correction
 from .policy import PolicyLoss
 
@@ -29,7 +29,7 @@ class DistillLoss(PolicyLoss):
 
     uses_rewards = False
     within_group = False
-    needs_reference = True  # type: ignore[assignment]
+    needs_teacher = True
 
     def __init__(
         self, clip_high: float = 1.0, *, entropy_coef: float = 0.0, correction: Correction | None = None
@@ -60,7 +60,7 @@ class DistillLoss(PolicyLoss):
         sequences: Tensor | None = None,
     ) -> Tensor:
         """All tensors of one shape; `ref_logprobs` are the teacher's. Returns a scalar."""
-        reward = where_trained(ref_logprobs, weights) - where_trained(logprobs.detach(), weights)
+        reward = where_trained(log_ratio(ref_logprobs, logprobs.detach()), weights)
         return super().forward(
             logprobs,
             behaviour_logprobs,
@@ -82,6 +82,6 @@ class DistillLoss(PolicyLoss):
         sequences: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Per token, as every policy's, and `reverse_kl`: the student's log-probability less the teacher's (k1)."""
-        reward = ref_logprobs - logprobs
+        reward = log_ratio(ref_logprobs, logprobs)
         found = super().metrics(logprobs, behaviour_logprobs, reward, weights, proximal_logprobs, sequences)
         return found | {"reverse_kl": -reward}

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .algorithm import Algorithm, OwnLoss
+from .algorithm import TENSORS, Algorithm, OwnLoss
 from .cispo import CISPOLoss
 from .dapo import DAPOLoss
 from .decoupled import DecoupledPPOLoss
@@ -56,8 +56,16 @@ def load_algorithm(name: str, **settings: Any) -> Algorithm:
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
             raise ValueError(f"algorithm {name} has no setting {setting!r}: {hint}")
     if not inspect.isclass(found):
+        missing = [p.name for p in _arguments(found) if p.default is p.empty and p.name not in settings]
+        if missing:
+            raise ValueError(
+                f"algorithm {name} needs {missing[0]!r}, which is no tensor of a batch: set it in grpo.loss"
+            )
         return OwnLoss(found, **settings)
-    made = found(**settings)
+    try:
+        made = found(**settings)
+    except TypeError as error:
+        raise ValueError(f"algorithm {name}: {error}") from error
     if not isinstance(made, Algorithm):
         raise ValueError(f"algorithm {name} is no forge.losses.Algorithm: derive it from that, or write a function")
     return made
@@ -71,7 +79,7 @@ def _own(name: str) -> Callable[..., Any]:
         raise ValueError(f"unknown algorithm {name!r}: {hint}; your own is written package.module:Name")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"algorithm {name!r} was not found ({error}); write package.module:Name") from error
     if not callable(found):
         raise ValueError(f"algorithm {name!r} is neither a class nor a function")
@@ -81,7 +89,7 @@ def _own(name: str) -> Callable[..., Any]:
 def _settings(found: Callable[..., Any]) -> list[str]:
     """Names of settings: of every constructor that a class passes `**more` on to, or of a function."""
     if not inspect.isclass(found):
-        return [p.name for p in inspect.signature(found).parameters.values() if p.default is not p.empty]
+        return [p.name for p in _arguments(found)]
     names: dict[str, None] = {}
     for cls in found.__mro__:
         if cls is Algorithm:
@@ -93,3 +101,9 @@ def _settings(found: Callable[..., Any]) -> list[str]:
         if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             break
     return list(names)
+
+
+def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a function takes besides tensors."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.name not in TENSORS and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

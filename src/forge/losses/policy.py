@@ -43,8 +43,10 @@ class PolicyLoss(Algorithm):
         correction: Correction | None = None,
     ) -> None:
         super().__init__()
-        if beta < 0:
-            raise ValueError(f"beta must be at least 0, got {beta}")
+        if beta < 0 or entropy_coef < 0:
+            raise ValueError(f"beta must be at least 0, and so must entropy_coef, got {beta} and {entropy_coef}")
+        if not isinstance(correction, Correction | None):
+            raise ValueError(f"correction must be a Correction (grpo.correction in the YAML), got {correction!r}")
         if kl not in ("k1", "k2", "k3"):
             raise ValueError(f"kl must be k1, k2 or k3, got {kl!r}")
         if kl_in not in ("loss", "reward"):

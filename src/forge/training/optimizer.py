@@ -37,8 +37,11 @@ class OptimizerSettings:
             raise ValueError(f"schedule must be constant, linear or cosine, got {self.schedule!r}")
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(f"a {self.schedule} schedule needs total_steps > warmup_steps, got {self.total_steps}")
-        if self.learning_rate < 0 or self.max_grad_norm < 0:
-            raise ValueError("learning_rate and max_grad_norm must not be negative")
+        for name in ("learning_rate", "max_grad_norm", "weight_decay", "warmup_steps", "min_lr_ratio"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"beta1 and beta2 must be in [0, 1), got {self.beta1} and {self.beta2}")
 
     def scale(self, step: int) -> float:
         """Share of the peak rate at optimiser step `step` (from 0)."""
