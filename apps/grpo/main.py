@@ -91,7 +91,8 @@ async def main(
             batch.ref_logprobs = await reference.logprobs.route(batch)
         if critic is not None:
             batch.values = await critic.predict.route(batch)
-        credit.assign(batch, algorithm)
+        with phase("credit"):
+            credit.assign(batch, algorithm)
         metrics = await trainer.train_step.route(batch)
         return metrics if critic is None else metrics | await critic.train_step.route(batch)
 
