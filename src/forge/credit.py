@@ -44,6 +44,9 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
     Raises:
         ValueError: the batch lacks what the algorithm needs.
     """
+    kl_in_reward = algorithm.beta > 0 and algorithm.kl_in == "reward"
+    if not (kl_in_reward or algorithm.needs_critic or algorithm.whiten):
+        return
     own = batch.mask
     counts = [int(mask.sum()) for mask in np.split(own, np.cumsum(batch.lengths)[:-1])]
 
@@ -56,7 +59,7 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
     advantages = trained("advantages")
     mask = padded(torch.ones_like(advantages), counts)
     cost = torch.zeros_like(advantages)
-    if algorithm.beta and algorithm.kl_in == "reward":
+    if kl_in_reward:
         cost = algorithm.beta * kl(trained("logprobs"), trained("ref_logprobs"), algorithm.kl)
     if algorithm.needs_critic:
         rewards, values = padded(trained("rewards") - cost, counts), padded(trained("values"), counts)
@@ -66,7 +69,7 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
         batch.returns[own] = packed(returns, counts).numpy()
         unexplained = np.var((batch.returns - batch.values)[own]) / max(1e-12, np.var(batch.returns[own]))  # type: ignore[operator]
         record_metric("critic/explained_variance", 1.0 - float(unexplained))
-    elif cost.any():
+    elif kl_in_reward:
         still_to_come, _ = gae(padded(cost, counts), torch.zeros_like(mask), mask)
         advantages = advantages - packed(still_to_come, counts)
     if algorithm.whiten:
