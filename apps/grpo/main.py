@@ -80,10 +80,10 @@ async def main(
                 await actors.save(record, trainer, dataset, buffer, critic, **cfg.checkpoint.how)
 
     async def learn(groups: list[Group], version: int) -> dict[str, float]:
-        for age in (version - group.version for group in groups):
-            record_metric("policy_age", age)
-            record_metric("policy_age", age, Reduce.MAX)
         with phase("pack"):
+            for age in (version - group.version for group in groups):
+                record_metric("policy_age", age)
+                record_metric("policy_age", age, Reduce.MAX)
             overlong_penalty([e for g in groups for e in g.episodes], algo.max_tokens, algo.overlong_buffer)
             batch = pack(credit.learnable(groups, algorithm), **cfg.shares(algorithm))
             batch = credit.skip_idle(batch, algorithm)

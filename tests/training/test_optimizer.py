@@ -39,8 +39,8 @@ def test_cosine_schedule():
         ({"schedule": "step"}, "constant, linear or cosine"),
         ({"schedule": "cosine"}, "total_steps > warmup_steps"),
         ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "total_steps > warmup_steps"),
-        ({"learning_rate": -1.0}, "must not be negative"),
-        ({"max_grad_norm": -1.0}, "must not be negative"),
+        ({"learning_rate": -1.0}, "must be at least 0"),
+        ({"max_grad_norm": -1.0}, "must be at least 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
