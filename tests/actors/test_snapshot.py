@@ -30,7 +30,7 @@ def dataset(incarnation: int = 0, **settings: Any) -> DatasetActor:
     actor = DatasetActor("", **settings)
     actor.context = ActorContext("DatasetActor", incarnation=incarnation)
     actor.ledger.begin()
-    actor.tokenizer, actor.dataset = TOKENIZER, PromptDataset(tokenizer=TOKENIZER, **TASK)
+    actor.dataset = PromptDataset(tokenizer=TOKENIZER, **TASK)
     if incarnation:
         actor.on_respawn()
     return actor

@@ -50,8 +50,8 @@ class DatasetActor(ForgeActor):
         from transformers import AutoTokenizer
 
         self.ledger.begin()
-        self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
-        self.dataset: Data = load_data(self.tokenizer, kind=self.kind, **self.settings)
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
+        self.dataset: Data = load_data(tokenizer, kind=self.kind, **self.settings)
 
     def on_respawn(self) -> None:
         position = self.dataset.state_dict()
