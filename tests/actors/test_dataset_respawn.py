@@ -108,9 +108,9 @@ def test_pairs_alternate(tokenizer: str):
     actor = started(DatasetActor(tokenizer, **TEACHING["preferences"]))
     episodes = actor.pairs(4)
     for chosen, rejected in zip(episodes[::2], episodes[1::2], strict=True):
-        question, right = actor.tokenizer.decode(chosen.tokens).removesuffix("<eos>").split(">")
+        question, right = character_tokenizer().decode(chosen.tokens).removesuffix("<eos>").split(">")
         assert right == question[::-1]
-        same, wrong = actor.tokenizer.decode(rejected.tokens).removesuffix("<eos>").split(">")
+        same, wrong = character_tokenizer().decode(rejected.tokens).removesuffix("<eos>").split(">")
         assert (same, wrong != right) == (question, True)
 
 
