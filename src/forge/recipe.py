@@ -76,6 +76,9 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     else:
         model = resolve_model(cfg.model or str(initial))
         check_origin(folder, [model, *others], local(cfg.dataset.files))
+    for trained in (model, cfg.others().get("critic.model")):
+        if trained is not None:
+            check_model(cfg, resolve_model(trained))
     for key, other in zip(cfg.others(), others, strict=True):
         check_vocabulary(key, other, model)
     for name in cfg.rewards():
@@ -98,6 +101,19 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     else:
         record.say(f"going on from {start.checkpoint}")
     return model, held_out, record
+
+
+def check_model(cfg: Any, model: str) -> None:
+    """Refuse a model that the trainer cannot have, or cannot divide as configured.
+
+    Raises:
+        ValueError: names what does not fit. ImportError: the trainer's backend is not installed.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    cfg.trainer.check_model(config)
+    cfg.parallelism.check(config)
 
 
 def local(paths: list[str]) -> list[str]:

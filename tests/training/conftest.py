@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.multiprocessing as mp
 
+from forge.store import VersionStore
 from forge.training import checkpoint
-from tests.training import ranks
+from tests.training import layouts, ranks
 from tests.training.cases import example, make_trainer, write_classifier, write_model
+
+Outcome = Callable[[str], list[Any]]
 
 
 @pytest.fixture(scope="session")
@@ -34,29 +37,54 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, model: Path, untied: Path) -> Callable[[str], list[Any]]:
-    """What each of two processes got from a scenario of `tests.training.ranks`, by the scenario's name."""
-    folder = tmp_path_factory.mktemp("ranks")
-    alone = make_trainer(model)
+def models(tmp_path_factory: pytest.TempPathFactory, model: Path, untied: Path) -> dict[str, Path]:
+    """Tied with norms of heads, untied, tied with biases."""
+    return {"qwen3": model, "llama": untied, "qwen2": write_model(tmp_path_factory.mktemp("biased"), "qwen2")}
+
+
+@pytest.fixture(scope="session")
+def published() -> Iterator[VersionStore]:
+    """Where four ranks put their weights."""
+    store = VersionStore.create()
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], published: VersionStore) -> Outcome:
+    """What each of two processes got from a scenario of `tests.training.layouts`, by the scenario's name."""
+    return run(2, tmp_path_factory.mktemp("two"), models, published)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], published: VersionStore) -> Outcome:
+    """The same of four."""
+    return run(4, tmp_path_factory.mktemp("four"), models, published)
+
+
+def run(
+    size: int, folder: Path, models: dict[str, Path], published: VersionStore, which: Any = layouts.scenarios
+) -> Outcome:
+    """Run the ranks, which write down in `<rank>.pickle` what each scenario returned; what they got, by its name."""
+    alone = make_trainer(models["qwen3"])
     for seed in range(3):
         alone.train_step(example(seed), ranks.LOSS)
     checkpoint.save(alone, folder / "one")
     context = mp.get_context("spawn")
-    rendezvous = context.SimpleQueue()
-    processes = [
-        context.Process(target=ranks.main, args=(rank, rendezvous, folder, model, untied)) for rank in range(2)
-    ]
+    common = (size, context.SimpleQueue(), folder, models, published, which)
+    processes = [context.Process(target=layouts.main, args=(rank, *common)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(100)
+    for process in processes:
         process.kill()
-    by_rank = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+    by_rank = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(len(processes))]
 
     def of(scenario: str) -> list[Any]:
-        for rank in range(2):
-            if isinstance(error := by_rank[rank][scenario], str):
+        for rank, own in enumerate(by_rank):
+            if isinstance(error := own.get(scenario, "was not run"), str):
                 pytest.fail(f"{scenario} on rank {rank}:\n{error}")
-        return [by_rank[rank][scenario] for rank in range(2)]
+        return [own[scenario] for own in by_rank]
 
     return of

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import TCPStore
 from torch.distributed.tensor import DTensor
 
 from forge.actors import Trainer
@@ -20,7 +17,7 @@ from forge.data.packing import Aggregation
 from forge.losses import GRPOLoss
 from forge.training import checkpoint
 from forge.training.background import Background
-from forge.training.distributed import Ranks, join, leave
+from forge.training.distributed import Ranks
 from forge.training.heads import Head
 from forge.training.trainer import PolicyTrainer
 from tests.actors.respawn import request
@@ -144,9 +141,9 @@ def several_updates(ranks: Ranks, model: Path) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights_of(trainer)}
 
 
-def saved(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
+def saved(ranks: Ranks, model: Path, folder: Path, **settings: Any) -> dict[str, Any]:
     """Three steps, a checkpoint and an export, then two steps more."""
-    trainer = make_trainer(model, ranks)
+    trainer = make_trainer(model, ranks, **settings)
     for seed in range(3):
         trainer.train_step(example(seed), LOSS)
     trainer.logprobs(example(0))
@@ -154,7 +151,7 @@ def saved(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
     checkpoint.export(trainer, folder / "model", model)
     weights = weights_of(trainer)
     after = [trainer.train_step(example(seed), LOSS) for seed in (3, 4)]
-    restored = make_trainer(model, ranks)
+    restored = make_trainer(model, ranks, **settings)
     extra = checkpoint.load(restored, path)
     again = [restored.train_step(example(seed), LOSS) for seed in (3, 4)]
     return {
@@ -268,30 +265,6 @@ def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, 
         "background": partial(background, ranks, model, folder / "background"),
         "of one rank": partial(of_one_rank, ranks, model, folder / "one" / "step_000003"),
     }
-
-
-def main(rank: int, rendezvous: Any, folder: Path, model: Path, untied: Path) -> None:
-    """One of two ranks: run every scenario and write down what each returned, or its traceback."""
-    torch.set_num_threads(1)
-    outcome: dict[str, Any] = {}
-    for shard_degree in (-1, 1):
-        # Rank 0 holds the store, as `forge.controller` has it.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-        if store is not None:
-            rendezvous.put(f"127.0.0.1:{store.port}")
-        address = f"127.0.0.1:{store.port}" if store is not None else rendezvous.get()
-        ranks = join(rank, 2, address, shard_degree)
-        scenarios = (
-            {"hsdp": partial(five_steps, ranks, model)} if shard_degree == 1 else sharded(ranks, folder, model, untied)
-        )
-        for name, scenario in scenarios.items():
-            try:
-                outcome[name] = plain(scenario())
-            except Exception:
-                outcome[name] = traceback.format_exc()
-        torch.distributed.barrier()
-        leave()
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(outcome))
 
 
 def plain(value: Any) -> Any:

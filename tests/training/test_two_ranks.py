@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forge.training import checkpoint
 from forge.training.distributed import join
 from forge.training.heads import Head
+from forge.training.layout import Parallelism
 from tests.training import ranks
 from tests.training.cases import example, make_trainer, targets, weights_of
 
@@ -179,9 +180,9 @@ def test_an_export_of_two_ranks_is_the_trained_model(two_ranks: TwoRanks):
 
 def test_join_names_what_is_wrong():
     with pytest.raises(ValueError, match="data_parallel_shard_degree = 3 does not divide the trainer's 2 ranks"):
-        join(0, 2, "127.0.0.1:1", shard_degree=3)
+        join(0, 2, "127.0.0.1:1", Parallelism(data_parallel_shard_degree=3))
     with pytest.raises(ValueError, match="data_parallel_shard_degree = 2 does not divide the trainer's 1 ranks"):
-        join(shard_degree=2)
+        join(parallelism=Parallelism(data_parallel_shard_degree=2))
     with pytest.raises(ValueError, match="rendezvous"):
         join(0, 2)
 

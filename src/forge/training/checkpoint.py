@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from .distributed import Ranks
-from .heads import Scalar
 from .trainer import PolicyTrainer
 
 UNFINISHED = ".unfinished"
@@ -66,7 +65,7 @@ class Content:
     def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> Content:
         """What the trainer is at this moment; every rank must call it."""
         rank = trainer.ranks.rank
-        files = {f"rank_{rank}.pt": _bytes({"step": trainer.step, "rng": torch.get_rng_state()})}
+        files = {f"rank_{rank}.pt": _bytes({"step": trainer.step} | _random_state(trainer.ranks.device))}
         if rank == 0:
             files["extra.pt"] = _bytes(extra or {})
         final = Path(folder) / f"step_{trainer.step:06d}"
@@ -190,11 +189,18 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     trainer.step = saved["step"]
     if own.exists():
         torch.set_rng_state(saved["rng"])
+        if "device" in saved and trainer.ranks.device.type != "cpu":
+            torch.get_device_module(trainer.ranks.device).set_rng_state(saved["device"])
     return extra(checkpoint)
 
 
+def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    host = {"rng": torch.get_rng_state()}
+    return host if device.type == "cpu" else host | {"device": torch.get_device_module(device).get_rng_state()}
+
+
 def _state(trainer: PolicyTrainer) -> dict[str, Any]:
-    """All that training changes."""
+    """All that training changes, wherever it is."""
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     frozen = _frozen(trainer)
     return {"model": {name: values for name, values in weights.items() if name not in frozen}, "optimizer": optimizer}
@@ -242,11 +248,8 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
     if trainer.ranks.rank == 0:
         aside = folder.with_name(folder.name + UNFINISHED)
         shutil.rmtree(aside, ignore_errors=True)
-        words, config = AutoTokenizer.from_pretrained(tokenizer), trainer.policy.model.config
-        if isinstance(trainer.policy, Scalar) and config.pad_token_id is None:
-            # A classifier finds the last token of each row of a batch by what pads it; transformers refuses without.
-            config.pad_token_id = _padding(words.pad_token_id, config.eos_token_id)
-        trainer.policy.model.save_pretrained(aside, state_dict=weights)
+        words = AutoTokenizer.from_pretrained(tokenizer)
+        trainer.policy.save(aside, weights, words)
         words.save_pretrained(aside)
         for file in aside.iterdir():
             _sync(file)
@@ -255,11 +258,6 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         os.replace(aside, folder)
         _sync(folder.parent)
     _barrier(trainer)
-
-
-def _padding(pad: int | None, eos: int | list[int] | None) -> int | None:
-    """What pads: where the tokenizer does not say, what ends a sequence, which a classifier then overlooks there."""
-    return pad if pad is not None else eos[0] if isinstance(eos, list) else eos
 
 
 def is_complete(checkpoint: str | Path) -> bool:

@@ -63,4 +63,5 @@ def _suits(a: Tensor, b: Tensor) -> bool:
         and a.dtype == b.dtype == torch.float32
         and type(b) in (Tensor, nn.Parameter)  # a DTensor has operators of its own
         and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()  # inductor takes products of another layout for oneDNN's own
     )

@@ -45,17 +45,17 @@ class Tally:
         if not (names := _of_all(ranks, self._most)):
             return {}
         largest = torch.stack([self._most.get(name, nothing) for name in names])
-        if ranks.mesh is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if ranks.data.group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.data.group)
         return dict(zip(names, largest.tolist(), strict=True))
 
 
 def _of_all(ranks: Ranks, own: dict[str, Tensor]) -> list[str]:
     """The names that any rank has: what a loss reports may depend on what it is given, and a rank may have nothing."""
-    if ranks.mesh is None:
+    if ranks.data.group is None:
         return sorted(own)
-    by_rank: list[list[str]] = [[]] * ranks.world_size
-    dist.all_gather_object(by_rank, sorted(own))
+    by_rank: list[list[str]] = [[]] * ranks.data.size
+    dist.all_gather_object(by_rank, sorted(own), group=ranks.data.group)
     return sorted({name for names in by_rank for name in names})
 
 

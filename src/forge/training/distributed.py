@@ -1,4 +1,4 @@
-"""The process group and device of one training rank."""
+"""The process group, mesh and device of one training rank."""
 
 from __future__ import annotations
 
@@ -9,58 +9,130 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .layout import Parallelism
+
 # A rank that waits longer than this in a collective has lost a peer; the error names the collective.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """This rank's place among those that it shares something with; `group` is None where it is alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+ALONE = Group()
+
+
+@dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank's place: `mesh` is None for a single process."""
+    """This rank's place. Ranks count tensor parallelism first, then context, shards and copies.
+
+    mesh: of the parameters, with dimensions "replicate" (HSDP alone), "shard" (which context parallelism is a part of)
+        and "tensor" (tensor parallelism alone); None for a single process without one.
+    data: those that hold the same place in other sequences: batches are divided over them.
+    context, tensor: those of its context and tensor parallelism.
+    sequence: both together: those that share the tokens of a pack.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh | None
+    data: Group = ALONE
+    context: Group = ALONE
+    tensor: Group = ALONE
+    sequence: Group = ALONE
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, in place."""
-        if self.mesh is not None:
-            dist.all_reduce(values)
+        """Sum over all parts of a batch, in place. Ranks that share sequences must have the same values."""
+        if self.data.group is not None:
+            dist.all_reduce(values, group=self.data.group)
         return values
 
 
-def join(rank: int = 0, world_size: int = 1, rendezvous: str | None = None, shard_degree: int = -1) -> Ranks:
-    """Join the group of `world_size` ranks and lay out its data-parallel mesh.
+def join(
+    rank: int = 0,
+    world_size: int = 1,
+    rendezvous: str | None = None,
+    parallelism: Parallelism | None = None,
+    *,
+    cpu_offload: bool = False,
+) -> Ranks:
+    """Join the group of `world_size` ranks and lay out its mesh.
 
     Args:
         rendezvous: `host:port` of a TCPStore held by rank 0; not needed for one process.
-        shard_degree: ranks that share one copy of the parameters; -1 means all of them. Less than `world_size` gives
-            HSDP: copies of the shards, reduced across.
+        cpu_offload: parameters will live in host memory: one process too gets a mesh, which FSDP needs for that.
 
     Raises:
-        ValueError: `shard_degree` does not divide `world_size`, or several ranks without a rendezvous.
+        ValueError: degrees that do not make `world_size`, or several ranks without a rendezvous; `cpu_offload` without
+            an accelerator.
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    shard_degree = world_size if shard_degree == -1 else shard_degree
-    if shard_degree < 1 or world_size % shard_degree:
-        raise ValueError(
-            f"parallelism.data_parallel_shard_degree = {shard_degree} does not divide the trainer's {world_size} ranks"
-        )
-    if world_size == 1:
+    layout = (parallelism or Parallelism()).over(world_size)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        if cpu_offload:
+            raise ValueError("training.cpu_offload does nothing: this trainer computes on a CPU")
+        device = torch.device("cpu")
+    else:
+        device = torch.device(found.type, rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device.index)
+    if world_size == 1 and not cpu_offload:
         return Ranks(0, 1, device, None)
-    if rendezvous is None:
+    store: dist.Store
+    if world_size == 1:
+        store = dist.HashStore()
+    elif rendezvous is None:
         raise ValueError(f"{world_size} ranks need a rendezvous address")
-    host, port = rendezvous.rsplit(":", 1)
-    store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    else:
+        host, port = rendezvous.rsplit(":", 1)
+        store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    backend = dist.get_default_backend_for_device(device)
+    # Gradients that live in host memory are summed there, for their norm.
+    backend = f"cpu:gloo,{device.type}:{backend}" if cpu_offload else backend
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    return lay_out(layout, device)
+
+
+def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
+    """This rank's place among the ranks of the process group; every one of them must ask for the same layout.
+
+    ValueError: degrees that do not make their number.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = layout.over(world_size)
+    copies, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
+    context, tensor = layout.context_parallel_degree, layout.tensor_parallel_degree
+    assert copies is not None
+    # What context parallelism divides are tokens: to the weights its ranks are like those that see other sequences.
+    dims = {"replicate": copies, "shard": shards * context, "tensor": tensor}
+    dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    everyone = torch.arange(world_size).view(copies * shards, context, tensor)
+    return Ranks(
+        rank,
+        world_size,
+        device,
+        mesh,
+        data=_group(everyone.flatten(1).T, rank),
+        context=_group(everyone.transpose(1, 2).flatten(0, 1), rank),
+        tensor=_group(everyone.flatten(0, 1), rank),
+        sequence=_group(everyone.flatten(1), rank),
     )
-    copies = world_size // shard_degree
-    shape, names = ((world_size,), ("shard",)) if copies == 1 else ((copies, shard_degree), ("replicate", "shard"))
-    return Ranks(rank, world_size, device, init_device_mesh(device.type, shape, mesh_dim_names=names))
+
+
+def _group(rows: torch.Tensor, rank: int) -> Group:
+    """This rank's row of [groups, size]; every rank must ask for the same rows."""
+    if rows.shape[1] == 1:
+        return ALONE
+    if len(rows) == 1:
+        return Group(rank, rows.shape[1], dist.group.WORLD)
+    group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=COLLECTIVE_TIMEOUT)
+    return Group(dist.get_rank(group), rows.shape[1], group)
 
 
 def leave() -> None:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from ..types import Batch
 from .policy import Packed, Policy
+from .sequence import whole
 
 Head = Literal["policy", "value", "reward"]
 
@@ -65,12 +71,24 @@ class Scalar(Packed):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return cls(model, lag=1 if head == "value" else 0)
 
-    def forward(self, batch: Batch) -> TokenValues:
-        """One number for each token with mask True."""
-        hidden, _tokens, trained = self.hidden(batch)
+    def forward(self, batch: Batch, temperature: float = 1.0) -> TokenValues:
+        """One number for each token with mask True; a temperature means nothing to it."""
+        states, own, group = self.states(batch, self.lag)
         # In float32 whatever the backbone computes in: bfloat16 cannot tell 100 from 100.4.
-        with torch.autocast(hidden.device.type, enabled=False):
-            return TokenValues(hidden[trained - self.lag].float() @ self.model.get_parameter(SCORE).float()[0])
+        with torch.autocast(states.device.type, enabled=False):
+            score: Any = self.model.score
+            values = states.float() @ score.weight.float()[0]
+        return TokenValues(*whole((values,), own.counts, group))
+
+    def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
+        """As a sequence classifier of one class, which tells the last token of a row by what pads it: transformers
+        refuses batches without."""
+        config = self.model.config
+        if config.pad_token_id is None:
+            # Where the tokenizer does not say, what ends a sequence, which a classifier then overlooks there.
+            eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+            config.pad_token_id = eos if words.pad_token_id is None else words.pad_token_id
+        super().save(folder, weights, words)
 
 
 def load(path: str | Path, head: Head, *, gradient_checkpointing: bool = False) -> Policy | Scalar:

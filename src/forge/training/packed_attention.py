@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .distributed import ALONE
+from .layout import copies
+from .sequence import to_heads, to_tokens
+
 NAME = "forge_packed"
 
 # A rectangle's shortest sequence is at least this share of its longest.
@@ -58,11 +62,40 @@ class PackedLayout:
         return cls(torch.cat(gather).to(device), scatter.to(device), shapes)
 
 
+# The shapes in a layout are others in every pack: a compiled layer is cut here.
+@torch.compiler.disable
 def packed_attention(
-    module, query: Tensor, key: Tensor, value: Tensor, mask=None, scaling=None, dropout=0.0, layout=None, **kwargs
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask=None,
+    scaling=None,
+    dropout=0.0,
+    layout=None,
+    context=ALONE,
+    **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
-    window, longest = kwargs.get("sliding_window"), layout.shapes[0][1]
+    """transformers' attention interface: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out.
+
+    Under a `context` the tokens are this rank's, and `layout` is that of the tokens of all (Jacobs et al. 2023,
+    Ulysses)."""
+    if context.size == 1:
+        return _attention(query, key, value, scaling, layout, kwargs.get("sliding_window"))[None], None
+    # Heads are shared out in order, so a rank has the key heads of its query heads if both divide.
+    times = copies(key.shape[1], context.size)
+    if times > 1:
+        key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    query, key, value = to_heads(query, key, value, context)
+    out = _attention(query, key, value, scaling, layout, kwargs.get("sliding_window"))
+    return to_tokens(out[None], context), None
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: PackedLayout, window: int | None
+) -> Tensor:
+    """[1, heads, tokens, head_dim] to [tokens, heads, head_dim]."""
+    longest = layout.shapes[0][1]
     if window is not None and longest > window:
         raise ValueError(f"a sequence of {longest} tokens exceeds the sliding window of {window}: not supported")
     groups = query.shape[1] // key.shape[1]
@@ -76,7 +109,7 @@ def packed_attention(
         o = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scaling)
         out.append(o.transpose(1, 2).reshape(rows * width, query.shape[1], -1))
         at += rows * width
-    return torch.cat(out).index_select(0, layout.scatter)[None], None
+    return torch.cat(out).index_select(0, layout.scatter)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
+from math import lcm
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..types import Batch
 from .cpu_linear import ROWS, speed_up
+from .distributed import Group, Ranks
 from .packed_attention import NAME, PackedLayout
+from .sequence import whole
 from .token_logprobs import token_logprobs
 
 
@@ -26,10 +29,57 @@ class TokenScores(NamedTuple):
     entropy: Tensor
 
 
+class Own(NamedTuple):
+    """A rank's share of a pack whose tokens several ranks have, and what it reads there.
+
+    tokens: [own] ids.
+    gathered, positions: [own * ranks of tensor parallelism], the tokens of all of those and where they stand.
+    layout: of the whole pack.
+    at: [read], the places of its tokens whose states are read.
+    labels: [read] ids of the tokens that they are read for.
+    counts: how many each rank reads, in order.
+    """
+
+    tokens: Tensor
+    gathered: Tensor
+    positions: Tensor
+    layout: PackedLayout
+    at: Tensor
+    labels: Tensor
+    counts: list[int]
+
+
+def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> Own:
+    """This rank's share of a batch, of which states are read `lag` tokens before those with mask True."""
+    context, sequence, device = ranks.context, ranks.sequence, ranks.device
+    lengths = batch.lengths.tolist()
+    surplus = -len(batch.tokens) % lcm(ROWS, sequence.size)
+    lengths += [1] * surplus  # sequences of one token, of which nothing is trained
+    tokens = F.pad(torch.from_numpy(batch.tokens), (0, surplus))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    own = tokens.chunk(sequence.size)[sequence.rank]
+    first = sequence.rank * len(own)
+    read = torch.from_numpy(np.flatnonzero(batch.mask) - lag)
+    mine = read[(read >= first) & (read < first + len(own))]
+    return Own(
+        own.to(device),
+        tokens.chunk(context.size)[context.rank].to(device),
+        positions.chunk(context.size)[context.rank].to(device),
+        PackedLayout.of(lengths, device),
+        (mine - first).to(device),
+        tokens[mine + lag].to(device),
+        torch.bincount(read // len(own), minlength=sequence.size).tolist(),
+    )
+
+
 class Packed(nn.Module):
-    """Wraps a transformers model; the wrapped model keeps its parameter names and its own saving and loading."""
+    """Wraps a transformers model; the wrapped model keeps its parameter names and its own saving and loading.
+
+    All that a trainer knows of a model is `forward`, `named_weights`, `save` and the parameters.
+    """
 
     model: PreTrainedModel
+    ranks: Ranks | None = None  # None: one process, wherever the model is
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -37,23 +87,27 @@ class Packed(nn.Module):
         speed_up(model)
         self.model = model
 
-    def hidden(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """The backbone's last states [tokens, dim], the token ids [tokens], both padded, and where the tokens with mask
-        True are among them [trained]."""
-        device = next(self.model.parameters()).device
-        lengths = batch.lengths.tolist()
-        tokens = torch.from_numpy(batch.tokens).to(device)
-        surplus = -len(tokens) % ROWS
-        lengths += [1] * surplus  # sequences of one token, of which nothing is trained
-        tokens = F.pad(tokens, (0, surplus))
-        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(Hugging Face name, what this rank holds of it), a DTensor where it is divided; of tied ones the first."""
+        yield from self.model.named_parameters()
+
+    def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
+        """Write whole weights, under the names of `named_weights`, and the configuration."""
+        self.model.save_pretrained(folder, state_dict=weights)
+
+    def states(self, batch: Batch, lag: int) -> tuple[Tensor, Own, Group]:
+        """The backbone's states [read, dim] `lag` tokens before those with mask True, as far as this rank has them;
+        what they are; and the ranks that have the others."""
+        ranks = self.ranks or Ranks(0, 1, next(self.model.parameters()).device, None)
+        own = own_tokens(batch, lag, ranks)
         hidden = self.model.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
+            input_ids=own.tokens[None],
+            position_ids=own.positions[None],
             use_cache=False,
-            layout=PackedLayout.of(lengths, device),
+            layout=own.layout,
+            context=ranks.context,
         ).last_hidden_state[0]
-        return hidden, tokens, torch.from_numpy(batch.mask).to(device).nonzero()[:, 0]
+        return hidden[own.at], own, ranks.sequence
 
 
 class Policy(Packed):
@@ -69,29 +123,10 @@ class Policy(Packed):
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Log-probability and entropy of each token with mask True."""
-        hidden, tokens, trained = self.hidden(batch)
         # The state at t - 1 predicts token t.
-        before, head = hidden[trained - 1], self.model.lm_head.weight
-        return TokenScores(*token_logprobs(before, head, tokens[trained], temperature=temperature))
-
-
-def shard(policy: Packed, mesh: DeviceMesh, dtype: torch.dtype) -> Packed:
-    """Apply FSDP2 in place: one group a decoder layer, one for embedding, final norm and head (which may be tied).
-
-    Args:
-        mesh: one dimension shards; two dimensions (replicate, shard) give HSDP.
-        dtype: of the forward and backward pass; parameters and reductions stay float32.
-    """
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    for layer in policy.model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            # Weights of the loss are already shares of the whole batch: gradients add up, and gloo can only add.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return policy
+        states, own, group = self.states(batch, lag=1)
+        scores = token_logprobs(states, self.model.lm_head.weight, own.labels, temperature=temperature)
+        return TokenScores(*whole(scores, own.counts, group))
 
 
 def autocast(device: torch.device, dtype: torch.dtype, sharded: bool):

@@ -22,7 +22,7 @@ def score(of: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks
         max_tokens: most tokens in one forward pass, unless a single sequence has more.
         ranks: share the work; all of them must call this with the same batch, and all get the whole answer.
     """
-    rank, world_size = (ranks.rank, ranks.world_size) if ranks is not None else (0, 1)
+    rank, world_size = (ranks.data.rank, ranks.data.size) if ranks is not None else (0, 1)
     share = math.ceil(len(batch.tokens) / world_size)
     runs = consecutive(batch.lengths, min(max_tokens, share))
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])

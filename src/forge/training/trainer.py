@@ -19,25 +19,28 @@ from torch.distributed.tensor import DTensor
 from ..data.packing import split
 from ..names import adapters, apply_folded
 from ..types import Batch
+from .build import Backend, build
 from .diagnostics import Tally, of_policy, reported
 from .distributed import Ranks
-from .heads import Head, Scalar, TokenValues, load
-from .lora import LoraSettings, add_adapters, trained
+from .heads import Head, TokenValues
+from .lora import LoraSettings, trained
 from .mini_batches import mini_batches
 from .named import Loss, asks_for, named_tensors, weighted
-from .optimizer import OptimizerSettings, build_optimizer
-from .policy import Policy, TokenScores, autocast, resolve_dtype, shard
+from .optimizer import OptimizerSettings, build_optimizer, clip_gradients
+from .policy import TokenScores, autocast, resolve_dtype
+from .residence import move
 from .scoring import score
 
 
 class PolicyTrainer:
-    """Trains a Hugging Face causal language model, or a critic or reward model made of one, under FSDP2 (one rank:
-    unsharded).
+    """Trains a Hugging Face causal language model, or a critic or reward model made of one, divided as its ranks are
+    (one rank: not at all).
 
     Args:
         model: folder or hub id.
         ranks: from `distributed.join`.
         optimizer: AdamW settings.
+        backend: whose model it is: "fsdp" is transformers', divided by this library; "titan" is TorchTitan's.
         head: "policy" gives tokens log-probabilities; "value" (a critic) gives each trained token one number, read
             before the token; "reward" one that is read at the token itself. See `forge.training.heads`.
         seq_len: most tokens of a micro-batch, and so of a sequence.
@@ -45,7 +48,13 @@ class PolicyTrainer:
         mini_batches: parts that a batch is cut into, of whole units, each with an update of its own.
         epochs: how often a step goes through its batch.
         lora: train low-rank adapters alone: fields of `forge.training.lora.LoraSettings` (rank, alpha, targets).
-        dtype: "float32" or "bfloat16" for the forward and backward pass.
+        dtype: "float32" or "bfloat16" for the forward and backward pass; weights, their gradients' sums and the
+            optimiser stay float32.
+        gradient_checkpointing: compute each layer's activations again in the backward pass.
+        cpu_offload: weights, gradients and optimiser live in host memory; layers come to the device to compute. The
+            ranks must have been joined with it.
+        compile: torch.compile each decoder layer but for its attention; with `gradient_checkpointing` its norms and
+            feed-forward.
         temperature: that of the sampler whose tokens are trained on.
 
     Raises:
@@ -58,6 +67,7 @@ class PolicyTrainer:
         ranks: Ranks,
         optimizer: OptimizerSettings,
         *,
+        backend: Backend = "fsdp",
         head: Head = "policy",
         seq_len: int = 4096,
         accumulation_steps: int = 1,
@@ -66,6 +76,8 @@ class PolicyTrainer:
         lora: dict[str, Any] | None = None,
         dtype: str = "float32",
         gradient_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        compile: bool = False,
         temperature: float = 1.0,
     ) -> None:
         if mini_batches < 1 or epochs < 1:
@@ -75,13 +87,20 @@ class PolicyTrainer:
         self.seq_len, self.accumulation_steps, self.temperature = seq_len, accumulation_steps, temperature
         self.mini_batches, self.epochs = mini_batches, epochs
         self.dtype = resolve_dtype(dtype, ranks.device)
-        self.policy: Policy | Scalar = load(model, head, gradient_checkpointing=gradient_checkpointing)
+        self.head, self.cpu_offload, self.offloaded = head, cpu_offload, False
         self.lora = None if lora is None else LoraSettings(**lora)
-        if self.lora is not None:
-            add_adapters(self.policy, self.lora)
-        self.policy.to(ranks.device).train()
-        if ranks.mesh is not None:
-            shard(self.policy, ranks.mesh, self.dtype)
+        self.policy = build(
+            model,
+            head,
+            ranks,
+            backend=backend,
+            seq_len=seq_len,
+            lora=self.lora,
+            dtype=self.dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            cpu_offload=cpu_offload,
+            compile=compile,
+        )
         self.optimizer = build_optimizer(self.policy, optimizer)
         self.step = 0  # steps, not updates: it is the version of the weights
 
@@ -108,6 +127,7 @@ class PolicyTrainer:
         """
         if self._start_matters(batch, loss):
             batch = replace(batch, proximal_logprobs=self.logprobs(batch))
+        self.onload()
         tally, updates = Tally(), list[dict[str, float]]()
         for epoch in range(self.epochs):
             for part in mini_batches(batch, self.mini_batches, (self.step, epoch)):
@@ -141,23 +161,40 @@ class PolicyTrainer:
         """What this rank holds of every parameter that trains, under its Hugging Face name: DTensors where they are
         sharded. With `lora` those are the factors, with alpha / rank in B: W + B A is the layer."""
         self._reshard()
-        named = self.policy.model.named_parameters()
+        named = self.policy.named_weights()
         if self.lora is not None:
             return trained(named, self.lora)
         return {name: parameter.detach() for name, parameter in named}
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names, adapters merged. Every rank must iterate; all get the same."""
-        factors = {name: _full(tensor) for name, tensor in adapters(self.weights().items()).items()}
-        named = self.policy.model.named_parameters()
-        base = ((name, _full(parameter.detach())) for name, parameter in named if name not in factors)
+        factors = {name: self._whole(tensor) for name, tensor in adapters(self.weights().items()).items()}
+        named = self.policy.named_weights()
+        base = ((name, self._whole(parameter.detach())) for name, parameter in named if name not in factors)
         return apply_folded(base, factors)
+
+    def offload(self) -> None:
+        """Move parameters, gradients and optimiser to host memory and leave the device's to others, until `onload` or
+        whatever needs them next. Every rank must call it."""
+        if not self.offloaded:
+            self._move(torch.device("cpu"))
+            self.offloaded = True
+            if self.ranks.device.type != "cpu":
+                torch.accelerator.empty_cache()
+
+    def onload(self) -> None:
+        """Bring back what `offload` moved, if it did."""
+        if self.offloaded:
+            # What lives in host memory anyway comes to the device by itself.
+            self._move(torch.device("cpu") if self.cpu_offload else self.ranks.device)
+            self.offloaded = False
 
     def _update(self, part: Batch, loss: Loss, tally: Tally, first_epoch: bool, first: bool) -> dict[str, float]:
         """One update; `first` is that of a step."""
-        micro_batches = split(
-            part, ranks=self.ranks.world_size, max_tokens=self.seq_len, at_least=self.accumulation_steps
-        )[self.ranks.rank]
+        data = self.ranks.data
+        micro_batches = split(part, ranks=data.size, max_tokens=self.seq_len, at_least=self.accumulation_steps)[
+            data.rank
+        ]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
         for micro in micro_batches:
@@ -176,9 +213,7 @@ class PolicyTrainer:
 
     def _apply(self, loss: float) -> float:
         """Clip, check and apply the accumulated gradient; its norm."""
-        bound = self.settings.max_grad_norm or float("inf")
-        total = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), bound)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        norm = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
         if not torch.tensor([loss, norm]).isfinite().all():
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"step {self.step}: loss {loss}, gradient norm {norm}; the update was not applied")
@@ -193,31 +228,39 @@ class PolicyTrainer:
 
     def _forward(self, batch: Batch) -> TokenScores | TokenValues:
         with autocast(self.ranks.device, self.dtype, self.ranks.mesh is not None):
-            return self.policy(batch, self.temperature) if isinstance(self.policy, Policy) else self.policy(batch)
+            return self.policy(batch, self.temperature)
 
     def _score(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
-        if isinstance(self.policy, Policy) != (kind is TokenScores):
-            has, gives = ("policy", "logprobs") if isinstance(self.policy, Policy) else ("value or reward", "predict")
+        if (self.head == "policy") != (kind is TokenScores):
+            has, gives = ("policy", "logprobs") if self.head == "policy" else ("value or reward", "predict")
             raise ValueError(f"this trainer has a {has} head, which answers {gives} alone")
+        self.onload()
         numbers = score(lambda part: self._forward(part)[0], batch, max_tokens=self.seq_len, ranks=self.ranks)
         self._reshard()
         return numbers
 
     def _start_matters(self, batch: Batch, loss: Loss) -> bool:
         """Whether the policy that the step starts from has to be scored: the first of several updates moves it."""
-        if self.mini_batches * self.epochs == 1 or not isinstance(self.policy, Policy):
+        if self.mini_batches * self.epochs == 1 or self.head != "policy":
             return False
         if np.isnan(batch.logprobs[batch.mask]).any() and asks_for(loss, "behaviour_logprobs"):
             return True
         # The losses of this library read it for their correction, where they have one.
         return asks_for(loss, "proximal_logprobs") and getattr(loss, "correction", loss) is not None
 
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor, which its ranks gather on their devices wherever it lives."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        there: Any = tensor.to(self.ranks.device)
+        return there.full_tensor()
+
+    def _move(self, to: torch.device) -> None:
+        self._reshard()
+        move(self.policy, self.optimizer, to, buffers=self.ranks.device if self.cpu_offload else to)
+
     def _reshard(self) -> None:
         """A forward pass without a backward one leaves copies, in its own dtype, in place of the parameters."""
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,159 @@
+"""What two and four ranks do in the tests: all scenarios in one process group, which is laid out anew for each."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from forge.losses import GSPOLoss
+from forge.store import VersionStore
+from forge.training import checkpoint
+from forge.training.distributed import Ranks, join, lay_out, leave
+from forge.training.layout import Parallelism
+from tests.training.cases import example, make_trainer, weights_of
+from tests.training.ranks import (
+    LORA,
+    LOSS,
+    a_head,
+    five_steps,
+    lora,
+    not_finite,
+    of_one_rank,
+    plain,
+    saved,
+    several_updates,
+    sharded,
+)
+
+GSPO = GSPOLoss(0.2, 0.3)
+SMALL = {"seq_len": 16, "accumulation_steps": 3, "gradient_checkpointing": True}
+
+# By name: degrees (copies, shards, context, tensor), the model, settings of `five_steps`.
+STEPS: dict[str, tuple[tuple[int, int, int, int], str, dict[str, Any]]] = {
+    "tp2": ((1, 1, 1, 2), "qwen2", {}),
+    "tp2 checkpointed": ((1, 1, 1, 2), "llama", SMALL),
+    "cp2": ((1, 1, 2, 1), "qwen3", {}),
+    "cp2 of sequences": ((1, 1, 2, 1), "qwen2", {"loss": GSPO}),
+    "fsdp2 tp2": ((1, 2, 1, 2), "qwen3", {}),
+    "fsdp2 tp2 with biases": ((1, 2, 1, 2), "qwen2", {"loss": GSPO}),
+    "hsdp2x2": ((2, 2, 1, 1), "qwen3", {}),
+    "hsdp2 tp2": ((2, 1, 1, 2), "llama", {}),
+    "cp2 tp2": ((1, 1, 2, 2), "llama", {"gradient_checkpointing": True}),
+    "cp2 tp2 of adapters": ((1, 1, 2, 2), "qwen3", {"loss": GSPO, "lora": LORA, "learning_rate": 1e-2}),
+    "cp2 fsdp2": ((1, 2, 2, 1), "qwen2", {"loss": GSPO}),
+    "cp2 hsdp2": ((2, 1, 2, 1), "llama", {}),
+    "cp4": ((1, 1, 4, 1), "qwen3", {}),  # two key heads for four ranks
+}
+
+
+def degrees(copies: int, shards: int, context: int, tensor: int) -> Parallelism:
+    return Parallelism(copies, shards, tensor, context)
+
+
+def world(name: str) -> int:
+    copies, shards, context, tensor = STEPS[name][0]
+    return copies * shards * context * tensor
+
+
+def stored(ranks: Ranks, model: Path, store: VersionStore) -> dict[str, Any]:
+    """Two steps, and the weights as they are put and as they are exported."""
+    trainer = make_trainer(model, ranks)
+    for seed in range(2):
+        trainer.train_step(example(seed), LOSS)
+    return {"version": store.put("policy", trainer.weights(), 2), "weights": weights_of(trainer)}
+
+
+def in_turn(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
+    """Steps between which the device is left to others, and a checkpoint from there."""
+    trainer, other = make_trainer(model, ranks), make_trainer(model, ranks)
+    for seed in range(3):
+        trainer.train_step(example(seed), LOSS)
+        trainer.offload()
+        assert trainer.offloaded
+        other.train_step(example(seed), LOSS)
+    checkpoint.save(trainer, folder)
+    assert trainer.offloaded
+    return {"weights": weights_of(trainer), "other": weights_of(other)}
+
+
+def scenarios(
+    at: Callable[[Parallelism], Ranks], size: int, folder: Path, models: dict[str, Path], store: VersionStore
+) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {
+        name: partial(lambda layout, model, more: five_steps(at(degrees(*layout)), models[model], **more), *case)
+        for name, case in STEPS.items()
+        if world(name) == size
+    }
+    if size == 2:
+        fsdp, copies = at(degrees(1, 2, 1, 1)), at(degrees(2, 1, 1, 1))
+        hsdp = {"hsdp": partial(five_steps, copies, models["qwen3"])}
+        return sharded(fsdp, folder, models["qwen3"], models["llama"]) | hsdp | found
+    square = at(degrees(1, 2, 1, 2))
+    both, qwen3 = at(degrees(1, 1, 2, 2)), models["qwen3"]
+    return found | {
+        "saved": partial(saved, square, qwen3, folder / "saved"),
+        "of one rank": partial(of_one_rank, square, qwen3, folder / "one" / "step_000003"),
+        "of another layout": partial(of_one_rank, both, qwen3, folder / "saved" / "checkpoints" / "step_000003"),
+        "value cp2 tp2": partial(a_head, both, qwen3, "value", folder / "value cp2 tp2"),
+        "lora": partial(lora, square, qwen3, "policy", folder / "lora"),
+        "several updates": partial(several_updates, at(degrees(1, 2, 2, 1)), qwen3),
+        "not finite": partial(not_finite, square, qwen3),
+        "stored": partial(stored, square, qwen3, store),
+        "in turn": partial(in_turn, square, qwen3, folder / "in turn"),
+        "bfloat16": partial(five_steps, square, qwen3, dtype="bfloat16"),
+    }
+
+
+def of_titan(
+    at: Callable[[Parallelism], Ranks], size: int, folder: Path, models: dict[str, Path], _: VersionStore
+) -> dict[str, Callable[[], Any]]:
+    """The layouts with TorchTitan's models, and a checkpoint with an export of one of them."""
+    found: dict[str, Callable[[], Any]] = {}
+    for name, (layout, _model, settings) in STEPS.items():
+        if world(name) == size and "lora" not in settings:
+            for family in ("qwen3", "llama"):
+                found[f"{name}, {family}"] = partial(
+                    lambda layout, model, more: five_steps(at(degrees(*layout)), model, backend="titan", **more),
+                    *(layout, models[family], settings),
+                )
+    if size == 4:
+        for family in ("qwen3", "llama"):
+            square = at(degrees(1, 2, 1, 2))
+            found[f"saved, {family}"] = partial(saved, square, models[family], folder / family, backend="titan")
+    return found
+
+
+def main(
+    rank: int,
+    size: int,
+    rendezvous: Any,
+    folder: Path,
+    models: dict[str, Path],
+    weights: VersionStore,
+    which: Callable[..., dict[str, Callable[[], Any]]] = scenarios,
+) -> None:
+    """One of `size` ranks: run every scenario and write down what each returned, or its traceback."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    if store is not None:
+        for _ in range(size - 1):
+            rendezvous.put(f"127.0.0.1:{store.port}")
+    address = f"127.0.0.1:{store.port}" if store is not None else rendezvous.get()
+    device = join(rank, size, address).device
+    outcome: dict[str, Any] = {}
+    for name, scenario in which(lambda layout: lay_out(layout, device), size, folder, models, weights).items():
+        try:
+            outcome[name] = plain(scenario())
+        except Exception:
+            outcome[name] = traceback.format_exc()
+            break  # the others may be waiting in a collective
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(outcome))
+    torch.distributed.barrier()
+    leave()

@@ -1,0 +1,131 @@
+"""TorchTitan behind the trainer's interface: it trains as the default backend does, in every layout.
+
+Needs the extra `titan`; `make test-titan` makes an environment with it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
+
+from forge.store import VersionStore
+from forge.training import checkpoint
+from forge.training.distributed import join
+from forge.training.titan_setup import VERSION, check_model
+from tests.training import layouts, ranks
+from tests.training.cases import example, make_trainer, tiny_model, weights_of
+from tests.training.conftest import Outcome, run
+from tests.training.test_layouts import assert_as_one
+
+needs_titan = pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None,
+    reason=f"torchtitan is not installed (extra titan): make test-titan runs these with {VERSION}",
+)
+FAMILIES = ("qwen3", "llama")
+BY_SIZE = {
+    size: [f"{name}, {family}" for name in layouts.STEPS if layouts.world(name) == size for family in FAMILIES]
+    for size in (2, 4)
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], published: VersionStore
+) -> dict[int, Outcome]:
+    return {
+        size: run(size, tmp_path_factory.mktemp(f"titan{size}"), models, published, layouts.of_titan) for size in (2, 4)
+    }
+
+
+@needs_titan
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
+def test_one_process_trains_as_the_default_backend_does(models: dict[str, Path], family: str, settings: Any):
+    theirs = ranks.five_steps(join(), models[family], backend="titan", **settings)
+    assert_as_one([theirs], ranks.five_steps(join(), models[family], **settings))
+
+
+@needs_titan
+@pytest.mark.parametrize("name", [name for names in BY_SIZE.values() for name in names if "adapters" not in name])
+def test_a_layout_trains_as_one_process_of_the_default_backend(
+    outcomes: dict[int, Outcome], models: dict[str, Path], name: str
+):
+    layout, family = name.rsplit(", ", 1)
+    results = outcomes[layouts.world(layout)](name)
+    one = ranks.five_steps(join(), models[family], **layouts.STEPS[layout][2])
+    assert_as_one(results, one)
+    for result in results:
+        np.testing.assert_allclose(result["scores"], one["scores"], atol=1e-5)
+
+
+@needs_titan
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_goes_on_and_an_export_is_a_transformers_model(outcomes: dict[int, Outcome], family: str):
+    results = outcomes[4](f"saved, {family}")
+    for result in results:
+        assert result["again"] == result["after"]
+    exported = AutoModelForCausalLM.from_pretrained(results[0]["model"], dtype=torch.float32)
+    found = dict(exported.named_parameters())
+    assert found.keys() == results[0]["weights"].keys()
+    assert exported.config.dtype == torch.float32
+    for name, weight in results[0]["weights"].items():
+        np.testing.assert_array_equal(found[name].detach().numpy(), np.asarray(weight), err_msg=name)
+    alone = make_trainer(Path(results[0]["model"]), backend="titan")
+    np.testing.assert_allclose(
+        alone.logprobs(example(0)), make_trainer(Path(results[0]["model"])).logprobs(example(0)), atol=1e-5
+    )
+
+
+@needs_titan
+def test_an_export_stops_where_its_start_did(models: dict[str, Path], tmp_path: Path):
+    start = tmp_path / "start"
+    shutil.copytree(models["qwen3"], start)
+    GenerationConfig(eos_token_id=[1, 2], temperature=0.5, do_sample=True).save_pretrained(start)
+    checkpoint.export(make_trainer(start, backend="titan"), tmp_path / "model", start)
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [1, 2]
+
+
+@needs_titan
+def test_scaled_rotary_embeddings_are_those_of_transformers(tmp_path: Path):
+    scaled = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    tiny_model("llama", tied=False, rope_parameters=scaled).save_pretrained(tmp_path)
+    ours, theirs = (make_trainer(tmp_path, backend=backend) for backend in ("fsdp", "titan"))
+    assert_same = np.testing.assert_allclose
+    assert_same(theirs.logprobs(example(0)), ours.logprobs(example(0)), atol=1e-5)
+    assert weights_of(theirs).keys() == weights_of(ours).keys()
+
+
+@needs_titan
+@pytest.mark.parametrize("settings", [{"head": "value"}, {"lora": {"rank": 2, "alpha": 4.0}}], ids=["head", "lora"])
+def test_it_refuses_what_it_does_not_have(models: dict[str, Path], settings: dict[str, Any]):
+    with pytest.raises(ValueError, match="take fsdp"):
+        make_trainer(models["qwen3"], backend="titan", **settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (Qwen2Config(), "model_type 'qwen2'"),
+        (LlamaConfig(attention_bias=True), "biases"),
+        (Qwen3Config(use_sliding_window=True, max_window_layers=0, sliding_window=8), "sliding-window"),
+        (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'"),
+    ],
+    ids=["family", "biases", "windows", "activation"],
+)
+def test_a_model_that_it_does_not_have_is_named(config: Any, says: str):
+    with pytest.raises(ValueError, match=says):
+        check_model(config)
