@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from forge.types import Completion, Sampling
 
@@ -92,3 +93,41 @@ def check_shape(completions: list[Completion], sampling: Sampling, stops: set[in
         assert not stops & set(ids[:-1])
         assert completion.finish == ("stop" if ids[-1] in stops else "length")
         assert completion.finish == "stop" or len(ids) == sampling.max_tokens
+
+
+def oracle(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """The sampled distribution, token by token in plain Python."""
+    highest = max(logits)
+    weights = {i: math.exp((x - highest) / temperature) for i, x in enumerate(logits)}
+    ranked = sorted(weights, key=lambda i: -weights[i])[: top_k or len(weights)]
+    total = sum(weights[i] for i in ranked)
+    kept, mass = [], 0.0
+    for i in ranked:
+        if mass >= top_p:
+            break
+        kept.append(i)
+        mass += weights[i] / total
+    return {i: weights[i] / sum(weights[j] for j in kept) for i in kept}
+
+
+@torch.no_grad()
+def check_by_hand(models: dict[int, PreTrainedModel], completion: Completion, keep: bool) -> None:
+    """Log-probabilities at temperature 1, every token by the weights of its version.
+
+    keep: keys and values stay those of the version under which a token was decoded; otherwise all are of the version
+    that draws. Prompts but for their last token belong to the first token's version.
+    """
+    ids, count = [*completion.prompt_ids, *completion.token_ids], len(completion.prompt_ids)
+    assert completion.versions == sorted(completion.versions)
+    cache = DynamicCache()
+    done = 0
+    for i, version in enumerate(completion.versions):
+        model = models[version]
+        if not keep:
+            cache, done = DynamicCache(), 0
+        piece = torch.tensor([ids[done : count + i]])
+        positions = torch.arange(done, count + i)[None]
+        logits = model(piece, past_key_values=cache, position_ids=positions, use_cache=True).logits[0, -1]
+        done = count + i
+        expected = float(logits.log_softmax(-1)[completion.token_ids[i]])
+        assert completion.logprobs[i] == pytest.approx(expected, abs=2e-4)

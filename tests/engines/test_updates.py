@@ -10,39 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from forge.engines import EmbeddedEngine
 from forge.engines.sampling import uniforms
 from forge.types import Completion, Sampling
 
-from .conftest import EOS, VOCAB, Make, check_shape, error_of, random_model
+from .conftest import EOS, VOCAB, Make, check_by_hand, check_shape, error_of, random_model
 
 MODES = ("continue", "finish", "recompute")
-
-
-@torch.no_grad()
-def check_by_hand(models: dict[int, PreTrainedModel], completion: Completion, keep: bool) -> None:
-    """Log-probabilities at temperature 1, every token by the weights of its version.
-
-    keep: keys and values stay those of the version under which a token was decoded; otherwise all are of the version
-    that draws. Prompts but for their last token belong to the first token's version.
-    """
-    ids, count = [*completion.prompt_ids, *completion.token_ids], len(completion.prompt_ids)
-    assert completion.identities == {v: f"digest {v}" if v else "" for v in completion.versions}
-    assert completion.versions == sorted(completion.versions)
-    cache = DynamicCache()
-    done = 0
-    for i, version in enumerate(completion.versions):
-        model = models[version]
-        if not keep:
-            cache, done = DynamicCache(), 0
-        piece = torch.tensor([ids[done : count + i]])
-        positions = torch.arange(done, count + i)[None]
-        logits = model(piece, past_key_values=cache, position_ids=positions, use_cache=True).logits[0, -1]
-        done = count + i
-        expected = float(logits.log_softmax(-1)[completion.token_ids[i]])
-        assert completion.logprobs[i] == pytest.approx(expected, abs=2e-4)
 
 
 def check_draws(models: dict[int, PreTrainedModel], completion: Completion, seed: int, sample: int) -> None:
@@ -102,6 +78,7 @@ def test_every_token_is_of_the_weights_it_names(
             check_shape(completions, sampling, {EOS, *sampling.stop_token_ids})
             for sample, completion in enumerate(completions):
                 versions.append(tuple(dict.fromkeys(completion.versions)))
+                assert completion.identities == {v: f"digest {v}" if v else "" for v in completion.versions}
                 check_by_hand(by_version, completion, keep=mode == "continue")
                 if mode != "continue":
                     check_draws(by_version, completion, sampling.seed or 0, sample)
@@ -212,9 +189,3 @@ def test_close_fails_what_is_cut_or_draining(models: tuple[Path, dict[int, PreTr
         for future in (running, *futures):
             error = future.exception(5)
             assert error is None or "closed" in str(error)
-
-
-def test_an_unknown_mode_is_refused(make: Make) -> None:
-    folder, _ = make()
-    with pytest.raises(ValueError, match="on_update must be one of continue, finish, recompute, got 'stop'"):
-        EmbeddedEngine(folder, on_update="stop")

@@ -51,6 +51,24 @@ class Batch:
         """Rows that still draw tokens."""
         return len(self.rows) - len(self.holes)
 
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence has begun and not ended."""
+        return self.running > 0 or len(self.cut) > 0
+
+    @property
+    def serves(self) -> tuple[int, str]:
+        """Version and identity of the newest weights that were taken into use."""
+        return self._drew[-1][1:]
+
+    def release(self, waiting: deque[Request]) -> None:
+        """Let go of weights and cache, and of prompts that wait. Nothing may be busy; `switch` brings weights back."""
+        self.rows, self.holes = [], []
+        for request in waiting:
+            request.prefix = None
+        self._docked = (None, 0)
+        self.decoder.release()
+
     def switch(self, weights: Weights, waiting: deque[Request], cut: bool = False) -> None:
         """Compute with other weights from the next step on; prompts that wait are forgotten, as computed by the old.
 
@@ -211,6 +229,7 @@ class Batch:
         self._any_greedy = any(row.request.sampling.temperature == 0 for row in self.rows)
         cut = [i for i, row in enumerate(self.rows) if narrows(row.request.sampling)]
         self._narrow = torch.tensor(cut, device=self.decoder.device) if cut else None
+        self._heard = [i for i, row in enumerate(self.rows) if row.request.listener]
 
     def step(self) -> list[Request]:
         """Draw one token for every row; the requests that became complete. Call `admit` before."""
@@ -235,7 +254,21 @@ class Batch:
         finished = (self.stops[:rows] == tokens[:, None]).any(1).logical_or_(positions >= self.ends[:rows])
         self.steps += 1
         self.generated += rows
-        return [request for i in finished.nonzero().flatten().tolist() if (request := self._finish(i))]
+        complete = [request for i in finished.nonzero().flatten().tolist() if (request := self._finish(i))]
+        if self._heard:
+            self._tell(tokens, logprobs)
+        return complete
+
+    def _tell(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Hand what this step drew to those who listen. The host waits for the device once more, for all of them."""
+        _, version, identity = self._drew[-1]
+        drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, self._heard].tolist()
+        for i, token, logprob in zip(self._heard, *drawn, strict=True):
+            request, sample = self.rows[i].request, self.rows[i].sample
+            finish = request.done[sample].finish if sample in request.done else ""
+            piece = Completion(request.prompt, [int(token)], [logprob], [version], finish)
+            piece.identities[version] = identity
+            request.tell(sample, piece)
 
     def _finish(self, i: int) -> Request | None:
         row, completion = self.rows[i], self._so_far(i)

@@ -29,16 +29,21 @@ class Cache:
     def __init__(self, config: Any, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device):
         self.dock, self.longest = rows, rounded(max_seq_len, BLOCK)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        shape = (layers, rows + 1, heads, min(2 * BLOCK, self.longest), head_size(config))
-        # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.heads = torch.arange(heads, device=device)
+        self.first = (layers, rows + 1, heads, min(2 * BLOCK, self.longest), head_size(config))
+        # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
+        self.keys, self.values = (torch.zeros(self.first, dtype=dtype, device=device) for _ in range(2))
+
+    def clear(self) -> None:
+        """Give back all memory; the next `reserve` makes room again."""
+        shape = (*self.first[:3], 0, self.first[4])
+        self.keys, self.values = self.keys.new_zeros(shape), self.values.new_zeros(shape)
 
     def reserve(self, length: int, rows: int) -> None:
         """Make room for `length` positions, and up to the next block. The first `rows` rows and the dock are kept."""
         length, old = rounded(length, BLOCK), self.keys.shape[3]
         if length > old:
-            size = min(max(length, 2 * old), self.longest)
+            size = min(max(length, 2 * old, self.first[3]), self.longest)
             for name in ("keys", "values"):
                 before = getattr(self, name)
                 after = before.new_zeros(*before.shape[:3], size, before.shape[4])
@@ -95,6 +100,13 @@ class Decoder:
         # With fewer than 4 heads in a group MKL sums over values in order, however many there are.
         self.block = BLOCK if self.H // self.K >= 4 else self.cache.longest
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere, one large product is the faster
+
+    def release(self) -> None:
+        """Let go of weights and cache, until other weights are put in."""
+        self.weights = None  # type: ignore[assignment]
+        self.cache.clear()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def decode(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
         """One token for each of the first B rows: tokens and positions (B,) -> next-token logits (B, V).

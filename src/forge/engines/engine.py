@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import bisect
 import secrets
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from forge.engines.batch import WIDTH, Batch
 from forge.engines.decoder import Decoder, rounded
+from forge.engines.interface import Listener, check_length, check_prompt, check_settings
 from forge.engines.requests import Request
 from forge.engines.weights import Weights, load_config, load_eos, read_checkpoint
 from forge.types import Completion, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ON_UPDATE = ("continue", "finish", "recompute")
+Order = tuple[Weights | Literal["release", "restore"], "Future[None]"]
 
 
 class EmbeddedEngine:
     """Generates with a Llama, Qwen2 or Qwen3 checkpoint in this process, batching all callers together.
 
     `submit` and `update_weights` may be called from any thread; the model runs in one of its own. A request starts
-    in the order of submission as soon as rows of the batch are free, its prompt computed once for all its samples.
+    in the order of priority and submission as soon as rows of the batch are free, its prompt computed once for all
+    its samples.
     """
 
     def __init__(
@@ -60,62 +64,56 @@ class EmbeddedEngine:
         """
         folder = Path(model)
         self.config = config = load_config(folder)
-        limit = config.max_position_embeddings
-        self.max_seq_len = min(limit, 4096) if max_seq_len is None else max_seq_len
-        for ok, message in (
-            (slots >= 1, f"slots must be at least 1, got {slots}"),
-            (prefill_tokens >= 1, f"prefill_tokens must be at least 1, got {prefill_tokens}"),
-            (2 <= self.max_seq_len <= limit, f"max_seq_len must be 2 to {limit} for this model, got {max_seq_len}"),
-            (dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}"),
-            (on_update in ON_UPDATE, f"on_update must be one of {', '.join(ON_UPDATE)}, got {on_update!r}"),
-        ):
-            if not ok:
-                raise ValueError(message)
+        check_settings(slots, dtype, on_update)
+        if prefill_tokens < 1:
+            raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
+        self.max_seq_len = check_length(config, max_seq_len)
         self.dtype = DTYPES[dtype]
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
         self.eos = load_eos(folder, config)
         self.on_update = on_update
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
         decoder = Decoder(config, weights, rounded(slots, WIDTH), self.max_seq_len, self.dtype, self.device)
         self._batch = Batch(decoder, slots, prefill_tokens)
         self._waiting: deque[Request] = deque()
-        self._next: Weights | None = None  # taken over, not yet in use
-        self._draining: list[Future[None]] = []  # of the updates that it completes
+        self._orders: deque[Order] = deque()  # taken over, not yet carried out
+        self._released = False
         self._wake = threading.Condition()
         # Guarded by _wake: what callers hand to the thread, and why it ended.
         self._submitted: list[Request] = []
         self._cancelled: list[Request] = []
-        self._updates: list[tuple[Weights, Future[None]]] = []
+        self._ordered: list[Order] = []
         self._closing = False
         self._error: BaseException | None = None
         threads = torch.get_num_threads()  # a new thread would start from OMP_NUM_THREADS instead
         self._thread = threading.Thread(target=self._run, args=(threads,), name="forge-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
+    ) -> Future[list[Completion]]:
         """Ask for `sampling.n` completions of a prompt; cancelling the future frees what they occupy.
 
+        Of requests that wait the one with the lowest priority number starts first, then the one that came first.
         Completions end at `max_tokens`, or before it where `max_seq_len` is reached. The text of a completion is
         left empty. On a CPU in float32 the tokens and log-probabilities of a seeded request depend on the request and
         the weights alone, bit for bit, whatever else runs and whenever it came, for one machine and number of
         threads (tested with one and two). Elsewhere it draws with the same numbers whatever else runs, but matrix
         products may round differently with the batch.
 
+        listener: called in the engine's thread with each token as it is drawn, as `Engine.submit` says.
+
         ValueError: an empty or too long prompt, or a token the model does not have. RuntimeError: the engine is
         closed; if its thread failed, the exception that ended it.
         """
-        prompt = tuple(prompt_ids)
-        if not prompt:
-            raise ValueError("the prompt is empty")
-        if len(prompt) >= self.max_seq_len:
-            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in max_seq_len {self.max_seq_len}")
-        vocab = self.config.vocab_size
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise ValueError(f"prompt token ids must be 0 to {vocab - 1}, got {min(prompt)} to {max(prompt)}")
+        prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
-        request = Request(prompt, sampling, limit, seed, frozenset((*self.eos, *sampling.stop_token_ids)))
-        request.future.add_done_callback(lambda future: self._cancel(request) if future.cancelled() else None)
+        stops = frozenset((*self.eos, *sampling.stop_token_ids))
+        request = Request(prompt, sampling, limit, seed, stops, priority, listener)
+        request.future.add_done_callback(
+            lambda future: self._cancel(request) if future.cancelled() or future.exception() else None
+        )
         with self._wake:
             self._check_alive()
             self._submitted.append(request)
@@ -134,7 +132,7 @@ class EmbeddedEngine:
         use; generation continues meanwhile. The future completes when the weights are in use. Where several updates
         wait for running sequences to end, the newest is taken and the others are skipped: all their futures complete
         then, in order. The future carries a ValueError, naming the tensor, for one that is unknown, missing or of a
-        wrong shape: weights and version then stay as they were.
+        wrong shape: weights and version then stay as they were. A released engine is restored.
         """
         future: Future[None] = Future()
         try:
@@ -143,21 +141,32 @@ class EmbeddedEngine:
             weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity)
             with self._wake:
                 self._check_alive()
-                self._updates.append((weights, future))
+                self._ordered.append((weights, future))
                 self._wake.notify()
         except Exception as error:
             future.set_exception(error)
         return future
 
+    def release(self) -> Future[None]:
+        """Give up weights and cache: when the running sequences have ended. Others wait for the next weight update.
+
+        Releases, restores and weight updates take effect in the order in which they were asked for.
+        """
+        return self._order("release")
+
+    def restore(self) -> Future[None]:
+        """Completes when what was ordered before it is done: the memory comes back with the weights, as it is used."""
+        return self._order("restore")
+
     @property
     def version(self) -> int:
-        """The version of the weights in use."""
-        return self._batch.decoder.weights.version
+        """The version of the weights in use; of those that were in use last, while the engine is released."""
+        return self._batch.serves[0]
 
     @property
     def identity(self) -> str:
-        """The identity of the weights in use: "" for those of the folder."""
-        return self._batch.decoder.weights.identity
+        """The identity of those weights: "" for those of the folder."""
+        return self._batch.serves[1]
 
     def stats(self) -> dict[str, int]:
         """Running rows, waiting samples, and totals since the start: tokens generated and prefilled, decode steps.
@@ -189,6 +198,14 @@ class EmbeddedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _order(self, what: Literal["release", "restore"]) -> Future[None]:
+        future: Future[None] = Future()
+        with self._wake:
+            self._check_alive()
+            self._ordered.append((what, future))
+            self._wake.notify()
+        return future
+
     def _check_alive(self) -> None:
         if self._closing:
             raise RuntimeError("the engine is closed")
@@ -206,10 +223,11 @@ class EmbeddedEngine:
         try:
             with torch.inference_mode():
                 while self._collect():
-                    self._batch.admit(deque() if self._draining else self._waiting)
+                    self._batch.admit(deque() if self._orders or self._released else self._waiting)
                     if self._batch.rows:
                         for request in self._batch.step():
-                            if request.future.set_running_or_notify_cancel():
+                            # A listener may have failed it in its last step.
+                            if not request.future.done() and request.future.set_running_or_notify_cancel():
                                 request.future.set_result([c for _, c in sorted(request.done.items())])
         except BaseException as raised:  # whatever it was, the callers must hear of it
             error = raised
@@ -219,28 +237,45 @@ class EmbeddedEngine:
         """Take over what callers handed in, waiting for it when there is nothing to run; False when closing."""
         batch = self._batch
         with self._wake:
-            while not (self._closing or self._submitted or self._updates or self._cancelled):
-                if self._waiting or self._draining or batch.cut or batch.running:
+            while not (self._closing or self._submitted or self._ordered or self._cancelled):
+                if (self._waiting and not self._released) or self._orders or batch.busy:
                     break
                 self._wake.wait()
             if self._closing:
                 return False
-            self._waiting.extend(self._submitted)
+            for request in self._submitted:
+                bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
             cancelled = self._cancelled
-            if self._updates:
-                self._next = self._updates[-1][0]
-                self._draining += [future for _, future in self._updates]
-            self._submitted, self._cancelled, self._updates = [], [], []
+            self._orders.extend(self._ordered)
+            self._submitted, self._cancelled, self._ordered = [], [], []
         for request in cancelled:
             batch.drop(request)
             if request in self._waiting:
                 self._waiting.remove(request)
-        if self._next is not None and not (self.on_update == "finish" and batch.running):
-            batch.switch(self._next, self._waiting, cut=self.on_update == "recompute")
-            taken, self._draining, self._next = self._draining, [], None
-            for future in taken:
-                if future.set_running_or_notify_cancel():
-                    future.set_result(None)
+        while self._orders and self._carry_out():
+            pass
+        return True
+
+    def _carry_out(self) -> bool:
+        """Do what was ordered first, updates that follow each other at once; False if it has to wait."""
+        batch, (what, _) = self._batch, self._orders[0]
+        count = 1
+        if isinstance(what, Weights):
+            if self.on_update == "finish" and batch.running:
+                return False
+            updates = [w for w, _ in takewhile(lambda order: isinstance(order[0], Weights), self._orders)]
+            count, newest = len(updates), updates[-1]
+            assert isinstance(newest, Weights)
+            batch.switch(newest, self._waiting, cut=self.on_update == "recompute")
+            self._released = False
+        elif what == "release" and not self._released:
+            if batch.busy:
+                return False
+            batch.release(self._waiting)
+            self._released = True
+        for _, future in [self._orders.popleft() for _ in range(count)]:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
         return True
 
     def _end(self, error: BaseException) -> None:
@@ -248,11 +283,12 @@ class EmbeddedEngine:
             self._error = error
             rows = (*self._batch.rows, *self._batch.cut)
             requests = {row.request for row in rows} | {*self._waiting, *self._submitted}
-            updates = self._draining + [future for _, future in self._updates]
-            self._updates, self._draining = [], []
+            orders = [future for _, future in (*self._orders, *self._ordered)]
+            self._orders.clear()
+            self._ordered.clear()
             self._waiting.clear()
             self._submitted.clear()
         pending: list[Future[Any]] = [request.future for request in requests]
-        for future in pending + updates:
+        for future in pending + orders:
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(error)

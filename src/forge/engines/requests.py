@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from forge.engines.interface import Listener
 from forge.types import Completion, Sampling
 
 Prefix = tuple[Tensor, Tensor]  # keys and values, (layers, K, tokens, D) each
@@ -21,6 +22,8 @@ class Request:
     limit: int
     seed: int
     stops: frozenset[int]
+    priority: int = 0
+    listener: Listener | None = None
     future: Future[list[Completion]] = field(default_factory=Future)
     admitted: int = 0
     done: dict[int, Completion] = field(default_factory=dict)  # by sample
@@ -30,6 +33,16 @@ class Request:
     def tokens(self) -> list[int]:
         """What a sample starts from."""
         return list(self.prompt)
+
+    def tell(self, sample: int, piece: Completion) -> None:
+        """Hand a piece to the listener; if that raises, the request has failed."""
+        if self.listener is None or self.future.done():
+            return
+        try:
+            self.listener(sample, piece)
+        except Exception as error:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,20 +19,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def load_config(folder: Path) -> Any:
-    """The transformers config of a checkpoint folder.
+    """The transformers config of a checkpoint folder, for the embedded engine.
 
     FileNotFoundError: no such folder, or no config.json in it. ValueError: a model this engine cannot run exactly.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no model folder at {folder}")
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"no config.json in {folder}")
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported: the embedded engine runs {', '.join(FAMILIES)}")
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     rope = config.rope_parameters or {}
     for fits, what in (
         (
@@ -47,6 +38,23 @@ def load_config(folder: Path) -> Any:
         if not fits:
             raise ValueError(f"{folder}: the embedded engine does not support {what}")
     return config
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of a checkpoint folder of a family whose tensors `forge.names` knows.
+
+    FileNotFoundError: no such folder, or no config.json in it. ValueError: another family.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no model folder at {folder}")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"no config.json in {folder}")
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported, but {', '.join(FAMILIES)}")
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder)
 
 
 def load_eos(folder: Path, config: Any) -> tuple[int, ...]:
@@ -169,19 +177,11 @@ def _fill(
     A matrix is packed as soon as its last part is there, and its plain copy is freed for the next one: touching new
     memory would cost more than all the copying.
     """
-    places = {part.name: (whole, i) for whole, parts in table.items() for i, part in enumerate(parts)}
     filling: dict[str, Tensor] = {}
     left = {whole: len(parts) for whole, parts in table.items()}
     done: dict[str, Tensor] = {}
-    for name, tensor in named:
-        if follows(name, tied):
-            continue
-        if name not in places:
-            raise ValueError(f"weight {name!r} is unknown to this model, or given twice")
-        whole, i = places.pop(name)
+    for whole, i, tensor in checked(table, named, tied):
         parts = table[whole]
-        if tensor.shape != parts[i].shape:
-            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model has {parts[i].shape}")
         if whole not in filling:
             rows = sum(part.rows for part in parts)
             filling[whole] = torch.empty(rows, *parts[0].inner, dtype=dtype, device=device)
@@ -191,7 +191,26 @@ def _fill(
         if not left[whole]:
             full = filling.pop(whole)
             done[whole] = pack(full) if whole.endswith(".weight") else full
+    return done
+
+
+def checked(
+    table: dict[str, tuple[Part, ...]], named: Iterable[tuple[str, Tensor]], tied: bool
+) -> Iterator[tuple[str, int, Tensor]]:
+    """(entry of `table`, which part of it, tensor) for every tensor that says something, as they come.
+
+    ValueError, naming the tensor: an unknown name, a wrong shape, a name given twice and, after the last, one missing.
+    """
+    places = {part.name: (whole, i) for whole, parts in table.items() for i, part in enumerate(parts)}
+    for name, tensor in named:
+        if follows(name, tied):
+            continue
+        if name not in places:
+            raise ValueError(f"weight {name!r} is unknown to this model, or given twice")
+        whole, i = places.pop(name)
+        if tensor.shape != table[whole][i].shape:
+            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model has {table[whole][i].shape}")
+        yield whole, i, tensor
     if places:
         first_missing, more = next(iter(places)), len(places) - 1
         raise ValueError(f"weight {first_missing!r} is missing" + (f", and {more} more" if more else ""))
-    return done

@@ -1,0 +1,442 @@
+"""vLLM behind the interface of the embedded engine: its asynchronous engine, in a thread and processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from forge.engines.handover import Handover
+from forge.engines.interface import Listener, check_length, check_prompt, check_settings
+from forge.engines.vllm_args import engine_args, import_args
+from forge.engines.vllm_worker import OWNER
+from forge.engines.weights import load_eos, read_config
+from forge.types import Completion, Sampling
+
+# How vLLM pauses for an update: what becomes of running sequences, and whether their keys and values are forgotten.
+PAUSE = {"continue": ("keep", False), "finish": ("wait", True), "recompute": ("keep", True)}
+END = 60  # seconds that closing may take
+
+Order = tuple[Handover | Literal["release", "restore"], "Future[None]"]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt with n samples to draw, each at most `limit` tokens long."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    limit: int
+    stops: list[int]
+    priority: int
+    listener: Listener | None = None
+    future: Future[list[Completion]] = field(default_factory=Future)
+
+
+class VLLMEngine:
+    """Generates with a Llama, Qwen2 or Qwen3 checkpoint in vLLM, as `forge.engines.Engine` says.
+
+    Every sample is a request of its own to vLLM, which computes a prompt they share once as far as it fills blocks of
+    its cache. Seeded samples are the same tokens again, but for ties that rounding decides: products round differently
+    with what else runs. A temperature above 0 is at least 0.01, as vLLM wants it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        slots: int = 256,
+        max_seq_len: int | None = None,
+        dtype: str = "float32",
+        version: int = 0,
+        on_update: str = "continue",
+        options: Mapping[str, Any] | None = None,
+    ):
+        """Start vLLM with a Hugging Face folder; takes 15 to 30 s. options: further fields of AsyncEngineArgs.
+
+        on_update: what a weight update does to running sequences, as in `EmbeddedEngine`. With "continue", a sequence
+        that vLLM itself preempts for lack of cache is computed anew under the new weights.
+
+        ImportError: vLLM is not installed. FileNotFoundError, ValueError: the folder is incomplete, or the model or an
+        argument is wrong; no process has been started then. RuntimeError: vLLM did not start.
+        """
+        folder = Path(model)
+        import_args()
+        self.config = config = read_config(folder)
+        check_settings(slots, dtype, on_update)
+        self.max_seq_len = check_length(config, max_seq_len)
+        self.on_update, self.eos = on_update, load_eos(folder, config)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        args, self._cpu = engine_args(folder, config, slots, self.max_seq_len, dtype, options or {})
+        # What vLLM calls the weights of each update: its completions say which token is of which.
+        self._labels = {"default": (version, "")}
+        self._label = "default"
+        self._salt = ""  # prompts share blocks of the cache only under the same one
+        self._memory: Literal["held", "released", "restored"] = "held"
+        self._open = asyncio.Event()  # whether vLLM may be given requests: from a release on it may not
+        self._open.set()
+        self._orders: deque[Order] = deque()
+        self._worker: asyncio.Task[None] | None = None
+        self._unstarted: dict[str, None] = {}  # of vLLM's requests, in order
+        self._started = self._generated = self._numbered = 0
+        self._lock = threading.Lock()
+        # Guarded by the lock.
+        self._pending: set[Future[Any]] = set()
+        self._error: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main(args, ready)), name="forge-vllm", daemon=True
+        )
+        self._thread.start()
+        ready.result()  # vLLM waits for its processes for at most VLLM_ENGINE_READY_TIMEOUT_S
+
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
+    ) -> Future[list[Completion]]:
+        """As `Engine.submit`. Of samples that wait, some of one request may start before others of it."""
+        prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
+        limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
+        stops = sorted({*self.eos, *sampling.stop_token_ids})
+        request = Request(prompt, sampling, limit, stops, priority, listener)
+        self._hand_in(request.future, self._begin, request)
+        return request.future
+
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
+    ) -> Future[None]:
+        """As `Engine.update_weights`: the tensors are copied to shared memory, and from there into vLLM's processes
+        while it is paused."""
+        future: Future[None] = Future()
+        try:
+            self._check_alive()
+            handover = Handover(self.config, named_tensors, self.dtype, version, identity)
+            try:
+                self._hand_in(future, self._take, handover, future)
+            except BaseException:
+                handover.close()
+                raise
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def release(self) -> Future[None]:
+        """As `Engine.release`: vLLM's sleep mode, level 2. On a CPU only the cache is given back, not the weights."""
+        future: Future[None] = Future()
+        self._hand_in(future, self._take, "release", future)
+        return future
+
+    def restore(self) -> Future[None]:
+        """As `Engine.restore`. On a GPU the memory of the cache is taken with the weights, by the next update."""
+        future: Future[None] = Future()
+        self._hand_in(future, self._take, "restore", future)
+        return future
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in use; of those that were in use last, while the engine is released."""
+        return self._labels[self._label][0]
+
+    @property
+    def identity(self) -> str:
+        """The identity of those weights: "" for those of the folder."""
+        return self._labels[self._label][1]
+
+    def stats(self) -> dict[str, int]:
+        """Running and waiting sequences, and the tokens that were delivered since the start: of running sequences the
+        first one only."""
+        return {"running": self._started, "waiting": len(self._unstarted), "generated_tokens": self._generated}
+
+    def close(self) -> None:
+        """End vLLM and its processes. Requests that are not complete fail with a RuntimeError."""
+        with self._lock:
+            if self._error is None:
+                self._loop.call_soon_threadsafe(self._stop.set)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END)
+
+    def __enter__(self) -> VLLMEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._stop.is_set():
+            raise RuntimeError("the engine is closed")
+        if self._llm.errored:
+            raise RuntimeError("vLLM's engine process has died")
+
+    def _hand_in(self, future: Future[Any], function: Callable[..., None], *args: Any) -> None:
+        """Have the loop call a function that will settle the future."""
+        with self._lock:
+            self._check_alive()
+            self._pending.add(future)
+            self._loop.call_soon_threadsafe(function, *args)
+        future.add_done_callback(self._pending.discard)
+
+    # All that follows runs in the loop.
+
+    async def _main(self, args: Any, ready: Future[None]) -> None:
+        try:
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            os.environ[OWNER] = str(os.getpid())
+            self._loop = asyncio.get_running_loop()
+            self._llm = AsyncLLM.from_engine_args(args)
+        except ValueError as error:
+            ready.set_exception(error)
+            return
+        except BaseException as error:
+            ready.set_exception(
+                RuntimeError(f"vLLM did not start with {args.model}: {error} (its own output says why)")
+            )
+            return
+        ready.set_result(None)
+        try:
+            await self._stop.wait()
+        finally:
+            self._end(RuntimeError("the engine was closed before this was complete"))
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._llm.shutdown(timeout=END / 4)
+            del self._llm  # it would complain when the interpreter ends
+
+    def _end(self, error: BaseException) -> None:
+        """Fail everything that is pending, and whatever comes after; the first error is the one that counts."""
+        with self._lock:
+            self._error = self._error or error
+            pending = [*self._pending]
+        for future in pending:
+            _settle(future, error=self._error)
+        for what, _ in self._orders:
+            if isinstance(what, Handover):
+                what.close()
+        self._orders.clear()
+        self._stop.set()
+
+    def _run(self, work: Any) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _begin(self, request: Request) -> None:
+        task = self._run(self._answer(request))
+
+        def cancel(future: Future[Any]) -> None:
+            with self._lock:
+                if future.cancelled() and self._error is None:
+                    self._loop.call_soon_threadsafe(task.cancel)
+
+        request.future.add_done_callback(cancel)
+
+    async def _answer(self, request: Request) -> None:
+        samples = [self._loop.create_task(self._sample(request, i)) for i in range(request.sampling.n)]
+        try:
+            _settle(request.future, await asyncio.gather(*samples))
+        except Exception as error:
+            if self._llm.errored:
+                self._end(RuntimeError("vLLM's engine process has died"))
+            _settle(request.future, error=error)
+        finally:
+            for sample in samples:
+                sample.cancel()
+
+    async def _sample(self, request: Request, sample: int) -> Completion:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        sampling = request.sampling
+        params = SamplingParams(
+            max_tokens=request.limit,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=None if sampling.seed is None else _seed(sampling.seed, sample),
+            stop_token_ids=request.stops,
+            ignore_eos=True,  # it is among the stop tokens
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            # Without a listener the first token is reported when it is there, the others at the end.
+            stream_interval=None if request.listener else 2**30,
+        )
+        completion = None
+        while completion is None:
+            completion = await self._attempt(request, sample, params)
+        return completion
+
+    async def _attempt(self, request: Request, sample: int, params: Any) -> Completion | None:
+        """The completion; None if it had not started when an update asked for its prompt to be computed anew."""
+        from vllm.inputs import tokens_input
+
+        name = str(self._numbered)
+        self._numbered += 1
+        self._unstarted[name] = None
+        completion, told = Completion(request.prompt, [], [], [], ""), 0
+        try:
+            await self._open.wait()
+            salt = self._salt
+            prompt = tokens_input(list(request.prompt), cache_salt=salt or None)
+            async with contextlib.aclosing(
+                self._llm.generate(prompt, params, name, priority=request.priority)
+            ) as outputs:
+                async for output in outputs:
+                    part = output.outputs[0]
+                    if name in self._unstarted:
+                        if part.finish_reason == "abort" or salt != self._salt:
+                            return None
+                        del self._unstarted[name]
+                        self._started += 1
+                    ids = part.token_ids
+                    completion.token_ids += ids
+                    completion.logprobs += [of[token].logprob for token, of in zip(ids, part.logprobs, strict=True)]
+                    self._generated += len(ids)
+                    if request.listener and part.finish_reason is None:
+                        told += self._tell(request, sample, completion, told, self._spans(name))
+        finally:
+            if name in self._unstarted:
+                del self._unstarted[name]
+            else:
+                self._started -= 1
+        if part.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
+        completion.finish = part.finish_reason
+        spans = [(span.version, span.start) for span in part.weight_versions]
+        self._tell(request, sample, completion, told, spans)
+        completion.versions, completion.identities = self._drew(spans, 0, len(completion.token_ids))
+        return completion
+
+    def _spans(self, name: str) -> list[tuple[str, int]]:
+        """(label, first token) of the weights that a sequence has been drawn with. vLLM tells that of ended ones alone,
+        but keeps it for those that run; empty if this one has just ended."""
+        states = self._llm.output_processor
+        running = states.external_req_ids.get(name, ())
+        return [span for key in running for span in states.request_states[key].weight_version_starts]
+
+    def _drew(self, spans: Sequence[tuple[str, int]], start: int, end: int) -> tuple[list[int], dict[int, str]]:
+        """The versions of the tokens from `start` to `end`, and their identities."""
+        versions: list[int] = []
+        identities = {}
+        later = [first for _, first in spans[1:]] + [end]
+        for (label, first), until in zip(spans, later, strict=True):
+            count = min(until, end) - max(first, start)
+            if count > 0:
+                version, identity = self._labels[label]
+                versions += [version] * count
+                identities[version] = identity
+        return versions, identities
+
+    def _tell(
+        self, request: Request, sample: int, completion: Completion, told: int, spans: Sequence[tuple[str, int]]
+    ) -> int:
+        """Hand the tokens that were not told to whoever listens: how many. None while their weights are unknown."""
+        if request.listener is None or request.future.done() or not spans:
+            return 0
+        versions, identities = self._drew(spans, told, len(completion.token_ids))
+        ids, logprobs = completion.token_ids[told:], completion.logprobs[told:]
+        piece = Completion(request.prompt, ids, logprobs, versions, completion.finish, identities=identities)
+        request.listener(sample, piece)
+        return len(ids)
+
+    def _take(self, what: Any, future: Future[None]) -> None:
+        if what == "release":
+            self._open.clear()
+        self._orders.append((what, future))
+        if self._worker is None or self._worker.done():
+            self._worker = self._run(self._carry_out())
+
+    async def _carry_out(self) -> None:
+        """Do what was ordered, in order; of updates that follow each other the newest, for all of them."""
+        while self._orders:
+            what, count = self._orders[0][0], 1
+            try:
+                if what == "release":
+                    await self._release()
+                elif what == "restore":
+                    await self._restore()
+                else:
+                    count = await self._swap()
+            except Exception as error:
+                # The weights may be half of one version and half of another.
+                died = "vLLM's engine process has died" if self._llm.errored else f"vLLM failed: {error}"
+                self._end(RuntimeError(died))
+                return
+            for what, future in [self._orders.popleft() for _ in range(count)]:
+                if isinstance(what, Handover):
+                    what.close()
+                _settle(future)
+            if self._memory == "held" and all(what != "release" for what, _ in self._orders):
+                self._open.set()
+
+    async def _swap(self) -> int:
+        llm = self._llm
+        if self._memory == "held":
+            mode, clear = PAUSE[self.on_update]
+            await llm.pause_generation(mode=mode, clear_cache=clear)
+        await self._restore()
+        updates = [what for what, _ in takewhile(lambda order: isinstance(order[0], Handover), self._orders)]
+        newest: Any = updates[-1]
+        await llm.collective_rpc("forge_load", args=(newest.path, newest.places, newest.dtype))
+        label = str(len(self._labels))
+        await llm.update_weight_version(label)
+        self._labels[label] = (newest.version, newest.identity)
+        self._label = label
+        if self.on_update == "continue":
+            self._salt = label
+            await llm.abort([*self._unstarted])
+        if self._memory == "restored" and not self._cpu:
+            await llm.wake_up(["kv_cache"])  # which resumes, too
+        else:
+            await llm.resume_generation()
+        self._memory = "held"
+        return len(updates)
+
+    async def _release(self) -> None:
+        if self._memory != "held":
+            return
+        if self._cpu:
+            await self._llm.pause_generation(mode="wait", clear_cache=True)
+            await self._llm.collective_rpc("forge_release")
+        else:
+            await self._llm.sleep(level=2, mode="wait")
+        self._memory = "released"
+
+    async def _restore(self) -> None:
+        if self._memory != "released":
+            return
+        if self._cpu:
+            await self._llm.collective_rpc("forge_restore")
+        else:
+            await self._llm.wake_up(["weights"])
+        self._memory = "restored"
+
+
+def _settle(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+    if not future.done() and future.set_running_or_notify_cancel():
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+
+def _seed(seed: int, sample: int) -> int:
+    """A seed for one sample: those of neighbouring seeds are not shifted copies of each other."""
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

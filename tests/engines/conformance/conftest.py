@@ -1,0 +1,116 @@
+"""One engine of each kind for all tests: vLLM takes 15 to 30 s to start."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from forge.engines import ENGINES, load_engine
+
+from ..conftest import EOS, VOCAB
+
+SLOTS, LONGEST = 8, 512
+
+
+def build(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
+    """As `random_model`, with heads of a size that vLLM has, and room for more than one block of its cache."""
+    kind, tied = {"qwen3": (Qwen3Config, True), "llama": (LlamaConfig, False)}[family]
+    config = kind(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    return model
+
+
+class Subject:
+    """An engine under test with the models whose weights it may serve, by version."""
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder = name, folder
+        self.models = {version: build(seed=version) for version in range(3)}
+        self.models[0].save_pretrained(folder)
+        self.engine: Any = None
+
+    def open(self, **args: Any) -> Any:
+        return load_engine(self.name, self.folder, slots=SLOTS, **args)
+
+    def ready(self) -> Any:
+        """The engine with the first weights, idle, and with the default way of updating."""
+        if self.engine is None:
+            self.engine = self.open()
+        self.engine.on_update = "continue"
+        self.update(0).result(60)
+        wait_for(lambda: self.engine.stats()["running"] == self.engine.stats()["waiting"] == 0)
+        return self.engine
+
+    def update(self, version: int) -> Any:
+        return self.engine.update_weights(self.models[version].state_dict().items(), version, digest(version))
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+def digest(version: int) -> str:
+    return f"digest {version}"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.001)
+
+
+def processes() -> set[int]:
+    """All that descend from this one, but for Python's own helper that follows shared memory."""
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text, command = status.read_text(), (status.parent / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if "resource_tracker" not in command:
+            children.setdefault(int(text.rpartition(")")[2].split()[1]), []).append(int(status.parent.name))
+    found, todo = set(), [os.getpid()]
+    while todo:
+        todo += children.get(todo.pop(), [])
+        found.update(todo)
+    return found - {os.getpid()}
+
+
+@pytest.fixture(scope="session", params=ENGINES)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    if request.param == "vllm" and find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here: make test-vllm has it")
+    subject = Subject(request.param, tmp_path_factory.mktemp(request.param))
+    yield subject
+    subject.close()
+
+
+@pytest.fixture
+def engine(subject: Subject) -> Any:
+    return subject.ready()

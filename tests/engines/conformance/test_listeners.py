@@ -1,0 +1,112 @@
+"""Tokens as they are drawn: joined, they are the completions, versions and all."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+
+from forge.engines.interface import extend
+from forge.types import Completion, Sampling
+
+from ..conftest import check_by_hand, error_of
+from .conftest import SLOTS, Subject, digest, wait_for
+
+MODES = ("continue", "finish", "recompute")
+
+
+class Heard:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.wholes: dict[int, Completion] = {}
+        self.pieces = 0
+
+    def __call__(self, sample: int, piece: Completion) -> None:
+        assert len(piece.token_ids) == len(piece.logprobs) == len(piece.versions) > 0
+        assert set(piece.identities) == set(piece.versions)
+        self.pieces += 1
+        if sample in self.wholes:
+            assert self.wholes[sample].finish == "", "a piece after the last"
+            extend(self.wholes[sample], piece)
+        else:
+            self.wholes[sample] = piece
+
+    def completions(self) -> list[Completion]:
+        return [whole for _, whole in sorted(self.wholes.items())]
+
+
+def test_pieces_join_to_the_completions(engine: Any) -> None:
+    sampling = Sampling(n=5, max_tokens=12, temperature=2.0, stop_token_ids=(7, 8, 9), seed=3)
+    heard = [Heard(), Heard(), Heard()]
+    prompts = [[1, 2], [3] * 200, [4]]
+    futures = [
+        engine.submit(prompt, sampling, listener=listener) for prompt, listener in zip(prompts, heard, strict=True)
+    ]
+    plain = engine.submit([1, 2], sampling)  # more than there are slots, and some that nobody listens to
+    for future, listener in zip(futures, heard, strict=True):
+        assert future.result(60) == listener.completions()
+        assert listener.pieces > 2 * sampling.n, "they came as they were drawn"
+    assert {c.finish for listener in heard for c in listener.completions()} == {"stop", "length"}
+    assert [c.token_ids for c in plain.result(60)] == [c.token_ids for c in heard[0].completions()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_piece_is_of_the_weights_it_names(subject: Subject, engine: Any, mode: str) -> None:
+    engine.on_update = mode
+    sampling = Sampling(n=6, max_tokens=300, seed=1)
+    heard = [Heard(), Heard()]
+    futures = [
+        engine.submit(prompt, sampling, listener=listener)
+        for prompt, listener in zip([[1, 2, 3], [4, 5] * 90], heard, strict=True)
+    ]
+    wait_for(lambda: engine.stats()["running"] == SLOTS)
+    for version in (1, 2):
+        time.sleep(0.02)
+        subject.update(version).result(60)
+    for future, listener in zip(futures, heard, strict=True):
+        completions = future.result(60)
+        assert listener.completions() == completions
+        for completion in completions:
+            assert completion.identities == {v: digest(v) for v in set(completion.versions)}
+            check_by_hand(subject.models, completion, keep=mode == "continue")
+    seen = [len(set(c.versions)) for listener in heard for c in listener.completions()]
+    assert (max(seen) > 1) == (mode != "finish")
+
+
+def test_a_cancelled_request_is_told_no_more(subject: Subject, engine: Any) -> None:
+    heard = Heard()
+    future = engine.submit([1, 2], Sampling(n=2, max_tokens=500, temperature=0), listener=heard)
+    wait_for(lambda: heard.pieces > 3)
+    assert future.cancel()
+    wait_for(lambda: engine.stats()["running"] == engine.stats()["waiting"] == 0)
+    after = heard.pieces
+    completion = engine.submit([5, 6], Sampling(max_tokens=20, seed=1)).result(60)[0]
+    assert heard.pieces == after
+    assert error_of(subject.models[0], completion) < 1e-4
+    with pytest.raises(CancelledError):
+        future.result(1)
+
+
+@pytest.mark.parametrize("when", ["first", "middle", "last"])
+def test_what_a_listener_raises_fails_its_request_alone(subject: Subject, engine: Any, when: str) -> None:
+    told: list[Completion] = []
+
+    def broken(sample: int, piece: Completion) -> None:
+        told.append(piece)
+        if when == "first" or (when == "last" and piece.finish) or (when == "middle" and len(told) == 10):
+            raise LookupError("nobody there")
+
+    heard = Heard()
+    other = engine.submit([5, 6], Sampling(n=2, max_tokens=60, seed=1), listener=heard)
+    # More samples than slots: some of them wait when the others fail.
+    future = engine.submit([1, 2], Sampling(n=SLOTS + 4, max_tokens=20, seed=2), listener=broken)
+    with pytest.raises(LookupError, match="nobody there"):
+        future.result(60)
+    after = len(told)
+    assert other.result(60) == heard.completions()
+    assert max(error_of(subject.models[0], c) for c in other.result()) < 1e-4
+    wait_for(lambda: engine.stats()["running"] == engine.stats()["waiting"] == 0)
+    assert len(told) - after <= SLOTS  # of the step that was under way

@@ -1,0 +1,135 @@
+"""New weights: taken up whole or not at all, and every token says which it is of."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from forge.types import Sampling
+
+from ..conftest import EOS, check_by_hand, check_shape, error_of
+from .conftest import SLOTS, Subject, build, digest, wait_for
+
+MODES = ("continue", "finish", "recompute")
+
+
+def test_between_requests(subject: Subject, engine: Any) -> None:
+    for version in (0, 1, 2):
+        subject.update(version).result(60)
+        assert (engine.version, engine.identity) == (version, digest(version))
+        completion = engine.submit([1, 2, 3], Sampling(max_tokens=8, seed=4)).result(60)[0]
+        assert set(completion.versions) == {version}
+        assert completion.identities == {version: digest(version)}
+        assert error_of(subject.models[version], completion) < 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_under_load_every_token_is_of_the_weights_it_names(subject: Subject, engine: Any, mode: str) -> None:
+    engine.on_update = mode
+    sampling = Sampling(n=6, max_tokens=300, temperature=1.0, seed=1)
+    # More than there are slots; the second prompt fills more than one block of vLLM's cache.
+    requests = [[1, 2, 3], [4, 5] * 90, [6], [7, 8, 9, 10]]
+    futures = [engine.submit(prompt, sampling) for prompt in requests]
+    wait_for(lambda: engine.stats()["running"] == SLOTS)
+    for version in (1, 2):
+        time.sleep(0.02)
+        subject.update(version).result(60)
+        assert engine.version == version
+    seen = []
+    for future in futures:
+        completions = future.result(60)
+        check_shape(completions, sampling, {EOS})
+        for completion in completions:
+            seen.append(tuple(dict.fromkeys(completion.versions)))
+            assert completion.identities == {v: digest(v) for v in set(completion.versions)}
+            check_by_hand(subject.models, completion, keep=mode == "continue")
+    assert {0, 1, 2} >= set(sum(seen, ())) >= {0, 1}
+    assert any(len(versions) > 1 for versions in seen) == (mode != "finish")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_prompt_is_left_of_the_old_weights(subject: Subject, engine: Any, mode: str) -> None:
+    engine.on_update = mode
+    prompt = [i % 61 for i in range(300)]
+    long = engine.submit(prompt, Sampling(n=SLOTS, max_tokens=60, seed=2))
+    waiting = engine.submit(prompt, Sampling(n=2, max_tokens=5, seed=3))
+    wait_for(lambda: engine.stats()["running"] > 0)
+    subject.update(1).result(60)
+    after = engine.submit(prompt, Sampling(n=2, max_tokens=5, seed=3))
+    for completion in (*waiting.result(60), *after.result(60)):
+        assert set(completion.versions) == {1}
+        assert error_of(subject.models[1], completion) < 1e-4
+    long.result(60)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "broadcast", "twice", "broken"])
+def test_a_failed_one_changes_nothing(subject: Subject, engine: Any, fault: str) -> None:
+    state = build(seed=1).state_dict()
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "broadcast":
+        name = "model.layers.0.self_attn.q_norm.weight"
+    named = list(state.items())
+    if fault == "missing":
+        named = [(n, t) for n, t in named if n != name]
+    elif fault == "unknown":
+        name = "model.layers.2.mlp.up_proj.weight"
+        named.append((name, state["model.layers.1.mlp.up_proj.weight"]))
+    elif fault == "shape":
+        named = [(n, t[:, 1:] if n == name else t) for n, t in named]
+    elif fault == "broadcast":
+        named = [(n, t[:1] if n == name else t) for n, t in named]
+    elif fault == "twice":
+        named.append((name, state[name]))
+
+    def stream() -> Any:
+        yield from named
+        if fault == "broken":
+            raise OSError(f"lost after {name}")
+
+    error = engine.update_weights(stream(), 1).exception(60)
+    assert isinstance(error, OSError if fault == "broken" else ValueError)
+    assert name in str(error)
+    assert engine.version == 0
+    completion = engine.submit([1, 2, 3], Sampling(max_tokens=8)).result(60)[0]
+    assert error_of(subject.models[0], completion) < 1e-4
+    assert set(completion.versions) == {0}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_released_and_restored(subject: Subject, engine: Any, mode: str) -> None:
+    engine.on_update = mode
+    running = engine.submit([1, 2], Sampling(n=4, max_tokens=200, temperature=0))
+    wait_for(lambda: engine.stats()["running"] == 4)
+    released = engine.release()
+    waiting = engine.submit([1, 2], Sampling(n=2, max_tokens=5, seed=1))
+    released.result(60)
+    assert running.done()
+    assert all(set(c.versions) == {0} for c in running.result())
+    engine.release().result(60)
+    if mode != "finish":  # an update does so by itself
+        engine.restore().result(60)
+    time.sleep(0.2)
+    assert not waiting.done()
+    assert engine.version == 0
+    subject.update(1).result(60)
+    for completion in waiting.result(60):
+        assert set(completion.versions) == {1}
+        assert error_of(subject.models[1], completion) < 1e-4
+    engine.restore().result(60)  # of an engine that is not released: nothing
+
+
+def test_orders_are_carried_out_in_order(subject: Subject, engine: Any) -> None:
+    first, released, second = subject.update(1), engine.release(), subject.update(2)
+    after = engine.submit([1, 2], Sampling(max_tokens=5, seed=1))
+    for future in (first, released, second):
+        future.result(60)
+    assert after.result(60)[0].versions[-1] == 2
+    last, gone = subject.update(1), engine.release()
+    gone.result(60)
+    assert last.done()
+    waiting = engine.submit([1, 2], Sampling(max_tokens=5, seed=1))
+    time.sleep(0.1)
+    assert not waiting.done()
+    assert waiting.cancel()

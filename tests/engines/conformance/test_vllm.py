@@ -1,0 +1,104 @@
+"""What only vLLM can get wrong: its options, and the ends of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from forge.config import ConfigError
+from forge.engines import load_engine
+from forge.sections import GeneratorConfig
+from forge.types import Sampling
+
+from ..conftest import error_of
+from .conftest import build, processes, wait_for
+
+installed = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm has it")
+
+OWNER = """
+import os, signal, sys
+from forge.engines import load_engine
+from tests.engines.conformance.conftest import processes
+
+if __name__ == "__main__":
+    engine = load_engine("vllm", sys.argv[1], slots=2)
+    print(*processes(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@installed
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_paralel_size": 2}, "not an argument of vLLM's engine; did you mean tensor_parallel_size"),
+        ({"max_num_seqs": 2}, "generator.vllm.max_num_seqs is set by generator.slots"),
+        ({"logprobs_mode": "raw_logprobs"}, "generator.vllm.logprobs_mode is set by the engine"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(tmp_path: Path, options: dict, message: str) -> None:
+    build().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_engine("vllm", tmp_path, vllm=options)
+    with pytest.raises(ConfigError, match=message):
+        GeneratorConfig(engine="vllm", vllm=options).validate()
+
+
+def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs generator\.engine vllm"):
+        load_engine("embedded", tmp_path, vllm={"seed": 1})
+    with pytest.raises(ConfigError, match=r"needs generator\.engine: vllm"):
+        GeneratorConfig(vllm={"seed": 1}).validate()
+    with pytest.raises(ValueError, match="must be one of embedded, vllm"):
+        load_engine("sglang", tmp_path)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_where_it_is_missing_the_error_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match=r"environment of its own and install torchforge\[vllm\]"):
+        load_engine("vllm", tmp_path)
+    with pytest.raises(ConfigError, match=r"torchforge\[vllm-cpu\]"):
+        GeneratorConfig(engine="vllm").validate()
+
+
+@installed
+def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path) -> None:
+    before, model, new = processes(), build("llama"), build("llama", seed=1)
+    model.save_pretrained(tmp_path)
+    engine = load_engine("vllm", tmp_path, slots=2, version=4)
+    completion = engine.submit([5, 6], Sampling(max_tokens=20, seed=1)).result(60)[0]
+    assert error_of(model, completion) < 1e-4
+    assert set(completion.versions) == {4}
+    engine.update_weights(new.state_dict().items(), 5).result(60)
+    assert error_of(new, engine.submit([5, 6], Sampling(max_tokens=20, seed=1)).result(60)[0]) < 1e-4
+    futures = [engine.submit([1, i], Sampling(n=4, max_tokens=500)) for i in range(4)]
+    wait_for(lambda: engine.stats()["running"] > 0)
+    for process in processes() - before:
+        os.kill(process, signal.SIGKILL)
+    assert "engine process has died" in str(futures[-1].exception(30))
+    assert all(future.done() for future in futures)
+    with pytest.raises(RuntimeError, match="engine process has died"):
+        engine.submit([1], Sampling())
+    assert "engine process has died" in str(engine.update_weights(new.state_dict().items(), 6).exception(30))
+    engine.close()
+    assert processes() <= before
+
+
+@installed
+def test_no_process_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(script), str(tmp_path)]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, timeout=100)
+    assert run.returncode == -signal.SIGKILL
+    started = [int(process) for process in run.stdout.split()]
+    assert started
+    wait_for(lambda: not any(Path(f"/proc/{process}").exists() for process in started))
