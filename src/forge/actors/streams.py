@@ -1,0 +1,120 @@
+"""Requests whose tokens are asked for as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from ..engines.interface import Engine, extend
+from ..observability import Reduce, record_metric
+from ..types import Completion, Sampling
+
+WAIT = 1.0  # seconds that a caller waits for something to tell
+FORGOTTEN = 60.0  # seconds after which nobody will ask any more
+
+
+class StreamLost(LookupError):
+    """A stream that this generator does not know: the one that wrote it was lost, or nobody asked for a minute."""
+
+
+class Streams:
+    """The streams of one engine. A stream that nobody asks about for a minute is cancelled."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.open_ones: dict[int, _Stream] = {}
+
+    def open(self, prompt_ids: Sequence[int], sampling: Sampling, priority: int) -> int:
+        """Begin a request; its number. ValueError: as of `Engine.submit`."""
+        stream = _Stream(asyncio.get_running_loop())
+        stream.future = self.engine.submit(prompt_ids, sampling, priority=priority, listener=stream.tell)
+        stream.future.add_done_callback(stream.ended)
+        # No other generator may know the number: a session whose generator was lost goes on at another one.
+        number = secrets.randbits(63)
+        self.open_ones[number] = stream
+        stream.loop.call_later(FORGOTTEN, self._look_at, number)
+        return number
+
+    async def next(self, number: int) -> list[tuple[int, Completion]]:
+        """(sample, piece) of all that came since the last time: of each sample at most one, whose `finish` says that it
+        was the last. Waits a second for something to come.
+
+        StreamLost: there is no such stream here. What the engine raised.
+        """
+        if number not in self.open_ones:
+            raise StreamLost(f"stream {number} is not known here: the generator that wrote it was lost; ask again")
+        return await self.open_ones[number].next()
+
+    def close(self, number: int) -> None:
+        """End a stream, whether it has ended or not."""
+        if stream := self.open_ones.pop(number, None):
+            stream.future.cancel()
+
+    def _look_at(self, number: int) -> None:
+        if stream := self.open_ones.get(number):
+            left = stream.asked + FORGOTTEN - time.monotonic()
+            if left > 0:
+                stream.loop.call_later(left, self._look_at, number)
+            else:
+                self.close(number)
+
+
+class _Stream:
+    """What one request has drawn and nobody has asked for. Only its `loop` touches it."""
+
+    future: Future[list[Completion]]
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.asked = loop, time.monotonic()
+        self.pieces: dict[int, Completion] = {}  # by sample
+        self.lengths = Counter[int]()
+        self.something = asyncio.Event()
+        self.done = False
+
+    def tell(self, sample: int, piece: Completion) -> None:
+        """In the engine's thread."""
+        self.loop.call_soon_threadsafe(self._take, sample, piece)
+
+    def ended(self, _: Future[list[Completion]]) -> None:
+        """In whatever thread completed it."""
+        if not self.loop.is_closed():  # as it may be when the engine is closed last
+            self.loop.call_soon_threadsafe(self._end)
+
+    async def next(self) -> list[tuple[int, Completion]]:
+        self.asked = time.monotonic()
+        try:
+            async with asyncio.timeout(WAIT):
+                await self.something.wait()
+        except TimeoutError:
+            return []
+        pieces, self.pieces = self.pieces, {}
+        if not self.done:
+            self.something.clear()
+        elif not pieces:
+            self.future.result()  # raises what went wrong
+        for sample, piece in pieces.items():
+            self._measure(sample, piece)
+        return list(pieces.items())
+
+    def _measure(self, sample: int, piece: Completion) -> None:
+        """As `generate` does, for samples that end by themselves."""
+        self.lengths[sample] += len(piece.token_ids)
+        record_metric("generation/tokens", len(piece.token_ids), Reduce.SUM)
+        if piece.finish:
+            record_metric("generation/completion_length", self.lengths[sample])
+            record_metric("generation/truncated", piece.finish == "length")
+
+    def _take(self, sample: int, piece: Completion) -> None:
+        if sample in self.pieces:
+            extend(self.pieces[sample], piece)
+        else:
+            self.pieces[sample] = piece
+        self.something.set()
+
+    def _end(self) -> None:
+        self.done = True
+        self.something.set()

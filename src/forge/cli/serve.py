@@ -1,0 +1,59 @@
+"""`forge serve runs/x/model`: a model behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from ..controller import ForgeError, run
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model to OpenAI clients",
+        description="Serve a model to OpenAI clients until it is interrupted: chat and completions, streaming, "
+        "log-probabilities, token ids.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", help="folder or hub id; runs/x/model is what a run leaves behind")
+    parser.add_argument("--name", help="what clients call the model; its folder's name if not given")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; anybody who reaches it is served")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="generation engine")
+    parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
+    parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
+    parser.add_argument("--slots", type=int, default=256, help="sequences that one engine decodes at once")
+    parser.add_argument("--max-seq-len", type=int, help="prompt and completion together; the model's own if not given")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and cache")
+    parser.set_defaults(run=serve)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Start the engines, then answer until interrupted. SystemExit, in one line: what is wrong."""
+    from ..models import resolve_model
+
+    try:
+        from ..serve import Server as _  # noqa: F401 (a missing extra is told before any process starts)
+
+        model = resolve_model(args.model)
+        run(_serve(args, model, args.name or Path(args.model).resolve().name))
+    except (ForgeError, ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+async def _serve(args: argparse.Namespace, model: str, name: str) -> None:
+    from transformers import AutoTokenizer
+
+    from ..actors import Generator
+    from ..serve import Server
+
+    policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(
+        model, engine=args.engine, slots=args.slots, max_seq_len=args.max_seq_len, dtype=args.dtype
+    )
+    async with Server(policy, AutoTokenizer.from_pretrained(model), name).listen(args.host, args.port) as address:
+        print(f"{name} is served at {address}", flush=True)
+        await asyncio.Event().wait()

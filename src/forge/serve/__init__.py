@@ -1,0 +1,19 @@
+"""The policy for clients of its own: evaluation harnesses and agent frameworks talk to it as they do to OpenAI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .server import Server
+
+__all__ = ["Server"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: it needs an extra.
+    if name == "Server":
+        from .server import Server
+
+        return Server
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

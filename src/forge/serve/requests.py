@@ -1,0 +1,181 @@
+"""What an OpenAI client may ask for, checked: a setting that this server would have to ignore is an error."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from ..types import Sampling
+
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": (), "seed": None}
+COMMON = {"model", "n", "stop", "stream", "stream_options", "max_tokens", "logprobs", "priority", *SAMPLING}
+# What says nothing about the tokens, or what is always done.
+HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "return_token_ids"}
+# What changes the tokens and is not there, with the values that ask for nothing.
+ABSENT: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "min_p": (0, None),
+    "logit_bias": (None, {}),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "ignore_eos": (None, False),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None,),
+}
+NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "best_of", "top_k", "seed", "priority"), int),
+    **dict.fromkeys(("temperature", "top_p"), (int, float)),
+}
+COMPLETIONS = {"prompt", "echo", "best_of"}
+CHAT = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+TOP = "the engines tell the log-probability of the sampled token alone"
+
+
+class BadRequest(ValueError):
+    """What the client asked for cannot be done; `param` is the field to blame."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request as the generators take it: `n` samples of each prompt.
+
+    `stop` are strings; what is said ends before the first of them. `usage`: a stream ends with what it used.
+    """
+
+    prompts: list[list[int]]
+    sampling: Sampling
+    stop: list[str]
+    logprobs: bool
+    chat: bool
+    echo: bool = False
+    stream: bool = False
+    usage: bool = False
+    priority: int = 0
+
+
+def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
+    """The body of a request to `/v1/completions` or, with `chat`, `/v1/chat/completions`.
+
+    BadRequest: says which field and what to do.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    _check_fields(body, COMMON | (CHAT if chat else COMPLETIONS))
+    if body.get("model") not in (None, model):
+        raise BadRequest(f"model {body['model']!r} is not served here: ask for {model!r}", "model", 404)
+    if body.get("best_of") not in (None, body.get("n") or 1):
+        raise BadRequest("best_of other than n is not supported: ask for n samples and choose", "best_of")
+    stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
+    if not isinstance(stop, list) or not all(isinstance(item, str) and item for item in stop):
+        raise BadRequest("stop must be a string or a list of strings that are not empty", "stop")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise BadRequest("stream_options has include_usage alone", "stream_options")
+    prompts = [_messages(body, tokenizer)] if chat else _prompts(body.get("prompt"), tokenizer)
+    return Job(
+        prompts,
+        _sampling(body, chat),
+        stop,
+        _logprobs(body, chat),
+        chat,
+        echo=_flag(body, "echo"),
+        stream=_flag(body, "stream"),
+        usage=bool(options.get("include_usage")),
+        priority=body.get("priority") or 0,
+    )
+
+
+def _check_fields(body: dict[str, Any], known: set[str]) -> None:
+    for name, value in body.items():
+        if name in ABSENT and value not in ABSENT[name]:
+            raise BadRequest(f"{name} = {value!r} is not supported", name)
+        if name not in known | HARMLESS | ABSENT.keys():
+            near = difflib.get_close_matches(name, known, n=1)
+            raise BadRequest(f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), name)
+        if value is not None and name in NUMBERS and (isinstance(value, bool) or not isinstance(value, NUMBERS[name])):
+            raise BadRequest(f"{name} must be a number{' without a fraction' * (NUMBERS[name] is int)}", name)
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value not in (None, True, False):
+        raise BadRequest(f"{name} must be true or false, got {value!r}", name)
+    return bool(value)
+
+
+def _sampling(body: dict[str, Any], chat: bool) -> Sampling:
+    """The endpoints' own defaults, not the generator's: a client means the same wherever it asks."""
+    # OpenAI's: 16 tokens of a completion, all that the model has room for of an answer.
+    asked = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    limit = asked[0] if asked else (1 << 20 if chat else 16)
+    given = {name: default if body.get(name) is None else body[name] for name, default in SAMPLING.items()}
+    given["top_k"] = max(given["top_k"], 0)  # -1 is off too
+    try:
+        given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        return Sampling(n=1 if body.get("n") is None else body["n"], max_tokens=limit, **given)
+    except (TypeError, ValueError) as error:
+        raise BadRequest(str(error)) from None
+
+
+def _logprobs(body: dict[str, Any], chat: bool) -> bool:
+    asked, top = body.get("logprobs"), body.get("top_logprobs")
+    if top:
+        raise BadRequest(f"top_logprobs = {top!r} is not supported: {TOP}", "top_logprobs")
+    if chat:
+        return _flag(body, "logprobs")
+    if asked not in (None, 0, 1):
+        raise BadRequest(f"logprobs = {asked!r} is not supported: {TOP}; ask for 1", "logprobs")
+    if asked is not None and body.get("echo"):
+        raise BadRequest("echo with logprobs is not supported: prompts are not scored", "echo")
+    return asked is not None
+
+
+def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
+    """One text, several, one list of token ids, or several."""
+    many = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    found = []
+    for one in many:
+        ids = tokenizer(one)["input_ids"] if isinstance(one, str) else one
+        if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
+            raise BadRequest("prompt must be a text or a list of token ids, or a list of these; none empty", "prompt")
+        found.append(ids)
+    return found
+
+
+def _messages(body: dict[str, Any], tokenizer: Any) -> list[int]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
+        raise BadRequest("messages must be a list of at least one message", "messages")
+    if not tokenizer.chat_template:
+        raise BadRequest("this model has no chat template: use /v1/completions", "messages")
+    try:
+        return tokenizer.apply_chat_template(
+            [_plain(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **(body.get("chat_template_kwargs") or {}),
+        )
+    except Exception as error:  # templates are programs of the model's own, and raise what they like
+        raise BadRequest(f"the chat template refuses these messages: {error}", "messages") from None
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is text: parts are joined where all of them are."""
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise BadRequest("only text can be in a message's content", "messages")
+        content = "".join(part["text"] for part in content)
+    return {**message, "content": content}

@@ -1,0 +1,256 @@
+"""An OpenAI-compatible endpoint in front of a generator service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from ..actors.streams import StreamLost
+from ..controller import CallTimeout, Service
+from ..engines.interface import extend
+from ..types import Completion
+from .requests import BadRequest, Job, parse
+from .responses import Answer, failure
+from .text import TextStream
+
+try:
+    from aiohttp import web
+except ImportError as error:
+    raise ImportError("serving needs aiohttp: pip install 'torchforge[serve]'") from error
+
+LARGEST = 64 << 20  # bytes of a request
+CLOSING = 2.0  # seconds that open requests get to end
+ATTEMPTS = 3  # at an answer whose generators are lost while they write it
+HEALTH = 10.0  # seconds that a generator has to say how it is
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_beside = set[asyncio.Task[None]]()  # the event loop itself only knows its tasks weakly
+
+
+class Server:
+    """Answers `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health` from `policy`.
+
+    Args:
+        policy: a service of `forge.actors.Generator`.
+        tokenizer: the model's.
+        model: what the clients call it.
+    """
+
+    def __init__(self, policy: Service, tokenizer: Any, model: str) -> None:
+        self.policy, self.tokenizer, self.model = policy, tokenizer, model
+        self.app = web.Application(client_max_size=LARGEST, middlewares=[_told])
+        self.app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._complete),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+            ]
+        )
+
+    @asynccontextmanager
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+        """Serve within the block; gives the address for clients (`base_url`). Port 0 takes one that is free.
+
+        OSError: the port is taken.
+        """
+        runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=CLOSING, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port).start()
+            taken = runner.addresses[0][1]
+            yield f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
+        finally:
+            await runner.cleanup()
+
+    async def beside(self, host: str, port: int) -> str:
+        """Serve until the event loop ends; the address. OSError: as of `listen`."""
+        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def hold() -> None:
+            async with self.listen(host, port) as address:
+                listening.set_result(address)
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(hold())
+        _beside.add(task)
+        either: set[asyncio.Future[Any]] = {task, listening}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()  # raises why it does not listen
+        return listening.result()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "torchforge"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "engines": await self.policy.stats.options(timeout=HEALTH).fanout()})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=True)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=False)
+
+    async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
+        try:
+            body = await request.json()
+        except ValueError as error:
+            raise BadRequest(f"the body is not JSON: {error}") from None
+        job = parse(body, self.tokenizer, self.model, chat=chat)
+        answer = Answer(job, self.tokenizer, self.model)
+        if job.stream:
+            return await self._stream(request, job, answer)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [tasks.create_task(self._samples(job, answer, i)) for i in range(len(job.prompts))]
+        return web.json_response(answer.whole([choice for task in waiting for choice in task.result()]))
+
+    async def _samples(self, job: Job, answer: Answer, at: int) -> list[dict[str, Any]]:
+        """The choices of prompt number `at`."""
+        first = at * job.sampling.n
+        if not job.stop:
+            ask = self.policy.generate.route(job.prompts[at], priority=job.priority, **_fields(job))
+            return [answer.choice(first + i, c.text, c, c.finish) for i, c in enumerate(await ask)]
+        return await _anew(lambda: self._collected(job, answer, at))
+
+    async def _collected(self, job: Job, answer: Answer, at: int) -> list[dict[str, Any]]:
+        """The choices of prompt number `at`, each cancelled where it says a stop string."""
+        texts, ends = [""] * job.sampling.n, [""] * job.sampling.n
+        wholes = [Completion(tuple(job.prompts[at]), [], [], [], "") for _ in texts]
+        async with aclosing(self._pieces(job, at)) as pieces:
+            async for i, text, piece, finish in pieces:
+                texts[i] += text
+                extend(wholes[i], piece)
+                ends[i] = finish or ""
+        first = at * job.sampling.n
+        return [answer.choice(first + i, texts[i], wholes[i], ends[i]) for i in range(job.sampling.n)]
+
+    async def _stream(self, request: web.Request, job: Job, answer: Answer) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        sending, begun = asyncio.Lock(), set[int]()
+
+        async def send(what: str) -> None:
+            async with sending:
+                await response.prepare(request)
+                await response.write(f"data: {what}\n\n".encode())
+
+        async def samples(at: int) -> int:
+            used = 0
+            async with aclosing(self._pieces(job, at)) as pieces:
+                async for i, text, piece, finish in pieces:
+                    used += len(piece.token_ids)
+                    index = at * job.sampling.n + i
+                    await send(json.dumps(answer.chunk(index, text, piece, first=index not in begun, finish=finish)))
+                    begun.add(index)
+            return used
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                waiting = [
+                    tasks.create_task(_anew(partial(samples, at), lambda: not begun)) for at in range(len(job.prompts))
+                ]
+            if job.usage:
+                await send(json.dumps(answer.last(sum(task.result() for task in waiting))))
+            await send("[DONE]")
+        except Exception as group:
+            error = _first(group)
+            if not response.prepared:
+                raise
+            if not isinstance(error, ConnectionError):  # which is that the client has gone
+                # Too late for a status: the client reads the error as an event, and does not see the end.
+                await send(json.dumps(_explained(error, request)[1]))
+        return response
+
+    async def _pieces(self, job: Job, at: int) -> AsyncGenerator[tuple[int, str, Completion, str | None]]:
+        """(sample, text, tokens, finish) of prompt number `at`, as they come. A sample that reached a stop string has
+        ended; once all have, what still runs for them is cancelled."""
+        texts = [TextStream(self.tokenizer, job.stop) for _ in range(job.sampling.n)]
+        left = set(range(job.sampling.n))
+        async with self.policy.session():
+            stream = await self.policy.open_stream.route(job.prompts[at], priority=job.priority, **_fields(job))
+            try:
+                while left:
+                    for i, piece in await self.policy.next_pieces.route(stream):
+                        if i not in left:
+                            continue
+                        before = len(texts[i].token_ids)
+                        said = texts[i].add(piece.token_ids)
+                        piece = _head(piece, len(texts[i].token_ids) - before)
+                        if piece.finish or texts[i].stopped:
+                            left.remove(i)
+                            said += texts[i].end()
+                        yield i, said, piece, "stop" if texts[i].stopped else piece.finish or None
+            finally:
+                await self.policy.close_stream.route(stream)
+
+
+async def _anew(work: Callable[[], Awaitable[T]], may: Callable[[], bool] = lambda: True) -> T:
+    """Do it, and begin anew if a generator is lost meanwhile, as far as that may be."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await work()
+        except StreamLost:
+            if not may():
+                raise
+    return await work()
+
+
+def _fields(job: Job) -> dict[str, Any]:
+    sampling = job.sampling
+    return {name: getattr(sampling, name) for name in type(sampling).__dataclass_fields__}
+
+
+def _head(piece: Completion, size: int) -> Completion:
+    """Its first tokens: all but those behind a stop string."""
+    versions = piece.versions[:size]
+    identities = {version: piece.identities[version] for version in versions}
+    return replace(
+        piece,
+        token_ids=piece.token_ids[:size],
+        logprobs=piece.logprobs[:size],
+        versions=versions,
+        identities=identities,
+    )
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first that went wrong of those that went wrong together."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _explained(error: BaseException, request: web.Request) -> tuple[int, dict[str, Any]]:
+    """The status for what went wrong, and how clients read it; 500 is a fault of this program."""
+    if isinstance(error, BadRequest):
+        return error.status, failure(str(error), "invalid_request_error", error.param)
+    if isinstance(error, ValueError):  # the engine refuses the prompt or the sampling
+        return 400, failure(str(error), "invalid_request_error")
+    if isinstance(error, CallTimeout):
+        return 504, failure(str(error), "timeout")
+    if isinstance(error, RuntimeError | StreamLost):  # of the controller, or of a generator
+        return 503, failure(str(error), "server_error")
+    log.error("%s failed", request.path, exc_info=error)
+    return 500, failure(f"{type(error).__name__}: {error}", "server_error")
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Say what went wrong in the form that clients read."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return web.json_response(failure(error.reason, "invalid_request_error"), status=error.status)
+    except Exception as raised:
+        status, said = _explained(_first(raised), request)
+        return web.json_response(said, status=status)

@@ -1,0 +1,48 @@
+"""`forge serve` as a user starts it."""
+
+import signal
+
+import openai
+import pytest
+
+from forge.cli import main
+from forge.config import ConfigError
+from forge.sections import ServeConfig
+from tests.serve.conftest import FORGE, address, interrupted
+
+
+def test_a_folder_is_served_until_it_is_interrupted(launched, model):
+    process = launched(*FORGE, "serve", str(model), "--port", "0", "--name", "mine")
+    client = openai.OpenAI(base_url=address(process), api_key="none", max_retries=0)
+    said = [{"role": "user", "content": "hello"}]
+    assert client.chat.completions.create(model="mine", messages=said, max_tokens=5).choices[0].message.content
+    # One that is in the middle of an answer is no reason to stay.
+    stream = client.completions.create(model="mine", prompt="a", n=500, max_tokens=200, stream=True)
+    assert next(stream).choices
+    assert interrupted(process) == 128 + signal.SIGINT
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [(["nowhere"], "model folder nowhere does not exist"), (["nowhere", "--port", "x"], "invalid int value")],
+)
+def test_bad_input_is_one_line(capsys, args, says):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *args])
+    assert says in f"{ended.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"host": "0.0.0.0"}, "serve.host does nothing: serve.port is not set"),
+        ({"port": 65536}, "serve.port must be 0 to 65535, got 65536"),
+        ({"port": -1}, "serve.port must be 0 to 65535, got -1"),
+    ],
+)
+def test_wrong_settings_of_a_run_are_refused(settings, says):
+    ServeConfig().validate()
+    ServeConfig(port=0, host="0.0.0.0").validate()
+    with pytest.raises(ConfigError, match=says):
+        ServeConfig(**settings).validate()

@@ -1,0 +1,76 @@
+"""What clients may ask for, and what they are told where it cannot be done."""
+
+import pytest
+
+from forge.serve.requests import BadRequest, parse
+
+
+def test_a_completion_means_what_openai_says(tokenizer):
+    job = parse({"model": "tiny", "prompt": "abc"}, tokenizer, "tiny", chat=False)
+    assert job.prompts == [tokenizer("abc")["input_ids"]]
+    assert (job.sampling.n, job.sampling.max_tokens, job.sampling.temperature) == (1, 16, 1.0)
+    assert (job.stop, job.logprobs, job.stream) == ([], False, False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"), [("ab", 1), (["ab", "c"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2)], ids=str
+)
+def test_prompts_come_as_texts_or_token_ids(tokenizer, prompt, count):
+    job = parse({"prompt": prompt}, tokenizer, "tiny", chat=False)
+    assert len(job.prompts) == count
+    assert all(isinstance(token, int) for ids in job.prompts for token in ids)
+
+
+def test_a_chat_goes_through_the_models_template(tokenizer):
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_completion_tokens": 5, "stop": "x", "n": 2}
+    job = parse(body, tokenizer, "tiny", chat=True)
+    assert tokenizer.decode(job.prompts[0]) == "<user>hello</><assistant>"
+    assert (job.sampling.max_tokens, job.sampling.n, job.stop) == (5, 2, ["x"])
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+TEXT = {"prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"prompt": ""}, "prompt", "none empty"),
+        ({"prompt": []}, "prompt", "none empty"),
+        ({}, "prompt", "a text or a list"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [{"role": "judge", "content": "a"}]}, "messages", "no role judge"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "only text"),
+        (TEXT | {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        (TEXT | {"temperature": -1}, None, "temperature must be"),
+        (TEXT | {"top_p": 0}, None, "top_p must be"),
+        (TEXT | {"n": -1}, None, "n must be"),
+        (TEXT | {"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        (TEXT | {"logprobs": 5}, "logprobs", "sampled token alone"),
+        (TEXT | {"logprobs": 1, "echo": True}, "echo", "not scored"),
+        (TEXT | {"best_of": 3}, "best_of", "ask for n samples"),
+        (TEXT | {"stop": [""]}, "stop", "not empty"),
+        (TEXT | {"stream": "yes"}, "stream", "true or false"),
+        (TEXT | {"seed": "one"}, "seed", "must be a number"),
+        (TEXT | {"n": 1.5}, "n", "without a fraction"),
+        (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported"),
+        (CHAT | {"top_logprobs": 3}, "top_logprobs", "sampled token alone"),
+        (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (CHAT | {"model": "other"}, "model", "ask for 'tiny'"),
+        ([], None, "JSON object"),
+    ],
+)
+def test_what_cannot_be_done_is_said(tokenizer, body, param, says):
+    with pytest.raises(BadRequest, match=says) as caught:
+        parse(body, tokenizer, "tiny", chat="messages" in body)
+    assert caught.value.param == param
+
+
+def test_a_model_without_a_template_is_for_completions(tokenizer):
+    import copy
+
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    with pytest.raises(BadRequest, match="/v1/completions"):
+        parse(CHAT, plain, "tiny", chat=True)
