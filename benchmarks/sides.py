@@ -14,8 +14,8 @@ WARMUP = 2
 SHOWN = "FORGE_BENCHMARK "
 
 
-def cpu_seconds() -> float:
-    """User and system time of this process and all its descendants."""
+def _family() -> dict[int, float]:
+    """This process and all its descendants, with their user and system time in seconds."""
     root = os.getpid()
     parents: dict[int, int] = {}
     seconds: dict[int, float] = {}
@@ -33,7 +33,17 @@ def cpu_seconds() -> float:
             pid = parents.get(pid, 0)
         return pid == root
 
-    return sum(used for pid, used in seconds.items() if belongs(pid))
+    return {pid: used for pid, used in seconds.items() if belongs(pid)}
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and all its descendants that live."""
+    return sum(_family().values())
+
+
+def descendants() -> list[int]:
+    """The processes that this one started, and theirs."""
+    return [pid for pid in _family() if pid != os.getpid()]
 
 
 class Clock:

@@ -15,6 +15,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 sys.path.insert(0, str(ROOT))
 
 
+def pytest_collection_modifyitems(items):
+    """What two workers may take: a file each, and all of `training` one of them, whose fixtures are whole runs."""
+    for item in items:
+        path = item.path.relative_to(ROOT / "tests")
+        item.add_marker(pytest.mark.xdist_group("training" if path.parts[0] == "training" else str(path)))
+
+
 @pytest.fixture(autouse=True)
 def own_metrics():
     """Components that a test runs in this process leave no metrics to the next test."""

@@ -49,6 +49,8 @@ async def main(cfg: DistillConfig, model: str, held_out: list[Sample], record: R
         record.log(0, await drain_metrics(), **before)
     for step in range(record.start + 1, training.steps + 1):
         batch = pack(await written(), **cfg.shares)
+        if cfg.colocated:
+            await student.release.fanout()
         batch.ref_logprobs = await teacher.logprobs.route(batch)
         metrics = await trainer.train_step.route(batch)
         await publish(step)

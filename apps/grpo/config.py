@@ -141,6 +141,10 @@ class GRPOConfig(RecipeConfig):
             ),
             (algo.max_tokens < 1, "grpo.max_tokens must be at least 1"),
             (self.async_.max_policy_age < 0, "async.max_policy_age must be at least 0"),
+            (
+                self.colocated and self.async_.max_policy_age != 0,
+                "colocated: trainer and generator take turns, so async.max_policy_age must be 0",
+            ),
             (self.metrics.rollouts < 0, "metrics.rollouts must be at least 0"),
             (self.generator.slots < 1, "generator.slots must be at least 1"),
             (not algo.temperature > 0, "grpo.temperature must be positive: greedy samples of a prompt are all equal"),
@@ -205,7 +209,8 @@ class GRPOConfig(RecipeConfig):
         ):
             if bad:
                 raise ConfigError(message)
-        self.validate_services(self.services, idle=() if algorithm.needs_critic else ("critic",))
+        needed = {"critic": algorithm.needs_critic, "ref_model": algorithm.needs_reference}
+        self.validate_services(self.services, idle=tuple(name for name in needed if not needed[name]))
         room = self.training.seq_len - algo.max_tokens
         together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
         self.dataset.bound("max_prompt_tokens", room, together)

@@ -87,6 +87,8 @@ async def main(
             overlong_penalty([e for g in groups for e in g.episodes], algo.max_tokens, algo.overlong_buffer)
             batch = pack(credit.learnable(groups, algorithm), **cfg.shares(algorithm))
             batch = credit.skip_idle(batch, algorithm)
+        if cfg.colocated:
+            await policy.release.fanout()
         if reference is not None:
             batch.ref_logprobs = await reference.logprobs.route(batch)
         if critic is not None:

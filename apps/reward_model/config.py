@@ -51,6 +51,8 @@ class RewardModelConfig(TrainingRecipe):
     def validate(self) -> None:
         super().validate()
         self.validate_offline()
+        if self.trainer.backend == "titan":
+            raise ConfigError("trainer.backend titan trains policies: take fsdp for a reward model")
         self.validate_services(self.services)
         self.reward_model.validate()
         self.validate_pairs(self.dataset)

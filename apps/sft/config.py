@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from forge.config import ConfigError, Section
 from forge.data.config import SupervisedConfig
-from forge.sections import EvalConfig, GeneratorConfig, RecipeConfig, RewardConfig, ServiceConfig
+from forge.sections import EvalConfig, GeneratorConfig, RecipeConfig, RewardConfig, ServeConfig, ServiceConfig
 
 
 @dataclass
@@ -39,12 +39,13 @@ class SFTConfig(RecipeConfig):
         self.validate_services(self.services)
         self.dataset.bound("max_tokens", self.training.seq_len, "dataset.max_tokens must not exceed training.seq_len")
         exam, unset = self.eval.accuracy and self.eval.problems > 0, SFTEvalConfig()
-        unread = (self.reward, self.generator, self.services.reward, self.services.generator)
-        default = (RewardConfig(), GeneratorConfig(), Services().reward, ServiceConfig())
+        unread = (self.reward, self.generator, self.serve, self.services.reward, self.services.generator)
+        default = (RewardConfig(), GeneratorConfig(), ServeConfig(), Services().reward, ServiceConfig())
         for bad, message in (
+            (self.colocated, "colocated does nothing in this recipe: evaluation is the only time that it generates"),
             (
                 not exam and unread != default,
-                "reward and generator do nothing: eval.accuracy is false, or eval.problems 0",
+                "reward, generator and serve do nothing: eval.accuracy is false, or eval.problems 0",
             ),
             (
                 not exam and (self.eval.stop_at, self.eval.max_tokens) != (unset.stop_at, unset.max_tokens),

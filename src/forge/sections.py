@@ -9,6 +9,10 @@ from .config import ConfigError, Section
 from .controller import Options
 from .controller.routers import resolve_router
 from .data.config import PreferencesConfig, RowsConfig
+from .training.layout import Parallelism
+
+# With `colocated`, those that live in the trainer's processes, on its devices.
+TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
 
 
 @dataclass
@@ -69,6 +73,8 @@ class TrainingConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_accumulation_steps: int = 1
     gradient_checkpointing: bool = False
+    cpu_offload: bool = False
+    compile: bool = False
     sync_interval: int = 1
     entropy_coef: float = 0.0
     mini_batches: int = 1
@@ -115,6 +121,8 @@ class TrainingConfig(Section):
             "dtype": self.dtype,
             "accumulation_steps": self.gradient_accumulation_steps,
             "gradient_checkpointing": self.gradient_checkpointing,
+            "cpu_offload": self.cpu_offload,
+            "compile": self.compile,
             "mini_batches": self.mini_batches,
             "epochs": self.epochs,
         }
@@ -139,36 +147,76 @@ class LoRAConfig(Section):
 
 
 @dataclass
-class ParallelismConfig(Section):
-    """How the trainer's ranks share the model. `data_parallel_shard_degree` -1 means all ranks."""
-
-    data_parallel_shard_degree: int = -1
-    tensor_parallel_degree: int = 1
-    pipeline_parallel_degree: int = 1
+class ParallelismConfig(Section, Parallelism):
+    """How the trainer's ranks share the model and its batches, see `forge.training.layout.Parallelism`."""
 
     def validate(self, service: str, ranks: int) -> None:
-        for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
-            if getattr(self, name) != 1:
-                raise ConfigError(
-                    f"parallelism.{name} = {getattr(self, name)}: the trainer shards with FSDP2 only; set it to 1 and "
-                    "raise services.trainer.procs instead"
-                )
-        shard = self.data_parallel_shard_degree
-        if shard != -1 and (shard < 1 or ranks % shard):
-            raise ConfigError(
-                f"parallelism.data_parallel_shard_degree = {shard} does not divide services.{service}.procs = {ranks}"
-            )
+        try:
+            self.over(ranks, f"services.{service}.procs = {ranks}")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+@dataclass
+class TrainerConfig(Section):
+    """Whose models and parallelisation train: "fsdp" is transformers' with this library's, "titan" TorchTitan's."""
+
+    backend: Literal["fsdp", "titan"] = "fsdp"
+
+    def check_model(self, config: Any) -> None:
+        """ValueError: a transformers config that the backend does not have. ImportError: it is not installed."""
+        if self.backend == "titan":
+            from .training import titan_setup
+
+            titan_setup.check_installed()
+            titan_setup.check_model(config)
 
 
 @dataclass
 class GeneratorConfig(Section):
-    """The generation engine, see `forge.actors.Generator`."""
+    """The generation engine, see `forge.actors.Generator`. `vllm`: further arguments of vLLM's engine."""
 
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "vllm"] = "embedded"
     slots: int = 256
     max_seq_len: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     on_update: Literal["continue", "finish", "recompute"] = "continue"
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+    def validate(self) -> None:
+        if self.slots < 1 or (self.max_seq_len is not None and self.max_seq_len < 2):
+            raise ConfigError(
+                f"generator.slots must be at least 1 and max_seq_len at least 2, got {self.slots}, {self.max_seq_len}"
+            )
+        if self.engine != "vllm":
+            if self.vllm:
+                raise ConfigError(f"generator.vllm needs generator.engine: vllm, it is {self.engine}")
+            return
+        from .engines.vllm_args import check_installed, check_options
+
+        try:
+            check_installed()
+            check_options(self.vllm)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(str(error)) from None
+
+
+@dataclass
+class ServeConfig(Section):
+    """Serve the generators to OpenAI clients as well, at `host` and `port` (0: a free one; null: not at all)."""
+
+    port: int | None = None
+    host: str = "127.0.0.1"
+
+    def validate(self) -> None:
+        if self.port is None:
+            if self.host != ServeConfig.host:
+                raise ConfigError("serve.host does nothing: serve.port is not set")
+            return
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"serve.port must be 0 to {(1 << 16) - 1}, got {self.port}")
+        # Says what to install where the extra is missing.
+        from .serve import Server as _  # noqa: F401
 
 
 @dataclass
@@ -251,10 +299,12 @@ class TrainingRecipe(Section):
     run: RunConfig = field(default_factory=lambda: RunConfig(name="run"))
     training: TrainingConfig = field(default_factory=TrainingConfig)
     lora: LoRAConfig | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    services: Any = None  # each recipe's own
     seed: int = 0
 
     def others(self) -> dict[str, str]:
@@ -264,6 +314,10 @@ class TrainingRecipe(Section):
     def rewards(self) -> list[str]:
         """Names of the reward functions that the recipe uses."""
         return []
+
+    def placement(self, name: str) -> dict[str, Any]:
+        """Options of service `name`, see `forge.controller.Options`."""
+        return {**self.services[name]}
 
     def validate(self) -> None:
         """Check what can be known without opening anything.
@@ -279,6 +333,8 @@ class TrainingRecipe(Section):
         self.training.validate()
         if self.lora is not None:
             self.lora.validate()
+            if self.trainer.backend == "titan":
+                raise ConfigError("trainer.backend titan trains all weights: leave lora out, or take fsdp")
         self.checkpoint.validate()
         if self.eval.problems < 0 or self.eval.every < 0:
             raise ConfigError("eval.problems and eval.every must be at least 0")
@@ -293,6 +349,8 @@ class TrainingRecipe(Section):
             services[name].validate(name, ranks=learns, replicas=not learns and not holds)
             if learns and name not in idle:
                 self.parallelism.validate(name, services[name].procs)
+                if self.training.cpu_offload and not services[name].with_gpus:
+                    raise ConfigError(f"training.cpu_offload does nothing: services.{name} has no GPUs (with_gpus)")
 
     def validate_pairs(self, dataset: PreferencesConfig) -> None:
         """Check what training on pairs asks for: every pair counts the same, and goes into one micro-batch whole. Their
@@ -317,6 +375,58 @@ class RecipeConfig(TrainingRecipe):
 
     reward: RewardConfig = field(default_factory=RewardConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    colocated: bool = False
+
+    def placement(self, name: str) -> dict[str, Any]:
+        options = super().placement(name)
+        if self.colocated and name in TAKING_TURNS:
+            procs = super().placement("trainer")["procs"]
+            return options | {"share": "device", "share_procs": procs}
+        return options
+
+    def validate_services(self, services: Any, *, idle: tuple[str, ...] = ()) -> None:
+        super().validate_services(services, idle=idle)
+        if not self.colocated:
+            return
+        trainer = services.trainer
+        for name in (name for name in services if name in TAKING_TURNS and name not in idle):
+            for key in ("with_gpus", "threads", "env", "memory_gb", "ping_timeout"):
+                if services[name][key] != trainer[key]:
+                    raise ConfigError(
+                        f"colocated: services.{name}.{key} = {services[name][key]!r}, and it lives in the trainer's "
+                        f"processes, with {trainer[key]!r}"
+                    )
+            if (services[name].share, services[name].hosts, services[name].per_process) != (None, None, 1):
+                raise ConfigError(
+                    f"colocated: services.{name} lives in the trainer's processes: leave share, hosts and per_process"
+                )
+        for bad, message in (
+            (
+                services.generator.num_replicas > trainer.procs,
+                f"services.generator.num_replicas = {services.generator.num_replicas} is more than the trainer's procs "
+                f"= {trainer.procs}: a device has room for one generator",
+            ),
+            (
+                "critic" in services and "critic" not in idle and trainer.procs > 1,
+                "a critic of several ranks cannot live in the trainer's processes: set services.trainer.procs to 1",
+            ),
+            (
+                self.training.cpu_offload,
+                "between steps all is in host memory anyway: leave training.cpu_offload out",
+            ),
+            (
+                self.generator.engine == "vllm" and trainer.procs > 1,
+                "generator.engine vllm takes one device: set services.trainer.procs to 1, or take embedded",
+            ),
+        ):
+            if bad:
+                raise ConfigError(f"colocated: {message}")
+
+    def validate(self) -> None:
+        super().validate()
+        self.generator.validate()
+        self.serve.validate()
 
     def rewards(self) -> list[str]:
         return [*self.reward.functions, *filter(None, [self.reward.accuracy])]

@@ -14,7 +14,7 @@ from .store import VersionStore
 async def dataset(cfg: Any, model: str, record: Run, *, in_turn: bool = False) -> Service:
     """The stream of data, which goes on after the loss of its process. `in_turn`: what it hands out has been trained on
     whenever a checkpoint is written, so that nothing is ever handed out again."""
-    return await DatasetActor.options(**cfg.services.dataset).as_actor(
+    return await DatasetActor.options(**cfg.placement("dataset")).as_actor(
         model,
         kind=cfg.dataset.kind,
         seed=cfg.seed,
@@ -25,8 +25,18 @@ async def dataset(cfg: Any, model: str, record: Run, *, in_turn: bool = False) -
 
 
 async def generator(cfg: Any, model: str, store: VersionStore, **sampling: Any) -> Service:
-    """The policy that samples, with what differs from the defaults of `forge.types.Sampling`."""
-    return await Generator.options(**cfg.services.generator).as_service(model, store=store, **sampling, **cfg.generator)
+    """The policy that samples, with what differs from the defaults of `forge.types.Sampling`; served to others as well
+    where `serve` says so."""
+    options = Generator.options(**cfg.placement("generator"))
+    policy = await options.as_service(model, store=store, **sampling, **cfg.generator)
+    if cfg.serve.port is not None:
+        from transformers import AutoTokenizer
+
+        from .serve import Server  # the configuration has seen that it can be imported
+
+        server = Server(policy, AutoTokenizer.from_pretrained(model), cfg.run.name)
+        print(f"{cfg.run.name} is served at {await server.beside(cfg.serve.host, cfg.serve.port)}", flush=True)
+    return policy
 
 
 async def trainer(
@@ -37,30 +47,32 @@ async def trainer(
     folder = record.checkpoints if service == "trainer" else f"{record.checkpoints}/{service}"
     settings = {
         "optimizer": cfg.training.optimizer(),
-        "shard_degree": cfg.parallelism.data_parallel_shard_degree,
+        "backend": cfg.trainer.backend,
+        "parallelism": {**cfg.parallelism},
+        "colocated": getattr(cfg, "colocated", False),
         "recovery": folder if cfg.checkpoint.every else None,
         "lora": None if cfg.lora is None else cfg.lora.settings(),
         **cfg.training.trainer(),
     }
-    return await Trainer.options(**cfg.services[service]).as_actor(model, loss=loss, **(settings | more))
+    return await Trainer.options(**cfg.placement(service)).as_actor(model, loss=loss, **(settings | more))
 
 
 async def critic(cfg: Any, model: str, record: Run, loss: Callable[..., Any]) -> Service:
     """A trainer of values beside the policy's, from `critic.model` or the policy's own start."""
     optimizer = cfg.training.optimizer() | {"learning_rate": cfg.critic.learning_rate}
-    own = {"service": "critic", "report": "critic", "head": "value", "optimizer": optimizer}
+    own = {"service": "critic", "report": "critic", "head": "value", "backend": "fsdp", "optimizer": optimizer}
     return await trainer(cfg, cfg.critic.model or model, record, loss, **own)
 
 
 async def reward(cfg: Any) -> Service:
     """The reward functions."""
-    return await RewardActor.options(**cfg.services.reward).as_service(**cfg.reward)
+    return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward)
 
 
 async def replay_buffer(cfg: Any, record: Run, batch_size: int, replace: int = 0) -> Service:
     """Where rollouts wait, for two batches of each version that may be under way. `replace`: how many groups that teach
     nothing are replaced for each one of a batch."""
-    return await ReplayBuffer.options(**cfg.services.replay_buffer).as_actor(
+    return await ReplayBuffer.options(**cfg.placement("replay_buffer")).as_actor(
         2 * batch_size * (cfg.async_.max_policy_age + 1),
         seed=cfg.seed,
         journal=f"{record.recovery}/buffer",
@@ -71,7 +83,7 @@ async def replay_buffer(cfg: Any, record: Run, batch_size: int, replace: int = 0
 
 async def reference(cfg: Any, model: str, temperature: float = 1.0) -> Service:
     """A frozen model that scores batches."""
-    return await ReferenceModel.options(**cfg.services.ref_model).as_service(
+    return await ReferenceModel.options(**cfg.placement("ref_model")).as_service(
         model, seq_len=cfg.training.seq_len, temperature=temperature, dtype=cfg.training.dtype
     )
 

@@ -109,6 +109,22 @@ def test_grpo_leaves_a_whole_run(tmp_path, overrides):
     assert yaml.safe_load((folder / "config.yaml").read_text())["training"]["steps"] == 3
 
 
+def test_colocated_trainer_and_generators_take_turns(tmp_path):
+    """Two ranks, each with a generator in its process; the same run with processes of their own gives the same."""
+    turns = ["--async.max_policy_age", "0", "--trainer.procs", "2", "--checkpoint.every", "2"]
+    histories = {}
+    for name, placement in (("together", ["--colocated", "true"]), ("apart", [])):
+        (tmp_path / name).mkdir()
+        code, output = finish(*command(tmp_path / name, *turns, *placement))
+        assert code == 0, output
+        histories[name] = rows(tmp_path / name)
+        trace = (tmp_path / name / "runs/test/trace.json").read_text()
+        assert ("release" in trace) == (name == "together")
+    for one, other in zip(*histories.values(), strict=True):
+        for metric in ("reward", "train/loss", "train/grad_norm", "generation/completion_length"):
+            assert one["step"] == 0 or one[metric] == other[metric], metric
+
+
 def test_sft_then_grpo_from_its_model(tmp_path):
     config = {k: v for k, v in CONFIG.items() if k != "grpo"}
     config["training"] = config["training"] | {"steps": 30, "batch_size": 32, "learning_rate": 3e-3}

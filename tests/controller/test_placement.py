@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.controller import CallTimeout, run, runtime
+from forge.controller import CallTimeout, drain_metrics, run, runtime
+from forge.observability import Reduce
 from tests.controller.components import Caller, Counter, Replayed
 from tests.controller.test_endings import alive, gone_within
 from tests.controller.test_recovery import states, until
@@ -174,6 +175,29 @@ def test_light_replicas_live_together():
         assert len({pid for _, pid in places}) == 2
         os.kill(places[0][1], signal.SIGKILL)
         assert len(await service.where.fanout()) == 8
+
+    run(main())
+
+
+def test_ranks_and_replicas_share_processes_and_come_back_together():
+    async def main():
+        options = {"share": "device", "share_procs": 2}
+        ranks, replicas, light = await asyncio.gather(
+            Counter.options(procs=2, **options).as_actor(),
+            Counter.options(num_replicas=2, **options).as_service(),
+            Counter.options(**options).as_actor(),
+        )
+        pids = [pid for _, pid in await ranks.where.call()]
+        assert len({*pids}) == 2
+        assert [pid for _, pid in await replicas.where.fanout()] == pids
+        assert (await light.where.call_one())[1] == pids[0]
+        await replicas.record.fanout(1.0)
+        assert (await drain_metrics()).moments["value", Reduce.MEAN].count == 2
+        os.kill(pids[1], signal.SIGKILL)
+        assert await asyncio.to_thread(gone_within, pids, 10)
+        again = [pid for _, pid in await ranks.where.call()]
+        assert not {*again} & {*pids}
+        assert [pid for _, pid in await replicas.where.fanout()] == again
 
     run(main())
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
+from ..engines import ENGINES, load_engine
 from ..names import apply_folded, has_adapters
 from ..observability import Reduce, phase, record_metric
 from ..store import Store, VersionStore
 from ..types import Completion, Prompt, Sampling
 from .identity import POLICY, StaleWeights, check_current, differing
 from .keeper import Reach, connect
+from .streams import Streams
 
 
 class Generator(ForgeActor):
@@ -24,12 +26,13 @@ class Generator(ForgeActor):
     Args:
         model: Hugging Face folder or hub id to start from (version 0), and what adapters are merged into.
         store: where new versions come from; None for a policy that never changes.
-        engine: which engine; "embedded" is plain PyTorch.
+        engine: which engine; "embedded" is plain PyTorch, "vllm" needs an environment with vLLM.
         slots: sequences decoded at once.
         max_seq_len: prompt and completion together; None means the model's own limit.
         dtype: of weights and cache, "float32" or "bfloat16".
         on_update: what becomes of running sequences at new weights: "continue" under them, "finish" under the old ones
             first, or "recompute" what they have read and written under the new ones and go on.
+        vllm: further arguments of vLLM's engine, by their names there.
         temperature, top_p, top_k, max_tokens: defaults of `generate`.
     """
 
@@ -43,14 +46,15 @@ class Generator(ForgeActor):
         max_seq_len: int | None = None,
         dtype: str = "float32",
         on_update: str = "continue",
+        vllm: dict[str, Any] | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
         max_tokens: int = 128,
     ) -> None:
-        if engine != "embedded":
-            raise ValueError(f"generator.engine must be embedded, got {engine!r}")
-        self.model, self.reach = model, store
+        if engine not in ENGINES:
+            raise ValueError(f"generator.engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+        self.model, self.reach, self.engine_name = model, store, engine
         self.store: Store | None = None
         # Updates under way, requested so far, and the latest of them that was loaded.
         self.updating = self.asked = self.loaded = 0
@@ -60,17 +64,22 @@ class Generator(ForgeActor):
             "max_seq_len": max_seq_len,
             "dtype": dtype,
             "on_update": on_update,
+            "vllm": vllm,
         }
         self.defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
 
     def setup(self) -> None:
+        import torch
         from transformers import AutoTokenizer
-
-        from ..engines import EmbeddedEngine
 
         self.store = connect(self.reach)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
-        self.engine = EmbeddedEngine(self.model, **self.engine_args)
+        if self.engine_name == "embedded" and (kind := torch.accelerator.current_accelerator(check_available=True)):
+            # Where processes are shared with a trainer each of them sees the devices of all.
+            place = self.context.replica % torch.accelerator.device_count()
+            self.engine_args["device"] = torch.device(kind.type, place)
+        self.engine = load_engine(self.engine_name, self.model, **self.engine_args)
+        self.streams = Streams(self.engine)
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
@@ -78,13 +87,14 @@ class Generator(ForgeActor):
 
     @endpoint
     async def generate(
-        self, prompt: Prompt | str | Sequence[int], n: int | None = None, **sampling: Any
+        self, prompt: Prompt | str | Sequence[int], n: int | None = None, priority: int = 0, **sampling: Any
     ) -> Completion | list[Completion]:
         """Sample completions of one prompt.
 
         Args:
             prompt: text is tokenised here; a Prompt or token ids are taken as they are.
             n: number of samples. None gives one Completion, a number a list of that many.
+            priority: of prompts that wait, the one with the lowest starts first.
             sampling: fields of `Sampling` that differ from this generator's defaults.
 
         Raises:
@@ -92,9 +102,9 @@ class Generator(ForgeActor):
             StaleWeights: this generator missed an update.
         """
         settings = Sampling(n=1 if n is None else n, **{**self.defaults, **sampling})
-        completions = await asyncio.wrap_future(self.engine.submit(self._token_ids(prompt), settings))
-        if isinstance(self.store, VersionStore) and not self.updating:
-            check_current(self.store, self.engine.version, str(self.context))
+        submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
+        completions = await asyncio.wrap_future(submitted)
+        self._check_current()
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
             completion.text, completion.sampled_by = text, str(self.context)
@@ -102,6 +112,38 @@ class Generator(ForgeActor):
             record_metric("generation/truncated", completion.finish == "length")
         record_metric("generation/tokens", sum(len(c.token_ids) for c in completions), Reduce.SUM)
         return completions[0] if n is None else completions
+
+    @endpoint
+    async def open_stream(self, prompt: Prompt | str | Sequence[int], priority: int = 0, **sampling: Any) -> int:
+        """Begin what `next_pieces` of this replica gives as it comes: to be asked for within a `session`.
+
+        Args:
+            prompt, priority, sampling: as of `generate`; `n` is among the sampling.
+
+        Raises:
+            ValueError: as of `generate`.
+        """
+        return self.streams.open(self._token_ids(prompt), Sampling(**{**self.defaults, **sampling}), priority)
+
+    @endpoint
+    async def next_pieces(self, stream: int) -> list[tuple[int, Completion]]:
+        """(sample, new tokens) of what was drawn since the last time, at most one of each sample, without text; empty
+        if nothing was for a second. `finish` is "" but for a sample's last.
+
+        Raises:
+            StreamLost: the stream is of another replica, or of a lost one, or nobody asked for a minute.
+            StaleWeights: this generator missed an update.
+        """
+        pieces = await self.streams.next(stream)
+        self._check_current()
+        for _, piece in pieces:
+            piece.sampled_by = str(self.context)
+        return pieces
+
+    @endpoint
+    async def close_stream(self, stream: int) -> None:
+        """Forget a stream; what still runs for it is cancelled."""
+        self.streams.close(stream)
 
     @endpoint(catch_up=True)
     async def update_weights(self, version: int) -> int:
@@ -156,10 +198,21 @@ class Generator(ForgeActor):
             self.loaded = number
             return snapshot.digest, swapped
 
+    @endpoint(catch_up=True)
+    async def release(self) -> None:
+        """Leave the device to a trainer, once the running sequences have ended. What comes meanwhile waits; the next
+        weight update takes the device back."""
+        with phase("release"):
+            await asyncio.wrap_future(self.engine.release())
+
     @endpoint
     async def stats(self) -> dict[str, Any]:
         """Counters of the engine."""
         return self.engine.stats()
+
+    def _check_current(self) -> None:
+        if isinstance(self.store, VersionStore) and not self.updating:
+            check_current(self.store, self.engine.version, str(self.context))
 
     def _token_ids(self, prompt: Prompt | str | Sequence[int]) -> Sequence[int]:
         if isinstance(prompt, Prompt):

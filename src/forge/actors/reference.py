@@ -28,7 +28,7 @@ class ReferenceModel(ForgeActor):
 
         if self.context.world_size != 1:
             raise ValueError("a reference model is one process: scale it with num_replicas instead of procs")
-        self.device = join().device
+        self.device = join(self.context.replica).device  # several may see the devices of all
         self.policy = Policy.from_pretrained(self.model).to(self.device, resolve_dtype(self.dtype, self.device)).eval()
 
     @endpoint

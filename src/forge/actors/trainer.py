@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,16 +42,18 @@ class Trainer(ForgeActor):
         store: where `push_weights` publishes; None for a trainer that does not.
         optimizer: fields of `forge.training.optimizer.OptimizerSettings`.
         aggregation: how tokens share the loss when a batch arrives as episodes, see `forge.data.packing.pack`.
-        shard_degree: ranks that share one copy of the weights, -1 for all.
+        parallelism: fields of `forge.training.layout.Parallelism`, by default all ranks share one copy of the weights.
         recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
             share: it loads the checkpoint that was last saved there, or restored, and trains the batches since then
             again, from a journal beside it. None makes the loss of a process the end of the run.
         report: what its metrics and its time are called: `<report>/loss`.
         max_policy_age: the most versions (steps) that a trained token may be old; None is any age. A batch with an
             older one is refused.
+        colocated: leave the device to others whenever a call is done: what it holds goes to host memory.
         **settings: further settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
             `mini_batches` and `epochs` (updates that a step makes of its batch), `lora` (train adapters alone), and how
-            a pass is made (`seq_len`, `accumulation_steps`, `dtype`, `gradient_checkpointing`, `temperature`).
+            a pass is made (`backend`, `seq_len`, `accumulation_steps`, `dtype`, `gradient_checkpointing`,
+            `cpu_offload`, `compile`, `temperature`).
     """
 
     def __init__(
@@ -62,15 +64,16 @@ class Trainer(ForgeActor):
         store: Store | Reach | None = None,
         optimizer: dict[str, Any] | None = None,
         aggregation: Aggregation = "token_mean",
-        shard_degree: int = -1,
+        parallelism: Mapping[str, Any] | None = None,
         recovery: str | None = None,
         report: str = "train",
         max_policy_age: int | None = None,
+        colocated: bool = False,
         **settings: Any,
     ) -> None:
         self.model, self.loss, self.reach, self.aggregation = model, loss, store, aggregation
-        self.optimizer, self.shard_degree, self.settings = optimizer or {}, shard_degree, settings
-        self.max_policy_age, self.report = max_policy_age, report
+        self.optimizer, self.parallelism, self.settings = optimizer or {}, dict(parallelism or {}), settings
+        self.max_policy_age, self.report, self.colocated = max_policy_age, report, colocated
         self.unit = getattr(loss, "unit", 1)
         if aggregation == "fixed_horizon":
             raise ValueError("fixed_horizon needs a horizon: pack batches with it, and leave aggregation out here")
@@ -83,6 +86,7 @@ class Trainer(ForgeActor):
 
     def setup(self) -> None:
         from ..training.distributed import join
+        from ..training.layout import Parallelism
         from ..training.optimizer import OptimizerSettings
         from ..training.trainer import PolicyTrainer
 
@@ -90,8 +94,10 @@ class Trainer(ForgeActor):
         self.store = connect(self.reach)
         self.identities = None if self.store is None else Identities(self.store)
         place = self.context
-        ranks = join(place.rank, place.world_size, place.rendezvous, self.shard_degree)
-        self.trainer = PolicyTrainer(self.model, ranks, OptimizerSettings(**self.optimizer), **self.settings)
+        layout, on_host = Parallelism(**self.parallelism), self.settings.get("cpu_offload", False)
+        ranks = join(place.rank, place.world_size, place.rendezvous, layout, cpu_offload=on_host)
+        with self._on_device():
+            self.trainer = PolicyTrainer(self.model, ranks, OptimizerSettings(**self.optimizer), **self.settings)
 
     def on_respawn(self) -> None:
         from ..training import checkpoint
@@ -104,7 +110,8 @@ class Trainer(ForgeActor):
             self.trainer.train_step(batch, self.loss)
             return metrics
 
-        self.ledger.replay(lambda path: checkpoint.load(self.trainer, path), redo)
+        with self._on_device():
+            self.ledger.replay(lambda path: checkpoint.load(self.trainer, path), redo)
 
     def teardown(self) -> None:
         from ..training.distributed import leave
@@ -136,7 +143,8 @@ class Trainer(ForgeActor):
                 check_age(batch, self.trainer.step, self.max_policy_age)
             if self.identities is not None:
                 self.identities.check(batch)
-            found = self.trainer.train_step(batch, self.loss)
+            with self._on_device():
+                found = self.trainer.train_step(batch, self.loss)
         metrics = {f"{self.report}/{name}": value for name, value in found.items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
         return self.ledger.complete((batch, metrics), metrics)
@@ -147,7 +155,7 @@ class Trainer(ForgeActor):
 
         ValueError: this trainer has no policy head.
         """
-        with phase("logprobs") if self.context.rank == 0 else nullcontext():
+        with phase("logprobs") if self.context.rank == 0 else nullcontext(), self._on_device():
             return self.trainer.logprobs(batch)
 
     @endpoint
@@ -156,7 +164,7 @@ class Trainer(ForgeActor):
 
         ValueError: this trainer has a policy head.
         """
-        with phase("predict") if self.context.rank == 0 else nullcontext():
+        with phase("predict") if self.context.rank == 0 else nullcontext(), self._on_device():
             return self.trainer.predict(batch)
 
     @endpoint
@@ -224,6 +232,15 @@ class Trainer(ForgeActor):
 
         self._settle()
         checkpoint.export(self.trainer, folder, self.model)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Leave the device to others afterwards, however it ends."""
+        try:
+            yield
+        finally:
+            if self.colocated and hasattr(self, "trainer"):
+                self.trainer.offload()
 
     def _begin(self, write: Write) -> str:
         """Copy the state, and write the copy while training goes on."""

@@ -17,7 +17,9 @@ class Options:
             over this many hosts instead. None is the controller's own host.
         with_gpus: give each process one GPU of its own.
         mesh_name: what the component is called in errors, metrics and status; None makes it from the class.
-        share: name of a process that several light components live in together; None means own processes.
+        share: name of processes that several components live in together; None means own processes.
+        share_procs: how many processes have that name. A component of as many has a rank in each of them; replicas of
+            one process live in one each, in turn. With GPUs there is one for each of them.
         per_process: replicas that live together in one process.
         threads: compute threads of each process.
         env: further environment variables of the processes.
@@ -39,6 +41,7 @@ class Options:
     with_gpus: bool = False
     mesh_name: str | None = None
     share: str | None = None
+    share_procs: int = 1
     per_process: int = 1
     threads: int = 1
     env: dict[str, str] = field(default_factory=dict)
@@ -56,9 +59,17 @@ class Options:
     def __post_init__(self) -> None:
         self.check()
 
+    @property
+    def heavy(self) -> bool:
+        """Whether it holds what only the end of a process gives back."""
+        return self.procs > 1 or self.with_gpus
+
     def check(self) -> None:
         """Raises ValueError for a setting that cannot be."""
-        for name in ("procs", "num_replicas", "hosts", "per_process", "threads", "max_in_flight", "quarantine_after"):
+        for name in (
+            *("procs", "num_replicas", "hosts", "share_procs", "per_process", "threads", "max_in_flight"),
+            "quarantine_after",
+        ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("call_timeout", "setup_timeout", "ping_timeout", "stall_after", "memory_gb"):
@@ -67,10 +78,12 @@ class Options:
         for name in ("max_restarts", "retries"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.share is not None and (self.procs, self.with_gpus, self.hosts, self.per_process) != (1, False, None, 1):
+        if self.share is None and self.share_procs != 1:
+            raise ValueError(f"share_procs = {self.share_procs} does nothing: share is not set")
+        if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts or self.per_process != 1):
             raise ValueError(
-                f"a component that shares the process {self.share!r} has one process, no GPU and no host of its own; "
-                "set share to null to give it its own"
+                f"a component that shares the process {self.share!r} has one process, or all {self.share_procs} of "
+                "that name (share_procs), and no host of its own; set share to null to give it its own"
             )
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus):
             raise ValueError("per_process is for light replicas: it needs procs 1 and no GPUs")

@@ -20,6 +20,8 @@ from .say import say, tell_end
 
 # How long a process mesh may take to stop by itself.
 STOP_PATIENCE = 8.0
+# Which accelerators a process may see: CUDA and ROCm read the first, oneAPI the second.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -64,7 +66,7 @@ class Process:
 
 
 class ProcessGroup:
-    """The processes of one replica, or the one process that light components share.
+    """The processes of one replica, or those that components share.
 
     `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
     for seconds, and silence then is no sign of a hang. When a process is lost all `members` are told by `fail`.
@@ -83,9 +85,13 @@ class ProcessGroup:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
+    @property
+    def procs(self) -> int:
+        return self.options.share_procs if self.options.share is not None else self.options.procs
+
     def check_agrees(self, component: str, options: Options) -> None:
         """Raises ValueError if a component that comes to live here was promised other processes than these."""
-        for name in ("threads", "env", "memory_gb", "ping_timeout"):
+        for name in ("share_procs", "with_gpus", "threads", "env", "memory_gb", "ping_timeout"):
             mine, wanted = getattr(self.options, name), getattr(options, name)
             if mine != wanted:
                 raise ValueError(
@@ -95,8 +101,9 @@ class ProcessGroup:
 
     def watch(self, pids: list[int]) -> None:
         """Notice from now on when one of these processes ends or stops answering."""
-        if not self._processes:
-            self._processes = [Process(pid, lambda pid=pid: self.fail(f"process {pid} ended")) for pid in pids]  # type: ignore[misc]
+        new = [pid for pid in pids if pid not in self.pids]
+        self._processes += [Process(pid, lambda pid=pid: self.fail(f"process {pid} ended")) for pid in new]  # type: ignore[misc]
+        if self._pinging is None:
             self._pinging = asyncio.get_running_loop().create_task(self._ping())
             self._pinging.add_done_callback(tell_end)
 
@@ -142,7 +149,10 @@ class ProcessGroup:
             if self.starting or not self.members:
                 missed = 0
                 continue
-            missed = 0 if await self.members[0].ping(patience) else missed + 1
+            whole = next((member for member in self.members if member.options.procs == self.procs), None)
+            asked = self.members if whole is None else [whole]
+            answers = await asyncio.gather(*(member.ping(patience) for member in asked))
+            missed = 0 if all(answers) else missed + 1
             if missed == 2 and not self.starting:
                 self.fail(f"it did not answer a ping for {2 * patience:g} s")
 
@@ -160,7 +170,8 @@ def spawn(host: HostMesh, name: str, procs: int, options: Options, gpus: list[st
         "TOKENIZERS_PARALLELISM": "false",
         # One loading bar from each process at once is noise.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus or []),
+        # An empty ZE_AFFINITY_MASK hides nothing: it is set where there is something to say.
+        **{name: ",".join(gpus or []) for name in (VISIBLE if gpus else VISIBLE[:1])},
         PROCESS_NAME: name,
         **options.env,
     }
@@ -193,11 +204,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this host that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The accelerators of this host that this process may use, as the first of VISIBLE that is set names them."""
     import torch
 
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return chosen.split(",") if chosen else [str(index) for index in range(torch.cuda.device_count())]
+    chosen = next(filter(None, map(os.environ.get, VISIBLE)), None)
+    return chosen.split(",") if chosen else [str(index) for index in range(torch.accelerator.device_count())]
 
 
 def take_gpus(free: list[str], count: int, component: str) -> list[str]:

@@ -57,7 +57,10 @@ class Replica:
         self.suspects: set[Request] = set()
         self._abandoning: set[asyncio.Task] = set()
         self._answers: set[asyncio.Future[Any]] = set()
-        self.shell = group.mesh.spawn(f"{component.name}_{index}_{next(_spawned)}", Shell, self.context)
+        # Which of the processes, if not all.
+        self.place = index % group.procs if self.options.procs < group.procs else None
+        mesh = group.mesh if self.place is None else group.mesh.slice(procs=self.place)
+        self.shell = mesh.spawn(f"{component.name}_{index}_{next(_spawned)}", Shell, self.context)
 
     def __str__(self) -> str:
         return f"{self.component.name}[{self.index}]"

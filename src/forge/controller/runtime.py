@@ -16,7 +16,7 @@ from ..janitor import Scratch
 from ..observability.metrics import Snapshot, drain, on_the_clock
 from . import board, processes
 from ._monarch import set_fault_hook
-from .errors import ReplicaDied
+from .errors import CallTimeout, ReplicaDied
 from .hosts import Hosts, LoopbackHosts, ThisHost
 from .options import Options
 from .processes import ProcessGroup
@@ -68,13 +68,13 @@ class Runtime:
     async def drain_metrics(self) -> Snapshot:
         """Everything recorded since the last call, in every process that lives, merged."""
         merged = drain()
-        by_process = {
-            slot.replica.group: slot.replica
-            for service in self.services.values()
-            for slot in service._slots
-            if slot.replica is not None and slot.state == "up"
-        }
-        drained = await asyncio.gather(*(r.drain_metrics() for r in by_process.values()), return_exceptions=True)
+        # One for each process: what the components of a process record is together.
+        by_process: dict[tuple[ProcessGroup, int | None], Replica] = {}
+        up = (slot.replica for service in self.services.values() for slot in service._slots if slot.state == "up")
+        for replica in filter(None, up):
+            by_process[replica.group, replica.place] = replica
+        asked = [r for (group, place), r in by_process.items() if place is None or (group, None) not in by_process]
+        drained = await asyncio.gather(*(replica.drain_metrics() for replica in asked), return_exceptions=True)
         for snapshots in drained:
             if isinstance(snapshots, ReplicaDied):
                 continue  # what it had recorded went with it
@@ -101,7 +101,8 @@ class Runtime:
                 await replica.start()
             except BaseException as error:
                 replica.fail(f"its start failed: {error}", blameless=True)
-                if not group.shared:
+                if not group.shared or component.options.heavy or isinstance(error, CallTimeout):
+                    # What it left behind would be in the way of the next attempt: torch.distributed, device memory.
                     group.fail("its start failed")  # kills; the rest of its end need not be waited for
                 burial = asyncio.ensure_future(replica.stop())
                 self._burials.add(burial)
@@ -125,7 +126,7 @@ class Runtime:
                 return group
         hosts = self._hosts_of(component, index)
         gpus = self._gpus_of(component, index)
-        procs = max(1, options.procs // hosts.size)
+        procs = options.share_procs if options.share is not None else max(1, options.procs // hosts.size)
         mesh = await hosts.mesh()
         group = self._groups.get(name) if shared else None
         if group is None or group.dead is not None:
@@ -151,9 +152,13 @@ class Runtime:
             return []
         if self._gpus is None:
             self._gpus = processes.visible_gpus()
-        key = (component.name, index)
+        options = component.options
+        # What is shared stays with its name: the next component that shares it finds the same devices.
+        key, count = (component.name, index), options.procs
+        if options.share is not None:
+            key, count = (f"share {options.share}", 0), options.share_procs
         if key not in self._held:
-            self._held[key] = processes.take_gpus(self._gpus, component.options.procs, component.name)
+            self._held[key] = processes.take_gpus(self._gpus, count, component.name)
         return self._held[key]
 
     async def _give_back(self, name: str, index: int | None) -> None:

@@ -215,7 +215,8 @@ class Service(Handle):
     async def _fanout(self, call: Call) -> list[Any]:
         catch_up, before = call.endpoint in self._catch_up, self._latest.get(call.endpoint)
         if catch_up:
-            # Replicas that are away get it before they serve again.
+            # Replicas that are away get it before they serve again, after what was called before it.
+            self._latest.pop(call.endpoint, None)
             self._latest[call.endpoint] = call
         slots = [slot for slot in self._slots if slot.state == "up" or not catch_up]
         legs = [self._leg(slot, self._request(call), catch_up) for slot in slots]

@@ -12,6 +12,7 @@ import contextvars
 import inspect
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +24,10 @@ from .context import ActorContext, _request
 from .errors import RemoteFailure
 
 Answer = tuple[int, Any]
+
+# Components that share a process are set up one after the other: large libraries do not survive being imported for the
+# first time by two threads at once.
+_setting_up = threading.Lock()
 
 _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
 
@@ -68,8 +73,12 @@ class Shell(Actor):
 
         async def start() -> None:
             self._context = replace(self._context, rendezvous=rendezvous)
-            self._instance = await self._in_thread(build)
-            await self._run(self._instance.setup)
+            await asyncio.to_thread(_setting_up.acquire)
+            try:
+                self._instance = await self._in_thread(build)
+                await self._run(self._instance.setup)
+            finally:
+                _setting_up.release()
             if self._context.incarnation:
                 await self._run(self._instance.on_respawn)
 
