@@ -147,7 +147,7 @@ def main() -> None:
             started = [context.Process(target=measure, args=(rank, *common)) for rank in range(size)]
             for process in started:
                 process.start()
-            found = [results.get(timeout=TIMEOUT) for _ in started]
+            found = [results.get(timeout=900) for _ in started]
             for process in started:
                 process.join()
             _, losses, _, wall, _ = min(found)
