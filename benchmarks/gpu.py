@@ -198,7 +198,7 @@ def colocated(args: argparse.Namespace, folder: Path, dtype: str) -> Iterator[tu
         "services.generator.with_gpus": gpus,
         "services.trainer.with_gpus": gpus,
         "run.name": "gpu-colocated",
-        **({"training.steps": "4", "eval.every": "2", "checkpoint.every": "0"} if args.quick else {}),
+        **({"training.steps": "12", "eval.every": "6", "checkpoint.every": "0"} if args.quick else {}),
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     start = time.perf_counter()

@@ -27,15 +27,19 @@ async def dataset(cfg: Any, model: str, record: Run, *, in_turn: bool = False) -
 async def generator(cfg: Any, model: str, store: VersionStore, **sampling: Any) -> Service:
     """The policy that samples, with what differs from the defaults of `forge.types.Sampling`; served to others as well
     where `serve` says so."""
-    options = Generator.options(**cfg.placement("generator"))
-    policy = await options.as_service(model, store=store, **sampling, **cfg.generator)
+    options, at = Generator.options(**cfg.placement("generator")), None
     if cfg.serve.port is not None:
+        from .serve.server import bind
+
+        at = bind(cfg.serve.host, cfg.serve.port)
+    policy = await options.as_service(model, store=store, **sampling, **cfg.generator)
+    if at is not None:
         from transformers import AutoTokenizer
 
         from .serve import Server  # the configuration has seen that it can be imported
 
         server = Server(policy, AutoTokenizer.from_pretrained(model), cfg.run.name)
-        print(f"{cfg.run.name} is served at {await server.beside(cfg.serve.host, cfg.serve.port)}", flush=True)
+        print(f"{cfg.run.name} is served at {await server.beside(at)}", flush=True)
     return policy
 
 

@@ -54,6 +54,10 @@ class Sampling:
             (self.temperature >= 0, f"temperature must be 0 (greedy) or positive, got {self.temperature}"),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
             (self.top_k >= 0, f"top_k must be 0 (off) or positive, got {self.top_k}"),
+            (
+                not isinstance(self.stop_token_ids, str) and all(isinstance(t, int) for t in self.stop_token_ids),
+                f"stop_token_ids must be token ids, got {self.stop_token_ids!r}",
+            ),
         ):
             if not ok:
                 raise ValueError(message)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.engines import EmbeddedEngine
+from forge.engines.interface import EngineFailed
 from forge.types import Sampling
 
 from .conftest import EOS, VOCAB, Make, check_shape, error_of, random_model
@@ -102,11 +103,13 @@ def test_a_failing_thread_fails_every_caller(make: Make, monkeypatch: pytest.Mon
         monkeypatch.setattr(engine._batch.decoder, "decode", failing)
         futures = [engine.submit([1, 2], Sampling(n=3, max_tokens=50)) for _ in range(4)]
         for future in futures:
-            assert isinstance(future.exception(10), MemoryError)
-        with pytest.raises(MemoryError, match="in the test"):
+            assert isinstance(future.exception(10), EngineFailed)
+        with pytest.raises(EngineFailed, match="MemoryError: out of memory in the test"):
             engine.submit([1], Sampling())
         state = random_model().state_dict().items()
-        assert isinstance(engine.update_weights(state, 1).exception(10), MemoryError)
+        assert isinstance(engine.update_weights(state, 1).exception(10), EngineFailed)
+        with pytest.raises(EngineFailed):
+            engine.stats()
 
 
 def test_a_callback_may_submit_and_close(make: Make) -> None:

@@ -20,6 +20,7 @@ from forge.controller import shutdown
 from forge.data.tokenizer import PRINTABLE
 from forge.models import build_small_model
 from forge.serve import Server
+from forge.serve.server import bind
 from tests.apps.test_recipes import children, gone, start
 
 FORGE = [sys.executable, "-c", "from forge.cli import main; main()"]
@@ -67,7 +68,7 @@ class Served:
         stop = asyncio.Event()
         try:
             policy = await Generator.options(num_replicas=2).as_service(str(self.folder), slots=8)
-            async with Server(policy, self.tokenizer, "tiny").listen() as address:
+            async with Server(policy, self.tokenizer, "tiny").listen(bind("127.0.0.1", 0)) as address:
                 self.started.set_result((asyncio.get_running_loop(), stop, policy, address))
                 await stop.wait()
         except Exception as error:

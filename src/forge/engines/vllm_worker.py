@@ -1,11 +1,12 @@
 """What runs inside vLLM's worker processes: loading weights that were handed over, and giving memory back on a CPU.
 
 vLLM mixes `WorkerExtension` into its worker class. Importing this module in a worker ties the worker to the process
-that owns the engine: vLLM's processes would outlive one that is killed, and hold its memory.
+that owns the engine: vLLM's processes would outlive one that is killed, and hold its memory. Nothing else imports it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -15,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from forge.engines.handover import Place, read_handover
-
-OWNER = "FORGE_VLLM_OWNER"  # environment variable: the process id of the engine's owner
+from forge.engines.vllm_args import OWNER
 
 
 def _die_with(owner: int) -> None:
@@ -63,5 +63,6 @@ def _storage(tensor: Tensor) -> Any:
     return tensor.untyped_storage()
 
 
-if OWNER in os.environ:
+# Programs that the owner runs while an engine starts inherit the variable, too, but are none of its multiprocessing.
+if OWNER in os.environ and multiprocessing.parent_process() is not None:
     _die_with(int(os.environ[OWNER]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from ..types import Sampling
@@ -33,6 +34,7 @@ NUMBERS: dict[str, Any] = {
     **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "best_of", "top_k", "seed", "priority"), int),
     **dict.fromkeys(("temperature", "top_p"), (int, float)),
 }
+MOST = 4096  # samples in one request
 COMPLETIONS = {"prompt", "echo", "best_of"}
 CHAT = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 TOP = "the engines tell the log-probability of the sampled token alone"
@@ -83,9 +85,12 @@ def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
         raise BadRequest("stream_options has include_usage alone", "stream_options")
     prompts = [_messages(body, tokenizer)] if chat else _prompts(body.get("prompt"), tokenizer)
+    sampling = _sampling(body, chat)
+    if len(prompts) * sampling.n > MOST:
+        raise BadRequest(f"{len(prompts)} prompts of {sampling.n} samples are more than {MOST} in one request", "n")
     return Job(
         prompts,
-        _sampling(body, chat),
+        sampling,
         stop,
         _logprobs(body, chat),
         chat,
@@ -121,10 +126,12 @@ def _sampling(body: dict[str, Any], chat: bool) -> Sampling:
     limit = asked[0] if asked else (1 << 20 if chat else 16)
     given = {name: default if body.get(name) is None else body[name] for name, default in SAMPLING.items()}
     given["top_k"] = max(given["top_k"], 0)  # -1 is off too
+    if not _token_ids(given["stop_token_ids"]):
+        raise BadRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
+    given["stop_token_ids"] = tuple(given["stop_token_ids"])
     try:
-        given["stop_token_ids"] = tuple(given["stop_token_ids"])
         return Sampling(n=1 if body.get("n") is None else body["n"], max_tokens=limit, **given)
-    except (TypeError, ValueError) as error:
+    except (ValueError, OverflowError) as error:
         raise BadRequest(str(error)) from None
 
 
@@ -134,11 +141,13 @@ def _logprobs(body: dict[str, Any], chat: bool) -> bool:
         raise BadRequest(f"top_logprobs = {top!r} is not supported: {TOP}", "top_logprobs")
     if chat:
         return _flag(body, "logprobs")
-    if asked not in (None, 0, 1):
+    if asked is None or asked is False:
+        return False
+    if asked not in (0, 1):
         raise BadRequest(f"logprobs = {asked!r} is not supported: {TOP}; ask for 1", "logprobs")
-    if asked is not None and body.get("echo"):
+    if body.get("echo"):
         raise BadRequest("echo with logprobs is not supported: prompts are not scored", "echo")
-    return asked is not None
+    return True
 
 
 def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
@@ -147,10 +156,14 @@ def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
     found = []
     for one in many:
         ids = tokenizer(one)["input_ids"] if isinstance(one, str) else one
-        if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
+        if not ids or not _token_ids(ids):
             raise BadRequest("prompt must be a text or a list of token ids, or a list of these; none empty", "prompt")
         found.append(ids)
     return found
+
+
+def _token_ids(ids: Any) -> bool:
+    return isinstance(ids, list | tuple) and all(type(token) is int for token in ids)
 
 
 def _messages(body: dict[str, Any], tokenizer: Any) -> list[int]:
@@ -159,13 +172,13 @@ def _messages(body: dict[str, Any], tokenizer: Any) -> list[int]:
         raise BadRequest("messages must be a list of at least one message", "messages")
     if not tokenizer.chat_template:
         raise BadRequest("this model has no chat template: use /v1/completions", "messages")
+    variables, taken = body.get("chat_template_kwargs") or {}, signature(tokenizer.apply_chat_template).parameters
+    if not isinstance(variables, dict) or variables.keys() & taken.keys():
+        raise BadRequest("chat_template_kwargs are variables of the model's own template", "chat_template_kwargs")
+    plain = [_plain(message) for message in messages]
     try:
         return tokenizer.apply_chat_template(
-            [_plain(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **(body.get("chat_template_kwargs") or {}),
+            plain, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
         )
     except Exception as error:  # templates are programs of the model's own, and raise what they like
         raise BadRequest(f"the chat template refuses these messages: {error}", "messages") from None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError("serving needs aiohttp: pip install 'torchforge[serve]'") from error
 
-LARGEST = 64 << 20  # bytes of a request
+LARGEST = 8 << 20  # bytes of a request
 CLOSING = 2.0  # seconds that open requests get to end
 ATTEMPTS = 3  # at an answer whose generators are lost while they write it
 HEALTH = 10.0  # seconds that a generator has to say how it is
@@ -33,6 +36,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _beside = set[asyncio.Task[None]]()  # the event loop itself only knows its tasks weakly
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address to listen at; port 0 takes one that is free. OSError, with the address: it cannot be had."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        raise OSError(f"cannot listen at {host} port {port}: {error}") from None
 
 
 class Server:
@@ -46,37 +57,36 @@ class Server:
 
     def __init__(self, policy: Service, tokenizer: Any, model: str) -> None:
         self.policy, self.tokenizer, self.model = policy, tokenizer, model
+        self.thread = ThreadPoolExecutor(1, "forge-serve")
         self.app = web.Application(client_max_size=LARGEST, middlewares=[_told])
         self.app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._complete),
                 web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._one_model),
                 web.get("/health", self._health),
             ]
         )
 
     @asynccontextmanager
-    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Serve within the block; gives the address for clients (`base_url`). Port 0 takes one that is free.
-
-        OSError: the port is taken.
-        """
+    async def listen(self, at: socket.socket) -> AsyncIterator[str]:
+        """Serve within the block at what `bind` gave; gives the address for clients (`base_url`)."""
         runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=CLOSING, access_log=None)
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
-            taken = runner.addresses[0][1]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
+            await web.SockSite(runner, at).start()
+            host, port = at.getsockname()[:2]
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         finally:
             await runner.cleanup()
 
-    async def beside(self, host: str, port: int) -> str:
-        """Serve until the event loop ends; the address. OSError: as of `listen`."""
+    async def beside(self, at: socket.socket) -> str:
+        """Serve until the event loop ends; the address."""
         listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def hold() -> None:
-            async with self.listen(host, port) as address:
+            async with self.listen(at) as address:
                 listening.set_result(address)
                 await asyncio.Event().wait()
 
@@ -89,8 +99,15 @@ class Server:
         return listening.result()
 
     async def _models(self, _: web.Request) -> web.Response:
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "torchforge"}
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        if request.match_info["name"] != self.model:
+            raise BadRequest(f"there is {self.model!r} alone", "model", 404)
+        return web.json_response(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": 0, "owned_by": "torchforge"}
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "engines": await self.policy.stats.options(timeout=HEALTH).fanout()})
@@ -104,9 +121,11 @@ class Server:
     async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
         try:
             body = await request.json()
-        except ValueError as error:
+        except (ValueError, RecursionError, LookupError) as error:  # LookupError: an unknown charset
             raise BadRequest(f"the body is not JSON: {error}") from None
-        job = parse(body, self.tokenizer, self.model, chat=chat)
+        # Templates and long texts take their time, which a run's own loop does not have.
+        loop, work = asyncio.get_running_loop(), partial(parse, body, self.tokenizer, self.model, chat=chat)
+        job = await loop.run_in_executor(self.thread, work)
         answer = Answer(job, self.tokenizer, self.model)
         if job.stream:
             return await self._stream(request, job, answer)
@@ -176,8 +195,9 @@ class Server:
         texts = [TextStream(self.tokenizer, job.stop) for _ in range(job.sampling.n)]
         left = set(range(job.sampling.n))
         async with self.policy.session():
-            stream = await self.policy.open_stream.route(job.prompts[at], priority=job.priority, **_fields(job))
+            stream, ask = secrets.randbits(63), {"priority": job.priority, **_fields(job)}
             try:
+                await self.policy.open_stream.route(job.prompts[at], stream=stream, **ask)
                 while left:
                     for i, piece in await self.policy.next_pieces.route(stream):
                         if i not in left:
@@ -236,6 +256,7 @@ def _explained(error: BaseException, request: web.Request) -> tuple[int, dict[st
     if isinstance(error, CallTimeout):
         return 504, failure(str(error), "timeout")
     if isinstance(error, RuntimeError | StreamLost):  # of the controller, or of a generator
+        log.warning("%s: %s", request.path, error)
         return 503, failure(str(error), "server_error")
     log.error("%s failed", request.path, exc_info=error)
     return 500, failure(f"{type(error).__name__}: {error}", "server_error")

@@ -110,6 +110,8 @@ def test_released_and_restored(subject: Subject, engine: Any, mode: str) -> None
     engine.release().result(60)
     if mode != "finish":  # an update does so by itself
         engine.restore().result(60)
+    if mode == "recompute":
+        engine.release().result(60)
     time.sleep(0.2)
     assert not waiting.done()
     assert engine.version == 0

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from forge.config import ConfigError
 from forge.engines import load_engine
+from forge.engines.vllm_args import OWNER
 from forge.sections import GeneratorConfig
 from forge.types import Sampling
 
@@ -21,7 +23,7 @@ from .conftest import build, processes, wait_for
 
 installed = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm has it")
 
-OWNER = """
+OWNED = """
 import os, signal, sys
 from forge.engines import load_engine
 from tests.engines.conformance.conftest import processes
@@ -72,6 +74,7 @@ def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path) -> None:
     before, model, new = processes(), build("llama"), build("llama", seed=1)
     model.save_pretrained(tmp_path)
     engine = load_engine("vllm", tmp_path, slots=2, version=4)
+    assert OWNER not in os.environ
     completion = engine.submit([5, 6], Sampling(max_tokens=20, seed=1)).result(60)[0]
     assert error_of(model, completion) < 1e-4
     assert set(completion.versions) == {4}
@@ -91,10 +94,49 @@ def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path) -> None:
 
 
 @installed
+def test_short_of_cache_nothing_that_has_begun_is_left_out(tmp_path: Path) -> None:
+    before, models = processes(), [build(seed=seed) for seed in range(4)]
+    models[0].save_pretrained(tmp_path)
+    # 8 blocks of 128 tokens for up to 8 sequences of up to 4 blocks: most are preempted, some for long.
+    options = {"kv_cache_memory_bytes": 8 * 128 * 512}
+    engine = load_engine("vllm", tmp_path, slots=8, on_update="finish", vllm=options)
+
+    def update(version: int) -> Future[None]:
+        return engine.update_weights(models[version].state_dict().items(), version)
+
+    futures = [engine.submit([1, i], Sampling(n=4, max_tokens=400, seed=i)) for i in range(6)]
+    wait_for(lambda: engine.stats()["running"] == 8)
+    update(1).result(60)
+    wait_for(lambda: engine.stats()["running"] >= 4)
+    orders = update(2), engine.release(), update(3), update(0)
+    for order in orders:
+        order.result(60)
+    completions = [completion for future in futures for completion in future.result(60)]
+    assert all(len(set(completion.versions)) == 1 for completion in completions)
+    assert {version for completion in completions for version in completion.versions} >= {0, 1}
+    for completion in completions:
+        assert error_of(models[completion.versions[0]], completion) < 1e-4
+    update(1).result(60)
+    assert len(engine._labels) == 1  # nothing is kept of the others
+
+    engine.release().result(60)
+    engine.restore().result(60)
+    engine.release().result(60)
+    assert engine._memory == "released"
+    waiting = engine.submit([1], Sampling(max_tokens=4))
+    for process in processes() - before:
+        os.kill(process, signal.SIGKILL)
+    assert "engine process has died" in str(waiting.exception(30))
+    with pytest.raises(RuntimeError, match="engine process has died"):
+        engine.stats()
+    engine.close()
+
+
+@installed
 def test_no_process_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
     script = tmp_path / "owner.py"
-    script.write_text(OWNER)
+    script.write_text(OWNED)
     path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, str(script), str(tmp_path)]
     run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, timeout=100)

@@ -1,0 +1,37 @@
+"""What becomes of a generator whose engine fails."""
+
+from __future__ import annotations
+
+import os
+
+from forge.actors import Generator
+from forge.controller import endpoint, run
+
+
+class Sabotaged(Generator):
+    """Its engine can be broken from outside."""
+
+    @endpoint
+    async def sabotage(self) -> None:
+        self.engine._batch.decoder = None
+
+    @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def test_its_process_ends_and_another_answers(model):
+    async def main():
+        policy = await Sabotaged.options(num_replicas=2).as_service(model, slots=4, max_tokens=4)
+        before = await policy.pid.fanout()
+        async with policy.session():
+            lost = await policy.pid.route()
+            await policy.sabotage.route()
+            completion = await policy.generate.route("abc>", seed=1)
+        assert completion.token_ids == (await policy.generate.route("abc>", seed=1)).token_ids
+        after = await policy.pid.fanout()
+        assert lost in before
+        assert lost not in after
+        assert len({*after}) == 2
+
+    run(main())
