@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forge.engines.handover import Handover
-from forge.engines.interface import Listener, check_length, check_prompt, check_request, check_settings
+from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request, check_settings
 from forge.engines.vllm_args import OWNER, engine_args, import_args
 from forge.engines.weights import load_eos, read_config
 from forge.types import Completion, Sampling
@@ -191,7 +191,7 @@ class VLLMEngine:
         if self._stop.is_set():
             raise RuntimeError("the engine is closed")
         if self._llm.errored:
-            error = RuntimeError(DEAD)
+            error = EngineFailed(DEAD)
             self._loop.call_soon_threadsafe(self._end, error)
             raise error
 
@@ -228,7 +228,7 @@ class VLLMEngine:
         try:
             while not self._stop.is_set():
                 if self._llm.errored:
-                    self._end(RuntimeError(DEAD))
+                    self._end(EngineFailed(DEAD))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), LOOK)
         finally:
@@ -276,7 +276,7 @@ class VLLMEngine:
             _settle(request.future, await asyncio.gather(*samples))
         except Exception as error:
             if self._llm.errored:
-                self._end(RuntimeError(DEAD))
+                self._end(EngineFailed(DEAD))
             _settle(request.future, error=error)
         finally:
             for sample in samples:
@@ -407,7 +407,7 @@ class VLLMEngine:
                     count = await self._swap()
             except Exception as error:
                 # The weights may be half of one version and half of another.
-                self._end(RuntimeError(DEAD if self._llm.errored else f"vLLM failed: {error}"))
+                self._end(EngineFailed(DEAD if self._llm.errored else f"vLLM failed: {error}"))
                 return
             if self._error is not None:  # it has ended meanwhile, and taken the orders with it
                 return

@@ -97,7 +97,7 @@ def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path) -> None:
 def test_short_of_cache_nothing_that_has_begun_is_left_out(tmp_path: Path) -> None:
     before, models = processes(), [build(seed=seed) for seed in range(4)]
     models[0].save_pretrained(tmp_path)
-    # 8 blocks of 128 tokens for up to 8 sequences of up to 4 blocks: most are preempted, some for long.
+    # 7 blocks of 128 tokens, and one that vLLM keeps, for sequences of up to 4: most of them are preempted.
     options = {"kv_cache_memory_bytes": 8 * 128 * 512}
     engine = load_engine("vllm", tmp_path, slots=8, on_update="finish", vllm=options)
 
@@ -105,7 +105,7 @@ def test_short_of_cache_nothing_that_has_begun_is_left_out(tmp_path: Path) -> No
         return engine.update_weights(models[version].state_dict().items(), version)
 
     futures = [engine.submit([1, i], Sampling(n=4, max_tokens=400, seed=i)) for i in range(6)]
-    wait_for(lambda: engine.stats()["running"] == 8)
+    wait_for(lambda: engine.stats()["running"] >= 6)
     update(1).result(60)
     wait_for(lambda: engine.stats()["running"] >= 4)
     orders = update(2), engine.release(), update(3), update(0)
