@@ -50,6 +50,7 @@ services:
 
 
 NO_CLIP = ["--grpo.clip_low", "null", "--grpo.clip_high", "null"]
+COLOCATED = ["--colocated", "true", "--async.max_policy_age", "0"]
 SOURCES = ["--dataset.path", "null", "--dataset.sources"]
 TEACHER = ["--grpo.reference", "teacher"]
 NO_REFERENCE = ["--services.ref_model", "{procs: 1}"]
@@ -122,6 +123,16 @@ def test_overrides(config):
         (["--eval.problems", "-1"], "eval.problems and eval.every must be at least 0"),
         (["--checkpoint.every", "-1"], "checkpoint.keep must be at least 1 and every at least 0"),
         (["--generator.slots", "0"], "generator.slots must be at least 1"),
+        (["--generator.vllm", "{tensor_parallel_size: 2}"], "generator.vllm needs generator.engine: vllm"),
+        (["--trainer.backend", "titan", "--lora", "{rank: 2}"], "titan trains all weights: leave lora out"),
+        (["--trainer.backend", "ddp"], "trainer.backend must be one of fsdp, titan"),
+        (["--serve.host", "0.0.0.0"], "serve.host does nothing: serve.port is not set"),
+        (["--serve.port", "99999"], "serve.port must be 0 to 65535"),
+        ([*COLOCATED, "--async.max_policy_age", "1"], "async.max_policy_age must be 0"),
+        ([*COLOCATED, "--generator.num_replicas", "2"], "more than the trainer's procs = 1"),
+        ([*COLOCATED, "--generator.threads", "2"], "services.generator.threads = 2, and it lives in the trainer's"),
+        ([*COLOCATED, "--generator.share", "x"], "leave share, hosts and per_process"),
+        ([*COLOCATED, "--training.cpu_offload", "true"], "leave training.cpu_offload out"),
         ([*SOURCES, "[{path: a, max_prompt_tokens: 9999}]"], "together exceed training.seq_len: at most 3584"),
         ([*SOURCES, "[{path: a, wieght: 2}]"], r"unknown key 'dataset.sources\[0\].wieght'"),
         ([*SOURCES, "[{path: a, weight: 0}]"], r"dataset.sources\[0\].weight must be a number above 0"),

@@ -70,7 +70,6 @@ class DistillConfig(RecipeConfig):
         together = f"dataset.max_prompt_tokens and distill.max_tokens together exceed training.seq_len: at most {room}"
         for bad, message in (
             (room < 1, "training.seq_len must exceed distill.max_tokens"),
-            (self.generator.slots < 1, "generator.slots must be at least 1"),
             (
                 self.training.sync_interval != 1,
                 "training.sync_interval does nothing in this recipe: the student samples with its newest weights",

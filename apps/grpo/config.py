@@ -146,7 +146,6 @@ class GRPOConfig(RecipeConfig):
                 "colocated: trainer and generator take turns, so async.max_policy_age must be 0",
             ),
             (self.metrics.rollouts < 0, "metrics.rollouts must be at least 0"),
-            (self.generator.slots < 1, "generator.slots must be at least 1"),
             (not algo.temperature > 0, "grpo.temperature must be positive: greedy samples of a prompt are all equal"),
             (algo.max_tokens >= self.training.seq_len, "training.seq_len must exceed grpo.max_tokens"),
             (

@@ -76,9 +76,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     else:
         model = resolve_model(cfg.model or str(initial))
         check_origin(folder, [model, *others], local(cfg.dataset.files))
-    for trained in (model, cfg.others().get("critic.model")):
-        if trained is not None:
-            check_model(cfg, resolve_model(trained))
+    check_model(cfg, model)
     for key, other in zip(cfg.others(), others, strict=True):
         check_vocabulary(key, other, model)
     for name in cfg.rewards():
@@ -104,7 +102,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
 
 
 def check_model(cfg: Any, model: str) -> None:
-    """Refuse a model that the trainer cannot have, or cannot divide as configured.
+    """Refuse a model that the trainer, or a critic, cannot have, or cannot divide as configured.
 
     Raises:
         ValueError: names what does not fit. ImportError: the trainer's backend is not installed.
@@ -114,6 +112,8 @@ def check_model(cfg: Any, model: str) -> None:
     config = AutoConfig.from_pretrained(model)
     cfg.trainer.check_model(config)
     cfg.parallelism.check(config)
+    if critic := cfg.others().get("critic.model"):
+        cfg.parallelism.check(AutoConfig.from_pretrained(resolve_model(critic)))
 
 
 def local(paths: list[str]) -> list[str]:
