@@ -16,10 +16,11 @@ sys.path.insert(0, str(ROOT))
 
 
 def pytest_collection_modifyitems(items):
-    """What two workers may take: a file each, and all of `training` one of them, whose fixtures are whole runs."""
+    """What two workers may take: a file each, or all of a folder whose fixtures are whole runs and engines."""
     for item in items:
         path = item.path.relative_to(ROOT / "tests")
-        item.add_marker(pytest.mark.xdist_group("training" if path.parts[0] == "training" else str(path)))
+        together = path.parent.name in ("training", "conformance")
+        item.add_marker(pytest.mark.xdist_group(str(path.parent if together else path)))
 
 
 @pytest.fixture(autouse=True)

@@ -121,8 +121,11 @@ def test_colocated_trainer_and_generators_take_turns(tmp_path):
         trace = (tmp_path / name / "runs/test/trace.json").read_text()
         assert ("release" in trace) == (name == "together")
     for one, other in zip(*histories.values(), strict=True):
-        for metric in ("reward", "train/loss", "train/grad_norm", "generation/completion_length"):
-            assert one["step"] == 0 or one[metric] == other[metric], metric
+        for metric in ("train/loss", "train/grad_norm") if one["step"] else ("eval/accuracy",):
+            assert one[metric] == other[metric], metric
+    # What both processes generated is counted; when it is, is a matter of time.
+    first, second = (sum(row.get("generation/tokens", 0) for row in history) for history in histories.values())
+    assert first == second > 0
 
 
 def test_sft_then_grpo_from_its_model(tmp_path):
