@@ -35,27 +35,32 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 Make = Callable[..., tuple[Path, PreTrainedModel]]
 
 
-def random_model(family: str = "qwen3", tied: bool = False, seed: int = 0, eos: int | None = None) -> PreTrainedModel:
+def random_model(
+    family: str = "qwen3",
+    tied: bool = False,
+    seed: int = 0,
+    eos: int | None = None,
+    spread: float = 0.3,
+    **sizes: int,
+) -> PreTrainedModel:
     """A model whose distributions are far from uniform and whose norms and biases are far from their defaults."""
     kind, extra = FAMILIES[family]
-    config = kind(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=96,
-        tie_word_embeddings=tied,
-        eos_token_id=eos,
-        bos_token_id=None,
-        **extra,
-    )
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 96,
+    }
+    own = {"tie_word_embeddings": tied, "eos_token_id": eos, "bos_token_id": None}
+    config = kind(**settings | own | extra | sizes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+            parameter.normal_(0, spread) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
     return model
 
 

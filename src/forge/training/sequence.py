@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,38 +11,20 @@ from torch import Tensor
 
 from .distributed import Group
 
+Collective = Callable[[Tensor, Group], Tensor]
 
-class _Gather(torch.autograd.Function):
+
+class _Crossing(torch.autograd.Function):
+    """A collective, and the one that gradients take back."""
+
     @staticmethod
-    def forward(ctx, own: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_gather(own, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(part, group)
+    def forward(ctx, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _all_gather(grad, ctx.group), None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parts: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_to_all(parts, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _all_to_all(grad, ctx.group), None
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 class _Whole(torch.autograd.Function):
@@ -60,25 +44,25 @@ class _Whole(torch.autograd.Function):
 @torch.compiler.disable
 def gather_tokens(own: Tensor, group: Group) -> Tensor:
     """[1, tokens, dim] of this rank to [1, tokens * ranks, dim]; gradients are summed on the way back."""
-    return _Gather.apply(own[0], group)[None]
+    return _Crossing.apply(own[0], group, _all_gather, _reduce_scatter)[None]
 
 
 @torch.compiler.disable
 def scatter_tokens(part: Tensor, group: Group) -> Tensor:
     """[1, tokens, dim] that are to be summed to this rank's [1, tokens / ranks, dim]."""
-    return _Scatter.apply(part[0], group)[None]
+    return _Crossing.apply(part[0], group, _reduce_scatter, _all_gather)[None]
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Group) -> list[Tensor]:
     """All heads of this rank's tokens, each [1, heads, tokens, head_dim], to this rank's heads of all tokens."""
     chunks = [x[0].unflatten(0, (group.size, -1)) for x in (query, key, value)]
-    mine = _Exchange.apply(torch.cat(chunks, dim=1), group)
+    mine = _Crossing.apply(torch.cat(chunks, dim=1), group, _all_to_all, _all_to_all)
     return [x.transpose(0, 1).flatten(1, 2)[None] for x in mine.split([x.shape[1] for x in chunks], dim=1)]
 
 
 def to_tokens(out: Tensor, group: Group) -> Tensor:
     """This rank's heads of all tokens, [1, tokens, heads, head_dim], to all heads of this rank's tokens."""
-    mine = _Exchange.apply(out[0].unflatten(0, (group.size, -1)), group)
+    mine = _Crossing.apply(out[0].unflatten(0, (group.size, -1)), group, _all_to_all, _all_to_all)
     return mine.transpose(0, 1).flatten(1, 2)[None]
 
 

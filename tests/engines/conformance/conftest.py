@@ -10,21 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from forge.engines import ENGINES, load_engine
 
-from ..conftest import EOS, VOCAB
+from ..conftest import EOS, random_model
 
 SLOTS, LONGEST = 8, 512
 
 
 def build(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
     """As `random_model`, with heads of a size that vLLM has, and room for more than one block of its cache."""
-    kind, tied = {"qwen3": (Qwen3Config, True), "llama": (LlamaConfig, False)}[family]
-    config = kind(
-        vocab_size=VOCAB,
+    return random_model(
+        family,
+        tied=family == "qwen3",
+        seed=seed,
+        eos=EOS,
+        spread=0.2,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -32,16 +34,7 @@ def build(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=LONGEST,
-        tie_word_embeddings=tied,
-        eos_token_id=EOS,
-        bos_token_id=None,
     )
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.2) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
-    return model
 
 
 class Subject:
@@ -49,6 +42,7 @@ class Subject:
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder = name, folder
+        self.others = processes()  # that tests before this engine's may have left in this process
         self.models = {version: build(seed=version) for version in range(3)}
         self.models[0].save_pretrained(folder)
         self.engine: Any = None
