@@ -129,10 +129,13 @@ def _over_default(field: dataclasses.Field, value: Any) -> Any:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain data of a configuration, for writing it down; `build` reads it back."""
-    return {
-        name: to_dict(value) if dataclasses.is_dataclass(value := getattr(config, field.name)) else value
-        for name, field in _fields(type(config)).items()
-    }
+    return {name: _plain_data(getattr(config, field.name)) for name, field in _fields(type(config)).items()}
+
+
+def _plain_data(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain_data(item) for item in value]
+    return to_dict(value) if dataclasses.is_dataclass(value) else value
 
 
 def flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:

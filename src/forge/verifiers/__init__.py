@@ -1,0 +1,47 @@
+"""Verifiers: they score responses, each on its own scale. What cannot be scored is NaN with a reason, never 0."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .cache import Cache
+from .code import Case, CodeVerifier, Sandbox
+from .math import MathVerifier
+from .panel import Panel
+from .rules import AnswerFrequency, Rule
+from .scoring import Problem, score_table
+from .verifier import Scores, Unscored, Verifier
+
+if TYPE_CHECKING:
+    from .judge import LMJudge
+    from .process import ProcessRewardModel
+    from .reward_model import RewardModel
+
+__all__ = [
+    "AnswerFrequency",
+    "Cache",
+    "Case",
+    "CodeVerifier",
+    "LMJudge",
+    "MathVerifier",
+    "Panel",
+    "Problem",
+    "ProcessRewardModel",
+    "RewardModel",
+    "Rule",
+    "Sandbox",
+    "Scores",
+    "Unscored",
+    "Verifier",
+    "score_table",
+]
+
+# Imported on first use: torch takes seconds, aiohttp is an extra.
+_LATER = {"LMJudge": "judge", "ProcessRewardModel": "process", "RewardModel": "reward_model"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(f".{_LATER[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

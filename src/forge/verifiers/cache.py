@@ -1,0 +1,104 @@
+"""Scores by content, so that the same text is not scored twice: in memory, and in a file if wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from threading import Lock
+
+WAIT = 10.0  # seconds for another process to finish writing
+AT_A_TIME = 500  # keys in one question; sqlite allows about a thousand
+
+
+def key_of(fingerprint: str, prompt: str, responses: Sequence[str], target: str | None) -> str:
+    """What stands for all that a score depends on."""
+    return hashlib.sha256(json.dumps([fingerprint, prompt, list(responses), target]).encode()).hexdigest()
+
+
+class Cache:
+    """Numbers by key. Several processes may share a file; what one wrote, all find.
+
+    A panel only puts scores in, never the lack of one.
+
+    Args:
+        path: an sqlite file, made where there is none, in a folder that exists. It only grows: delete it to start anew.
+        most: entries kept in memory; those go that were not used for longest.
+
+    Raises:
+        ValueError: `most` below 1, no such folder, or the file is no cache.
+    """
+
+    def __init__(self, path: str | Path | None = None, *, most: int = 100_000) -> None:
+        if most < 1:
+            raise ValueError(f"a cache must hold at least 1 entry, got most = {most}")
+        self.path, self._most = None if path is None else Path(path), most
+        self._kept: OrderedDict[str, tuple[float, ...]] = OrderedDict()
+        self._lock = Lock()
+        if self.path is not None:
+            if not self.path.parent.is_dir():
+                raise ValueError(f"the folder of the cache {self.path} does not exist: make it first")
+            try:
+                with closing(self._open()) as file:
+                    file.execute("PRAGMA journal_mode=WAL")  # readers do not wait for a writer
+                    file.execute("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID")
+            except sqlite3.DatabaseError as error:
+                raise ValueError(f"{self.path} cannot be used as a cache: {error}") from error
+
+    def __len__(self) -> int:
+        """Entries in memory."""
+        return len(self._kept)
+
+    async def get(self, keys: Sequence[str]) -> dict[str, tuple[float, ...]]:
+        """What is known of these. sqlite3.Error: the file cannot be read."""
+        found = {}
+        with self._lock:
+            for key in keys:
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+                    found[key] = self._kept[key]
+        unknown = [key for key in dict.fromkeys(keys) if key not in found]
+        if self.path is not None and unknown:
+            read = await asyncio.to_thread(self._read, unknown)
+            self._keep(read)
+            found |= read
+        return found
+
+    async def put(self, values: Mapping[str, tuple[float, ...]]) -> None:
+        """Keep these: in the file all or none. sqlite3.Error: the file cannot be written; they are in memory then."""
+        self._keep(values)
+        if self.path is not None and values:
+            await asyncio.to_thread(self._write, values)
+
+    def _keep(self, values: Mapping[str, tuple[float, ...]]) -> None:
+        with self._lock:
+            for key, value in values.items():
+                self._kept[key] = value
+                self._kept.move_to_end(key)
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+
+    def _open(self) -> sqlite3.Connection:
+        # One for each use: a connection must not cross threads or forks.
+        assert self.path is not None
+        return sqlite3.connect(self.path, timeout=WAIT)
+
+    def _read(self, keys: Sequence[str]) -> dict[str, tuple[float, ...]]:
+        found: dict[str, tuple[float, ...]] = {}
+        with closing(self._open()) as file:
+            for start in range(0, len(keys), AT_A_TIME):
+                some = keys[start : start + AT_A_TIME]
+                marks = ",".join("?" * len(some))
+                rows = file.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", some)
+                found |= {key: tuple(json.loads(value)) for key, value in rows}
+        return found
+
+    def _write(self, values: Mapping[str, tuple[float, ...]]) -> None:
+        rows = [(key, json.dumps(value)) for key, value in values.items()]
+        with closing(self._open()) as file, file:
+            file.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)

@@ -1,0 +1,151 @@
+"""A transformers model that reads rows of tokens in batches: what reward models and process reward models share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .verifier import Unscored
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NO_LIMIT = 1 << 20  # tokenizers without a limit say a number beyond all use
+
+
+class Row(NamedTuple):
+    """Tokens of a text, and where the tokenizer tells two texts apart, to which of them each belongs."""
+
+    ids: list[int]
+    types: list[int] | None = None
+
+
+class Padded(NamedTuple):
+    """Rows padded at the right. inputs: of the model; lengths: [rows]."""
+
+    inputs: dict[str, Tensor]
+    lengths: Tensor
+
+
+class BatchedModel:
+    """A model and its tokenizer, from a folder or hub id.
+
+    Args:
+        loader: a class of transformers, such as AutoModelForSequenceClassification.
+        device: default the GPU where there is one.
+        dtype: float32, bfloat16 or float16.
+        max_tokens: most tokens of a row; default what the model and its tokenizer say.
+        batch_tokens: most tokens of a forward pass, padding included, unless a single row has more.
+
+    Raises:
+        ValueError: a setting that cannot be, weights that the folder lacks. OSError: no such model.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        loader: Any,
+        *,
+        device: str | None = None,
+        dtype: str = "float32",
+        max_tokens: int | None = None,
+        batch_tokens: int = 8192,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if batch_tokens < 1 or (max_tokens is not None and max_tokens < 1):
+            raise ValueError(f"batch_tokens and max_tokens must be at least 1, got {batch_tokens}, {max_tokens}")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        model, found = loader.from_pretrained(path, dtype=DTYPES[dtype], output_loading_info=True)
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
+        self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
+        self.batch_tokens = batch_tokens
+        limits = (self.tokenizer.model_max_length, getattr(self.model.config, "max_position_embeddings", None))
+        known = [limit for limit in limits if limit and limit < NO_LIMIT]
+        self.max_tokens = min(*known, max_tokens or NO_LIMIT, NO_LIMIT)
+        pads = (self.model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id, 0)
+        self._pad = next(pad for pad in pads if pad is not None and pad >= 0)  # some configurations say -1
+
+    @cached_property
+    def identity(self) -> str:
+        """Of weights, configuration and tokenizer; reads all of them."""
+        digest = hashlib.sha256(self.model.config.to_json_string(use_diff=False).encode())
+        for name, tensor in self.model.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        words = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        digest.update(words.encode())
+        digest.update(repr((self.tokenizer.chat_template, self.tokenizer.special_tokens_map)).encode())
+        return digest.hexdigest()[:32]
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row], read: Callable[[Padded], Sequence[Any]]) -> list[Any]:
+        """What `read` says of each row, in order; an Unscored in place of it for a row that is empty or too long, and
+        what `read` raises for the rows that it was given."""
+        outcomes: list[Any] = [None] * len(rows)
+        fit = []
+        for index, row in enumerate(rows):
+            if not row.ids:
+                outcomes[index] = Unscored("there are no tokens to read")
+            elif len(row.ids) > self.max_tokens:
+                outcomes[index] = Unscored(f"it has {len(row.ids)} tokens, and the model reads {self.max_tokens}")
+            else:
+                fit.append(index)
+        fit.sort(key=lambda index: len(rows[index].ids))
+        for indices in self._batches(fit, rows):
+            try:
+                said: Sequence[Any] = read(self.pad(indices, rows))
+            except Exception as error:
+                said = [error] * len(indices)
+            for index, outcome in zip(indices, said, strict=True):
+                outcomes[index] = outcome
+        return outcomes
+
+    def _batches(self, indices: list[int], rows: Sequence[Row]) -> Iterator[list[int]]:
+        """Neighbours of sorted rows, of at most `batch_tokens` with their padding."""
+        batch: list[int] = []
+        for index in indices:
+            if batch and (len(batch) + 1) * len(rows[index].ids) > self.batch_tokens:
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+    def pad(self, indices: list[int], rows: Sequence[Row]) -> Padded:
+        """These rows as one batch."""
+        lengths = [len(rows[index].ids) for index in indices]
+        width = max(lengths)
+        ids, mask, types = [], [], []
+        for row in (rows[index] for index in indices):
+            gap = [0] * (width - len(row.ids))
+            ids.append(row.ids + [self._pad] * len(gap))
+            mask.append([1] * len(row.ids) + gap)
+            types.append((row.types or [0] * len(row.ids)) + gap)
+        inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        if rows[indices[0]].types is not None:
+            inputs["token_type_ids"] = torch.tensor(types)
+        on_device = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        return Padded(on_device, torch.tensor(lengths, device=self.device))
+
+
+def class_of(model: Any, label: str | int | None) -> int:
+    """The number of the class. ValueError: the model has no such class, or it must be said which."""
+    names = {int(number): name for number, name in model.config.id2label.items()}
+    known = ", ".join(f"{name!r}" for name in names.values())
+    if label is None:
+        if len(names) > 1:
+            raise ValueError(f"the model tells {len(names)} classes apart: set label to one of {known}")
+        return 0
+    for number, name in names.items():
+        if label in (name, number):
+            return number
+    raise ValueError(f"the model has no class {label!r}: it has {known}")

@@ -1,0 +1,184 @@
+"""Process reward models: a score for each step of a response, of which three readings are told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from .models import BatchedModel, Padded, Row, class_of
+from .texts import prompt_format, whole
+from .threads import Batcher
+from .verifier import Scores, Unscored
+
+BLANK_LINE = r"\n\s*\n"
+# Settings by which a language model changes its logits after its head; only the head is computed here.
+_AFTER_HEAD = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+)
+
+
+class ProcessRewardModel:
+    """The probability that each step of a response is good; the columns `<name>_min`, `_mean` and `_last`.
+
+    Each step is followed by a marker token, where the model says what it thinks of the step:
+
+    - a token classifier (default), as TRL trains them: the probability of the class `label` there;
+    - with `good` and `bad`, a causal language model, as Math-Shepherd (Wang et al. 2024): the probability of the token
+      `good` against `bad` as the next one.
+
+    The text is the rendered prompt with all steps and markers, and the tokens are those of that text. A response that
+    is too long, has no step, or holds the marker itself, has no score.
+
+    Args:
+        path: folder or hub id.
+        name: what the columns begin with; default the folder's.
+        marker: text that is one token at its end, such as " ки" or "<extra_0>".
+        separator: regular expression at which a response is cut into steps; steps of white space alone do not count.
+        joint: text between a marker and the next step.
+        good, bad: texts of one token each, for a causal language model.
+        label: which class of a token classifier, by name or number.
+        prompt_template, chat_template, system_prompt, chat_options: as of `RewardModel`.
+        device, dtype, max_tokens, batch_tokens: see `BatchedModel`.
+
+    Raises:
+        ValueError: settings that do not go together or with the model; says which. OSError: no such model.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        *,
+        marker: str,
+        separator: str = BLANK_LINE,
+        joint: str = "",
+        good: str | None = None,
+        bad: str | None = None,
+        label: str | int = 1,
+        prompt_template: str = "{question}",
+        chat_template: bool | str = False,
+        system_prompt: str | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        dtype: str = "float32",
+        max_tokens: int | None = None,
+        batch_tokens: int = 8192,
+    ) -> None:
+        if (good is None) != (bad is None):
+            raise ValueError("set both good and bad for a causal language model, or none for a token classifier")
+        try:
+            self._separator = re.compile(separator)
+        except re.error as error:
+            raise ValueError(f"separator {separator!r} is not a regular expression: {error}") from None
+        self._of = BatchedModel(
+            path,
+            AutoModelForTokenClassification if good is None else AutoModelForCausalLM,
+            device=device,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            batch_tokens=batch_tokens,
+        )
+        name = name or Path(path).name
+        self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
+        self._format = prompt_format(self._of.tokenizer, prompt_template, chat_template, system_prompt, chat_options)
+        self._marker, self._joint = marker, joint
+        self._marker_id = self._last_token(marker)
+        self._verdicts: tuple[int, int] | None = None
+        self._class = 0
+        if good is not None and bad is not None:
+            self._verdicts = (self._last_token(good), self._last_token(bad))
+            config = self._of.model.config.get_text_config()
+            changed = [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]
+            if changed:
+                raise ValueError(f"{path} changes its logits after the head ({changed[0]}), which is not done here")
+            if self._verdicts[0] == self._verdicts[1]:
+                raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
+        else:
+            self._class = class_of(self._of.model, label)
+        texts = (prompt_template, chat_template, system_prompt, chat_options)
+        self._settings = (marker, separator, joint, good, bad, label, *texts)
+        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, most=8192, name=f"verify {name}")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Reads all weights, once."""
+        return f"process reward model {self._of.identity} {self._settings} {self._of.max_tokens}"
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """Three numbers for each response, in [0, 1]."""
+        found = await self._batcher([(prompt, response) for response in responses])
+        return Scores.of([one if isinstance(one, Exception) else _readings(one) for one in found], 3)
+
+    async def steps(self, prompt: str, response: str) -> list[float]:
+        """The probability of each step. Raises what says why there is none."""
+        found = (await self._batcher([(prompt, response)]))[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def close(self) -> None:
+        """Ends the thread; calls that wait are cancelled."""
+        self._batcher.close()
+
+    def _compute(self, texts: list[tuple[str, str]]) -> list[Any]:
+        outcomes: list[Any] = []
+        for prompt, response in texts:
+            try:
+                outcomes.append(self._row(prompt, response))
+            except Exception as error:
+                outcomes.append(error)
+        rows = [index for index, row in enumerate(outcomes) if isinstance(row, Row)]
+        for index, said in zip(rows, self._of.run([outcomes[index] for index in rows], self._read), strict=True):
+            outcomes[index] = said
+        return outcomes
+
+    def _row(self, prompt: str, response: str) -> Row:
+        steps = [step for step in self._separator.split(response) if step and step.strip()]
+        if not steps:
+            raise Unscored("it has no steps")
+        marked = self._joint.join(step + self._marker for step in steps)
+        ids = self._of.tokenizer(whole(self._format, prompt, marked), add_special_tokens=self._format.chat is None)[
+            "input_ids"
+        ]
+        if (count := ids.count(self._marker_id)) != len(steps):
+            raise Unscored(
+                f"it has {count} markers {self._marker!r} for {len(steps)} steps: "
+                "the text holds more of them, or the tokenizer does not tell them"
+            )
+        return Row(ids)
+
+    def _read(self, batch: Padded) -> list[list[float]]:
+        model: Any = self._of.model
+        # Padding may be the marker's token too.
+        at = (batch.inputs["input_ids"] == self._marker_id) & (batch.inputs["attention_mask"] == 1)
+        if self._verdicts is None:
+            logits = model(**batch.inputs).logits[at].float()
+            good = logits.softmax(-1)[:, self._class]
+        else:
+            states = model.base_model(**batch.inputs, use_cache=False)[0][at].float()
+            head = model.get_output_embeddings()
+            yes, no = (
+                states @ head.weight[token].float() + (0.0 if head.bias is None else head.bias[token].float())
+                for token in self._verdicts
+            )
+            good = (yes - no).sigmoid()
+        return [part.tolist() for part in good.split(at.sum(1).tolist())]
+
+    def _last_token(self, text: str) -> int:
+        ids = self._of.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids or ids[-1] == self._of.tokenizer.unk_token_id:
+            raise ValueError(f"the tokenizer has no token for {text!r}")
+        return ids[-1]
+
+
+def _readings(steps: list[float]) -> tuple[float, float, float]:
+    return min(steps), sum(steps) / len(steps), steps[-1]

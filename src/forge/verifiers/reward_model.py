@@ -1,0 +1,199 @@
+"""Reward models and cross-encoders: any Hugging Face sequence classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from forge.data.supervised import closed
+
+from .models import BatchedModel, Padded, Row, class_of
+from .texts import prompt_format, whole
+from .threads import Batcher
+from .verifier import Scores
+
+Scale = Literal["logit", "probability"]
+
+
+class RewardModel:
+    """One number for each response, by a sequence classifier of one class or for one of several.
+
+    Calls that arrive while a batch is computed are joined in the next one; it works in a thread of its own. A response
+    that is too long has no score, unless it is to be cut.
+
+    How prompt and response become one text:
+
+    - as this library trains reward models (default): `prompt_template` with the prompt, the response, and eos, or the
+      conversation of both up to the end of the answer's turn. The tokens are those of `PreferenceDataset`.
+    - `append_eos=False`: the template with the prompt and the response as one text, with the tokenizer's own special
+      tokens and no others; the whole of a rendered chat template, with what it writes after the turn. Most published
+      reward models were trained so.
+    - `as_pair`: as the tokenizer joins two texts, for cross-encoders.
+
+    Models that read their answer at the last token do so here at the last token of the row, also where that is the
+    token they pad with (transformers would take the one before it), and in float32.
+
+    Args:
+        path: folder or hub id.
+        name: of the column; default the folder's.
+        prompt_template: text with {question}, for which the prompt is put.
+        chat_template, system_prompt, chat_options: as of `forge.data.dataset.PromptDataset`.
+        as_pair: give prompt and response as two texts.
+        append_eos: None is True, except with a tokenizer that itself ends texts with a special token, or a pair.
+        label: which class, by name or number, of a model of several.
+        scale: "logit" (of several classes the log-odds of this one against the others), or "probability", its sigmoid.
+        slope, intercept: the logit x counts as `slope * x + intercept`, as Platt calibration gives them.
+        truncate: cut what is too long at the end of the response, where eos still closes it; not with a chat template.
+        device, dtype, max_tokens, batch_tokens: see `BatchedModel`.
+
+    Raises:
+        ValueError: settings that do not go together or with the model; says which. OSError: no such model.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        *,
+        prompt_template: str = "{question}",
+        chat_template: bool | str = False,
+        system_prompt: str | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+        as_pair: bool = False,
+        append_eos: bool | None = None,
+        label: str | int | None = None,
+        scale: Scale = "logit",
+        slope: float = 1.0,
+        intercept: float = 0.0,
+        truncate: bool = False,
+        device: str | None = None,
+        dtype: str = "float32",
+        max_tokens: int | None = None,
+        batch_tokens: int = 8192,
+    ) -> None:
+        if scale not in ("logit", "probability"):
+            raise ValueError(f"scale must be logit or probability, got {scale!r}")
+        if as_pair and (chat_template or append_eos is not None):
+            raise ValueError("as_pair joins the texts as the tokenizer does: leave chat_template and append_eos out")
+        self.of = BatchedModel(
+            path,
+            AutoModelForSequenceClassification,
+            device=device,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            batch_tokens=batch_tokens,
+        )
+        self.names: tuple[str, ...] = (name or Path(path).name,)
+        tokenizer = self.of.tokenizer
+        self._format = prompt_format(tokenizer, prompt_template, chat_template, system_prompt, chat_options)
+        if append_eos is None:
+            append_eos = not as_pair and (bool(chat_template) or not _closes(tokenizer))
+        if truncate and (chat_template or not (as_pair or append_eos)):
+            raise ValueError("truncate is for pairs, and for responses that eos ends: leave it out")
+        if append_eos and not chat_template and tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
+        self._as_pair, self._append_eos, self._truncate = as_pair, append_eos, truncate
+        self._label = class_of(self.of.model, label)
+        self._scale, self._slope, self._intercept = scale, slope, intercept
+        head = getattr(self.of.model, "score", None)
+        self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
+        self._settings = (prompt_template, chat_template, system_prompt, chat_options, as_pair, append_eos, label)
+        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, most=8192, name=f"verify {self.names[0]}")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Reads all weights, once."""
+        numbers = (self._scale, self._slope, self._intercept, self._truncate, self.of.max_tokens)
+        return f"reward model {self.of.identity} {self._settings} {numbers}"
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """One number for each response."""
+        return Scores.of(await self._batcher([(prompt, response) for response in responses]), 1)
+
+    async def close(self) -> None:
+        """Ends the thread; calls that wait are cancelled."""
+        self._batcher.close()
+
+    def tokens(self, prompt: str, response: str) -> list[int]:
+        """What the model reads. ValueError: they cannot be made into tokens."""
+        return self.rows([(prompt, response)])[0].ids
+
+    def _compute(self, texts: list[tuple[str, str]]) -> list[Any]:
+        try:
+            outcomes: list[Any] = list(self.rows(texts))
+        except Exception:  # one by one, to find whose fault it is
+            outcomes = [self._row_or_error(text) for text in texts]
+        rows = [index for index, row in enumerate(outcomes) if isinstance(row, Row)]
+        for index, said in zip(rows, self.of.run([outcomes[index] for index in rows], self._read), strict=True):
+            outcomes[index] = said
+        return outcomes
+
+    def _row_or_error(self, text: tuple[str, str]) -> Any:
+        try:
+            return self.rows([text])[0]
+        except Exception as error:
+            return error
+
+    def rows(self, texts: Sequence[tuple[str, str]]) -> list[Row]:
+        """What the model reads of each (prompt, response)."""
+        tokenizer, limit, chat = self.of.tokenizer, self.of.max_tokens, self._format.chat
+        prompts = {prompt: self._format.render({"question": prompt})[0] for prompt, _ in texts}
+        responses = [response for _, response in texts]
+        if self._as_pair:
+            cut: dict[str, Any] = {"truncation": "only_second", "max_length": limit} if self._truncate else {}
+            return _read_rows(tokenizer([prompts[prompt] for prompt, _ in texts], responses, **cut))
+        if chat is not None and self._append_eos:
+            return [Row(closed(*self._format.answered(prompts[prompt], response))[0]) for prompt, response in texts]
+        if not self._append_eos:
+            joined = [whole(self._format, prompt, response) for prompt, response in texts]
+            return _read_rows(tokenizer(joined, add_special_tokens=chat is None))
+        # The tokens of `PromptFormat.answered`, many at a time.
+        before = {prompt: list(self._format.encode(text)[1]) for prompt, text in prompts.items()}
+        answers = tokenizer(responses, add_special_tokens=False)["input_ids"]
+        rows = [
+            [*before[prompt], *answer, tokenizer.eos_token_id]
+            for (prompt, _), answer in zip(texts, answers, strict=True)
+        ]
+        return [Row(self._cut(row, len(before[prompt]))) for row, (prompt, _) in zip(rows, texts, strict=True)]
+
+    def _cut(self, row: list[int], prompt: int) -> list[int]:
+        """At least one token of the response stays, or the row is left too long."""
+        limit = self.of.max_tokens
+        return [*row[: limit - 1], row[-1]] if self._truncate and prompt + 1 < limit < len(row) else row
+
+    def logits(self, batch: Padded) -> Tensor:
+        """[rows] before calibration, float32."""
+        model: Any = self.of.model
+        if self._at_last_token is None:
+            logits = model(**batch.inputs).logits.float()
+        else:
+            states = model.base_model(**batch.inputs, use_cache=False)[0]
+            last = states[torch.arange(len(states), device=states.device), batch.lengths - 1].float()
+            bias = self._at_last_token.bias
+            logits = F.linear(last, self._at_last_token.weight.float(), None if bias is None else bias.float())
+        if logits.shape[1] == 1:
+            return logits[:, 0]
+        others = [i for i in range(logits.shape[1]) if i != self._label]
+        return logits[:, self._label] - logits[:, others].logsumexp(1)
+
+    def _read(self, batch: Padded) -> list[float]:
+        x = self._slope * self.logits(batch) + self._intercept
+        return (x.sigmoid() if self._scale == "probability" else x).tolist()
+
+
+def _closes(tokenizer: Any) -> bool:
+    """Whether it ends texts with a special token of its own."""
+    ids = tokenizer("a")["input_ids"]
+    return bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
+
+
+def _read_rows(encoded: Any) -> list[Row]:
+    ids = encoded["input_ids"]
+    return [Row(*both) for both in zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)]

@@ -1,0 +1,134 @@
+"""Verifiers that are functions, and one that looks at all responses of a prompt: how often each answer comes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from forge.data.rewards import final_answer
+from forge.data.rewards.compare import equal
+
+from .threads import in_thread, within
+from .verifier import Scores, Unscored, collect
+
+TOLERANCE = 1e-6
+
+
+class Rule:
+    """A reward function `f(prompt, response, target) -> float | None`, plain or async, as a verifier.
+
+    None, NaN and exceptions are no score. A function that needs a target and gets None must say so itself, by one of
+    those.
+
+    Args:
+        function: called with one response at a time, a plain one in a thread. Responses of one call are scored one
+            after the other by a plain function, all at once by an async one.
+        name: of the column; default the function's own.
+        time_limit: seconds for one response. A plain function that exceeds it cannot be ended: its thread goes on.
+        version: a text that changes when the function's scores could. Without it its scores are not cached, for nothing
+            else can say so.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str | None = None,
+        *,
+        time_limit: float = 10.0,
+        version: str | None = None,
+    ) -> None:
+        if not callable(function):
+            raise ValueError(f"a rule is a function of (prompt, response, target), got {function!r}")
+        if time_limit <= 0:
+            raise ValueError(f"time_limit must be above 0 seconds, got {time_limit}")
+        self.function, self.time_limit = function, time_limit
+        self.names: tuple[str, ...] = (str(name or getattr(function, "__name__", type(function).__name__)),)
+        self.fingerprint = None if version is None else f"rule {self.names[0]} {version}"
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """One number for each response."""
+        if self._is_async:
+            return await collect([self._awaited(prompt, response, target) for response in responses], 1)
+        outcomes: list[Any] = []
+        for response in responses:
+            try:
+                outcomes.append(await self._called(prompt, response, target))
+            except Exception as error:
+                outcomes.append(error)
+        return Scores.of(outcomes, 1)
+
+    async def _called(self, prompt: str, response: str, target: str | None) -> Any:
+        def call() -> Any:
+            return self.function(prompt, response, target)
+
+        return await in_thread(call, limit=self.time_limit, what=self.names[0])
+
+    async def _awaited(self, prompt: str, response: str, target: str | None) -> Any:
+        return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
+
+
+class AnswerFrequency:
+    """The share of the other responses to the prompt that have the same answer, in [0, 1] (Saad-Falcon et al. 2025).
+
+    A response is not counted for itself, so that a lone answer has 0, and so has a response without an answer. A single
+    response has no score, for there is nobody to agree with.
+
+    Args:
+        extract: the answer of a response, None where it has none. Where it raises, the response has no score and counts
+            for nobody.
+        same: whether two answers are the same. By default final answers are compared as text, numbers and
+            symbolically, see `forge.data.rewards`, and what another function extracts as it is.
+            Each answer is compared with the first of each kind before it.
+        time_limit: seconds for all responses of a prompt.
+        version: of the two functions, as of `Rule`; not needed for the defaults.
+    """
+
+    grouped = True
+
+    def __init__(
+        self,
+        extract: Callable[[str], str | None] = final_answer,
+        *,
+        same: Callable[[str, str], bool] | None = None,
+        name: str = "answer_frequency",
+        time_limit: float = 30.0,
+        version: str | None = None,
+    ) -> None:
+        self.extract, self.time_limit = extract, time_limit
+        by_default = (lambda a, b: equal(a, b, TOLERANCE)) if extract is final_answer else str.__eq__
+        self.same: Callable[[str, str], bool] = same or by_default
+        self.names: tuple[str, ...] = (name,)
+        known = version or ("default" if extract is final_answer and same is None else None)
+        self.fingerprint = None if known is None else f"answer frequency {known}"
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """One number for each response; they depend on each other."""
+        if len(responses) < 2:
+            return Scores.none(len(responses), 1, "a single response has no others to agree with")
+        outcomes = await in_thread(lambda: self._shares(responses), limit=self.time_limit, what=self.names[0])
+        return Scores.of(outcomes, 1)
+
+    def _shares(self, responses: Sequence[str]) -> list[float | Exception]:
+        kinds: list[str] = []
+        kind_of: dict[str, int] = {}
+        found: list[int | Exception | None] = []
+        for response in responses:
+            try:
+                answer = self.extract(response)
+                if answer is not None and answer not in kind_of:
+                    kind_of[answer] = next((i for i, kind in enumerate(kinds) if self.same(answer, kind)), len(kinds))
+                    if kind_of[answer] == len(kinds):
+                        kinds.append(answer)
+                found.append(None if answer is None else kind_of[answer])
+            except Exception as error:
+                found.append(error)
+        read = [kind for kind in found if not isinstance(kind, Exception)]
+        if len(read) < 2:
+            alone = Unscored("of no other response the answer could be read")
+            return [kind if isinstance(kind, Exception) else alone for kind in found]
+        return [
+            kind if isinstance(kind, Exception) else 0.0 if kind is None else (read.count(kind) - 1) / (len(read) - 1)
+            for kind in found
+        ]

@@ -1,0 +1,118 @@
+"""A panel over many problems: the table that ensembles are fitted on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .verifier import Scores, Verifier
+
+if TYPE_CHECKING:
+    from .weaver.table import ScoreTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A prompt with its responses. labels: 1, 0 or NaN for each response; answers: the final answer of each, for votes.
+
+    ValueError: no responses, or labels or answers of another number.
+    """
+
+    prompt: str
+    responses: Sequence[str]
+    target: str | None = None
+    labels: Sequence[float] | None = None
+    answers: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.responses:
+            raise ValueError(f"there are no responses to {self.prompt[:60]!r}")
+        for name in ("labels", "answers"):
+            given = getattr(self, name)
+            if given is not None and len(given) != len(self.responses):
+                raise ValueError(f"{len(given)} {name} for {len(self.responses)} responses to {self.prompt[:60]!r}")
+
+
+async def score_table(
+    panel: Verifier,
+    problems: Sequence[Problem],
+    *,
+    concurrency: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> ScoreTable:
+    """Score all responses of all problems. What fails is NaN, and the others go on; a warning says how many scores each
+    verifier did not give, and why.
+
+    Args:
+        panel: any verifier; a `Panel` never raises for one problem.
+        concurrency: problems at a time.
+        progress: called with the number of problems that are done, and of all.
+
+    Raises:
+        ValueError: no problems, answers of some problems only, or a concurrency below 1.
+    """
+    from .weaver.table import ScoreTable
+
+    if not problems or concurrency < 1:
+        raise ValueError(f"there must be problems and a concurrency of at least 1: {len(problems)}, {concurrency}")
+    with_answers = [problem.answers is not None for problem in problems]
+    if any(with_answers) and not all(with_answers):
+        raise ValueError("some problems have answers and others none: give all or leave all out")
+    found = await _score_all(panel, problems, concurrency, progress)
+    _tell_missing(panel, found)
+    shape = (len(problems), max(len(problem.responses) for problem in problems))
+    scores, labels, present = np.full((*shape, len(panel.names)), np.nan), np.full(shape, np.nan), np.zeros(shape, bool)
+    for row, (problem, part) in enumerate(zip(problems, found, strict=True)):
+        count = len(problem.responses)
+        scores[row, :count], present[row, :count] = part.values, True
+        if problem.labels is not None:
+            labels[row, :count] = problem.labels
+    return ScoreTable(
+        scores=scores,
+        verifiers=tuple(panel.names),
+        labels=labels if any(problem.labels is not None for problem in problems) else None,
+        answers=[list(problem.answers or ()) for problem in problems] if all(with_answers) else None,
+        prompts=[problem.prompt for problem in problems],
+        responses=[list(problem.responses) for problem in problems],
+        families=None,
+        present=present,
+    )
+
+
+async def _score_all(
+    panel: Verifier, problems: Sequence[Problem], concurrency: int, progress: Callable[[int, int], None] | None
+) -> list[Scores]:
+    found: dict[int, Scores] = {}
+    waiting = iter(enumerate(problems))
+
+    async def work() -> None:
+        for number, problem in waiting:
+            try:
+                found[number] = await panel.score(problem.prompt, problem.responses, problem.target)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                found[number] = Scores.none(len(problem.responses), len(panel.names), reason)
+            if progress is not None:
+                progress(len(found), len(problems))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(concurrency, len(problems))):
+            tasks.create_task(work())
+    return [found[number] for number in range(len(problems))]
+
+
+def _tell_missing(panel: Verifier, found: Sequence[Scores]) -> None:
+    total = sum(len(part.values) for part in found)
+    for column, name in enumerate(panel.names):
+        why = Counter(reason for part in found for (_, j), reason in part.reasons.items() if j == column)
+        if why:
+            common = "; ".join(f"{count} x {reason}" for reason, count in why.most_common(3))
+            log.warning("%s: %d of %d scores are missing: %s", name, why.total(), total, common)

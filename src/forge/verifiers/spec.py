@@ -1,0 +1,211 @@
+"""Verifiers as data: sections of a configuration, and what an ensemble keeps to find its verifiers again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config import ConfigError, Section
+from ..data.rewards.load import load_reward
+from .cache import Cache
+from .math import MathVerifier
+from .panel import Panel
+from .rules import AnswerFrequency, Rule
+from .verifier import Verifier
+
+DISTILLED = "distilled.json"
+
+
+@dataclass
+class ModelSpec(Section):
+    """What all models say, see `forge.verifiers.RewardModel`. `path` is a folder or hub id."""
+
+    path: str
+    name: str | None = None
+    prompt_template: str = "{question}"
+    chat_template: bool | str = False
+    system_prompt: str | None = None
+    chat_options: dict[str, Any] = field(default_factory=dict)
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_tokens: int | None = None
+    batch_tokens: int = 8192
+
+    def validate(self, where: str) -> None:
+        """ConfigError: a folder that is not there, or without a configuration."""
+        folder = Path(self.path)
+        relative = self.path.startswith((".", "/", "~")) or folder.parent.is_dir()
+        is_hub_id = self.path.count("/") == 1 and not relative
+        if not is_hub_id and not (folder / "config.json").is_file():
+            raise ConfigError(f"{where}.path: {self.path} is no folder with a model (config.json) in it")
+        if self.batch_tokens < 1 or (self.max_tokens is not None and self.max_tokens < 1):
+            raise ConfigError(f"{where}: batch_tokens and max_tokens must be at least 1")
+
+
+@dataclass
+class RewardModelSpec(ModelSpec):
+    """A sequence classifier, see `forge.verifiers.RewardModel`."""
+
+    as_pair: bool = False
+    append_eos: bool | None = None
+    label: str | int | None = None
+    scale: Literal["logit", "probability"] = "logit"
+    slope: float = 1.0
+    intercept: float = 0.0
+    truncate: bool = False
+
+    def verifier(self) -> Verifier:
+        from .reward_model import RewardModel
+
+        return RewardModel(**self)
+
+
+@dataclass
+class ProcessRewardModelSpec(ModelSpec):
+    """A model that reads steps, see `forge.verifiers.ProcessRewardModel`. `marker` must be set."""
+
+    marker: str = ""
+    separator: str = r"\n\s*\n"
+    joint: str = ""
+    good: str | None = None
+    bad: str | None = None
+    label: str | int = 1
+
+    def validate(self, where: str) -> None:
+        super().validate(where)
+        if not self.marker:
+            raise ConfigError(f"{where}.marker must be set: the text after each step at which the model reads it")
+
+    def verifier(self) -> Verifier:
+        from .process import ProcessRewardModel
+
+        return ProcessRewardModel(**self)
+
+
+@dataclass
+class JudgeSpec(Section):
+    """A language model, see `forge.verifiers.LMJudge`. `template` null is its own; `api_key_env` names the environment
+    variable that holds the key; `prices` are for a million tokens of questions and of answers."""
+
+    url: str
+    model: str
+    name: str | None = None
+    template: str | None = None
+    system_prompt: str | None = None
+    endpoint: Literal["chat", "completions"] = "chat"
+    scoring: Literal["votes", "logprob"] = "votes"
+    votes: int = 1
+    temperature: float = 1.0
+    yes: str = "yes"
+    no: str = "no"
+    max_tokens: int = 16
+    top: int = 5
+    concurrency: int = 8
+    retries: int = 4
+    request_timeout: float = 30.0
+    time_limit: float = 50.0
+    api_key_env: str | None = None
+    prices: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    budget: float | None = None
+
+    def validate(self, where: str) -> None:
+        """ConfigError: what `LMJudge` refuses, aiohttp or the key is not there."""
+        if len(self.prices) != 2:
+            raise ConfigError(f"{where}.prices must be two numbers: for a million tokens of questions, and of answers")
+        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
+            raise ConfigError(f"{where}.api_key_env: the environment has no {self.api_key_env}")
+        try:
+            self.verifier()  # opens nothing
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    def verifier(self) -> Verifier:
+        from .judge import TEMPLATE, LMJudge
+
+        settings = {
+            name: value for name, value in {**self}.items() if name not in ("template", "api_key_env", "prices")
+        }
+        key = os.environ.get(self.api_key_env) if self.api_key_env else None
+        prices = (self.prices[0], self.prices[1])
+        return LMJudge(template=self.template or TEMPLATE, api_key=key, prices=prices, **settings)
+
+
+@dataclass
+class VerifiersConfig(Section):
+    """A panel of verifiers.
+
+    rules: functions, as `package.module:Name` or a name of `forge.data.rewards`.
+    math: compare final answers with the target, see `forge.verifiers.MathVerifier`.
+    answer_frequency: the function that tells a response's answer, such as `final_answer`; null: not asked.
+    distilled: folders of verifiers that `forge.verifiers.weaver.distil` left.
+    timeout: seconds that each verifier has for one call; rule_timeout: that a rule has for one response.
+    cache: a file for scores, which may be shared; null: none.
+    """
+
+    rules: list[str] = field(default_factory=list)
+    reward_models: list[RewardModelSpec] = field(default_factory=list)
+    process_reward_models: list[ProcessRewardModelSpec] = field(default_factory=list)
+    judges: list[JudgeSpec] = field(default_factory=list)
+    math: bool = False
+    answer_frequency: str | None = None
+    distilled: list[str] = field(default_factory=list)
+    timeout: float = 60.0
+    rule_timeout: float = 10.0
+    cache: str | None = None
+
+    def validate(self, where: str = "verifiers") -> None:
+        """Check what can be known without opening a model or a connection.
+
+        Raises:
+            ConfigError: says which key and what to do.
+        """
+        if min(self.timeout, self.rule_timeout) <= 0:
+            raise ConfigError(f"{where}.timeout and rule_timeout must be above 0 seconds")
+        for kind in ("reward_models", "process_reward_models", "judges"):
+            for number, spec in enumerate(self[kind]):
+                spec.validate(f"{where}.{kind}[{number}]")
+        for folder in self.distilled:
+            if not (Path(folder) / DISTILLED).is_file():
+                raise ConfigError(f"{where}.distilled: {folder} holds no distilled verifier ({DISTILLED})")
+        try:
+            names = self.names
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if not names:
+            raise ConfigError(f"{where} has none: set rules, reward_models, judges, math or another")
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"{where}: two are called {', '.join(repeated)}: give one another name")
+        if self.cache is not None and not Path(self.cache).parent.is_dir():
+            raise ConfigError(f"{where}.cache: the folder of {self.cache} does not exist")
+
+    @property
+    def names(self) -> list[str]:
+        """The columns of the panel, in its order. ValueError: a function that is not there."""
+        names = [name for verifier in self._functions() for name in verifier.names]
+        names += [spec.name or Path(spec.path).name for spec in self.reward_models]
+        for spec in self.process_reward_models:
+            names += [f"{spec.name or Path(spec.path).name}_{reading}" for reading in ("min", "mean", "last")]
+        names += [spec.name or spec.model for spec in self.judges]
+        return names + [Path(folder).name for folder in self.distilled]
+
+    def panel(self) -> Panel:
+        """Load all of them. ValueError, OSError: one cannot be had; says why."""
+        others = [spec.verifier() for spec in self.reward_models]
+        others += [spec.verifier() for spec in self.process_reward_models]
+        others += [spec.verifier() for spec in self.judges]
+        if self.distilled:
+            from .weaver.distil import open_distilled
+
+            others += [open_distilled(folder) for folder in self.distilled]
+        cache = Cache(self.cache) if self.cache is not None else None
+        return Panel([*self._functions(), *others], timeout=self.timeout, cache=cache)
+
+    def _functions(self) -> list[Verifier]:
+        found: list[Verifier] = [Rule(load_reward(name), time_limit=self.rule_timeout) for name in self.rules]
+        if self.math:
+            found.append(MathVerifier(time_limit=self.rule_timeout))
+        if self.answer_frequency is not None:
+            found.append(AnswerFrequency(load_reward(self.answer_frequency, "answer function")))
+        return found

@@ -1,0 +1,188 @@
+"""A panel: all at once, one failing alone, and nothing scored twice that a cache knows."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from forge.verifiers import AnswerFrequency, Cache, Panel, Rule, Scores
+
+
+class Counting:
+    """The length of a response times a factor; remembers what it was asked."""
+
+    def __init__(self, name="length", factor=1.0, fails=()):
+        self.names, self.factor, self.fails = (name, f"{name}_again"), factor, set(fails)
+        self.fingerprint = f"length times {factor}"
+        self.asked, self.closed = [], 0
+
+    async def score(self, prompt, responses, target=None):
+        self.asked += responses
+        values = np.array([[len(r) * self.factor, len(prompt)] for r in responses], dtype=float)
+        reasons = {(i, 0): "too odd" for i, r in enumerate(responses) if r in self.fails}
+        for where in reasons:
+            values[where] = math.nan
+        return Scores(values, reasons)
+
+    async def close(self):
+        self.closed += 1
+
+
+def raising(prompt, response, target):
+    raise OSError("gone")
+
+
+class Broken:
+    names = ("broken",)
+    fingerprint = "broken"
+
+    async def score(self, prompt, responses, target=None):
+        raise OSError("gone")
+
+
+class Slow:
+    names = ("slow",)
+
+    async def score(self, prompt, responses, target=None):
+        await asyncio.sleep(30)
+
+
+class Wrong:
+    names = ("wrong",)
+
+    async def score(self, prompt, responses, target=None):
+        return Scores(np.zeros((len(responses) + 1, 1)))
+
+
+class Silent:
+    names = ("silent",)
+
+    async def score(self, prompt, responses, target=None):
+        return Scores(np.array([[1.0], [math.inf]]))
+
+
+def score(panel, responses, prompt="prompt", target=None):
+    return asyncio.run(panel.score(prompt, responses, target))
+
+
+def test_what_fails_fails_alone_with_its_reason():
+    panel = Panel([Counting(fails=["bb"]), Broken(), Slow(), Wrong(), Silent()], timeout=0.2)
+    assert panel.names == ("length", "length_again", "broken", "slow", "wrong", "silent")
+    found = score(panel, ["a", "bb"])
+    np.testing.assert_array_equal(
+        found.values, [[1, 6, math.nan, math.nan, math.nan, 1], [math.nan, 6, math.nan, math.nan, math.nan, math.nan]]
+    )
+    assert set(found.reasons) == {(i, j) for i in (0, 1) for j in (2, 3, 4)} | {(1, 0), (1, 5)}
+    assert found.reasons[1, 0] == "too odd"
+    assert found.reasons[0, 2] == "OSError: gone"
+    assert found.reasons[0, 3] == "the verifier took more than 0.2 s"
+    assert "shape (3, 1) for 2 responses" in found.reasons[0, 4]
+    assert found.reasons[1, 5] == "it gave no reason"
+    told = panel.describe().splitlines()
+    assert told[0].startswith("length, length_again: 3 scored (0 of them known before)")
+    assert told[1].endswith("2 missing: 2 x OSError: gone")
+    assert score(panel, []).values.shape == (0, 6)
+
+
+def test_panels_hold_panels_and_close_what_they_hold():
+    inner, verifier = Panel([Rule(raising)]), Counting()
+    panel = Panel([inner, verifier, AnswerFrequency()])
+    found = score(panel, ["1", "1"])
+    np.testing.assert_array_equal(found.values, [[math.nan, 1, 6, 1], [math.nan, 1, 6, 1]])
+    asyncio.run(panel.close())
+    assert verifier.closed == 1
+
+
+def test_names_must_differ():
+    with pytest.raises(ValueError, match="two verifiers of a panel are called length, length_again"):
+        Panel([Counting(), Counting()])
+    with pytest.raises(ValueError, match="at least one"):
+        Panel([])
+    with pytest.raises(ValueError, match="timeout"):
+        Panel([Counting()], timeout=0)
+
+
+def test_a_cache_knows_what_was_scored_and_never_what_failed():
+    verifier, frequency = Counting(fails=["bb"]), AnswerFrequency()
+    panel = Panel([verifier, frequency], cache=Cache())
+    first = score(panel, ["1", "bb", "1", "ccc"])
+    assert verifier.asked == ["1", "bb", "ccc"]
+    assert first.reasons == {(1, 0): "too odd"}
+    again = score(panel, ["ccc", "bb", "1", "d"])
+    assert verifier.asked == ["1", "bb", "ccc", "bb", "d"]
+    np.testing.assert_array_equal(again.values[:, 0], [3, math.nan, 1, 1])
+    assert panel.tallies[0].cached == 4
+    assert panel.tallies[1].cached == 0  # another group is another question
+    score(panel, ["ccc", "bb", "1", "d"])
+    assert panel.tallies[1].cached == 4
+    for change in ({"prompt": "other"}, {"target": "t"}):
+        before = len(verifier.asked)
+        score(panel, ["ccc"], **change)
+        assert len(verifier.asked) == before + 1
+    verifier.fingerprint = None
+    score(panel, ["ccc", "ccc"])
+    assert verifier.asked[-2:] == ["ccc", "ccc"]
+
+
+def test_a_cache_forgets_what_was_not_used_for_longest():
+    async def fill(cache):
+        for key in "abc":
+            await cache.put({key: (1.0,)})
+            await cache.get(["a"])
+        return await cache.get(list("abc"))
+
+    cache = Cache(most=2)
+    assert asyncio.run(fill(cache)) == {"a": (1.0,), "c": (1.0,)}
+    assert len(cache) == 2
+
+
+def _fill(path, start):
+    async def fill():
+        cache = Cache(path)
+        for i in range(start, start + 50):
+            await cache.put({str(i): (i / 7,)})
+
+    asyncio.run(fill())
+
+
+def test_processes_share_a_file(tmp_path):
+    context = multiprocessing.get_context("fork")
+    path = tmp_path / "scores.sqlite"
+    Cache(path)
+    processes = [context.Process(target=_fill, args=(path, 25 * i)) for i in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    found = asyncio.run(Cache(path, most=1).get([str(i) for i in range(2000)]))
+    assert found == {str(i): (i / 7,) for i in range(100)}
+    verifier = Counting()
+    for _ in range(2):
+        score(Panel([verifier], cache=Cache(path)), ["a", "b"])
+    assert verifier.asked == ["a", "b"]
+
+
+def test_a_cache_that_cannot_be_is_refused_or_done_without(tmp_path, caplog):
+    with pytest.raises(ValueError, match="folder of the cache"):
+        Cache(tmp_path / "no" / "cache")
+    (tmp_path / "text").write_text("this is no database, " * 100)
+    with pytest.raises(ValueError, match="cannot be used as a cache"):
+        Cache(tmp_path / "text")
+    path = tmp_path / "cache"
+    panel = Panel([Counting()], cache=Cache(path))
+    path.write_text("overwritten by something else" * 100)
+    assert score(panel, ["abc"]).values.tolist() == [[3, 6]]
+    assert "cannot be read" in caplog.text
+    assert "cannot be written" in caplog.text
+
+
+def test_importing_needs_neither_torch_nor_an_extra():
+    code = "import sys, forge.verifiers; print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

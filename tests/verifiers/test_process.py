@@ -1,0 +1,84 @@
+"""Process reward models against plain transformers: the probability at each marker, and its three readings."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from forge.verifiers.process import ProcessRewardModel
+from tests.training.cases import TOKENIZER, tiny_model
+
+RESPONSES = ["ab\n\ncd\n \nefg", "abc", "a\n\n\n\nb"]
+STEPS = [["ab", "cd", "efg"], ["abc"], ["a", "b"]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {}
+    for kind in (AutoModelForTokenClassification, AutoModelForCausalLM):
+        found[kind] = tmp_path_factory.mktemp("process")
+        tiny_model(kind=kind).save_pretrained(found[kind])
+        TOKENIZER.save_pretrained(found[kind])
+    return found
+
+
+def scored(verifier, responses):
+    async def run():
+        found = await verifier.score("hi", responses), [await verifier.steps("hi", r) for r in responses[:1]]
+        await verifier.close()
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", [AutoModelForTokenClassification, AutoModelForCausalLM])
+def test_each_step_is_read_at_its_marker(folders, kind):
+    causal = kind is AutoModelForCausalLM
+    settings = {"good": "p", "bad": "m"} if causal else {"label": 0}
+    verifier = ProcessRewardModel(folders[kind], "prm", marker="z", joint="y", batch_tokens=40, **settings)
+    found, (first,) = scored(verifier, RESPONSES)
+    assert verifier.names == ("prm_min", "prm_mean", "prm_last")
+    plain = kind.from_pretrained(folders[kind])
+    for i, steps in enumerate(STEPS):
+        ids = TOKENIZER("hi" + "y".join(step + "z" for step in steps))["input_ids"]
+        at = [place for place, token in enumerate(ids) if token == TOKENIZER.convert_tokens_to_ids("z")]
+        logits = plain(torch.tensor([ids])).logits[0, at]
+        chosen = logits[:, TOKENIZER.convert_tokens_to_ids(["p", "m"])] if causal else logits
+        good = chosen.softmax(-1)[:, 0].tolist()
+        expected = [min(good), float(np.mean(good)), good[-1]]
+        np.testing.assert_allclose(found.values[i], expected, atol=1e-5)
+        if i == 0:
+            np.testing.assert_allclose(first, good, atol=1e-5)
+
+
+def test_what_cannot_be_read_says_why(folders):
+    verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], "prm", marker="z")
+    found = asyncio.run(verifier.score("hi", ["ab\n\nc", " \n\n ", "a puzzle", "x" * 90]))
+    assert np.isfinite(found.values[0]).all()
+    assert np.isnan(found.values[1:]).all()
+    assert [found.reasons[i, 2] for i in (1, 2)] == [
+        "it has no steps",
+        "it has 3 markers 'z' for 1 steps: the text holds more of them, or the tokenizer does not tell them",
+    ]
+    assert "93 tokens, and the model reads 64" in found.reasons[3, 0]
+    asyncio.run(verifier.close())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"marker": "z", "good": "p"}, "both good and bad"),
+        ({"marker": "z", "good": "p", "bad": "p"}, "same token"),
+        ({"marker": "!"}, "no token for '!'"),
+        ({"marker": "z", "separator": "("}, "not a regular expression"),
+        ({"marker": "z", "label": "fine"}, "no class 'fine'"),
+    ],
+)
+def test_settings_that_cannot_be(folders, settings, message):
+    kind = AutoModelForCausalLM if "bad" in settings else AutoModelForTokenClassification
+    with pytest.raises(ValueError, match=message):
+        ProcessRewardModel(folders[kind], **settings)

@@ -1,0 +1,86 @@
+"""A panel over many problems."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from forge.verifiers import Panel, Problem, Rule, score_table
+
+
+def length(prompt, response, target):
+    if response == "bad":
+        raise ValueError("bad one")
+    return len(response)
+
+
+def matches(prompt, response, target):
+    return None if target is None else float(response == target)
+
+
+PROBLEMS = [
+    Problem("p", ["a", "bad", "ccc"], target="a", labels=[1, 0, math.nan], answers=["1", "2", "3"]),
+    Problem("q", ["dd"], answers=["4"]),
+]
+
+
+def test_a_table_of_problems_of_different_sizes(caplog):
+    told = []
+    panel = Panel([Rule(length), Rule(matches)])
+    with caplog.at_level(logging.WARNING):
+        table = asyncio.run(score_table(panel, PROBLEMS, concurrency=2, progress=lambda *at: told.append(at)))
+    nan = math.nan
+    np.testing.assert_array_equal(table.scores[..., 0], [[1, nan, 3], [2, nan, nan]])
+    np.testing.assert_array_equal(table.scores[..., 1], [[1, 0, 0], [nan, nan, nan]])
+    np.testing.assert_array_equal(table.labels, [[1, 0, nan], [nan, nan, nan]])
+    np.testing.assert_array_equal(table.present, [[True] * 3, [True, False, False]])
+    assert table.verifiers == ("length", "matches")
+    assert table.answers == [["1", "2", "3"], ["4"]]
+    assert table.prompts == ["p", "q"]
+    assert told == [(1, 2), (2, 2)]
+    assert "length: 1 of 4 scores are missing: 1 x ValueError: bad one" in caplog.text
+    assert "matches: 1 of 4 scores are missing: 1 x it gave no score (None)" in caplog.text
+
+
+def test_a_verifier_that_raises_costs_its_problem_alone():
+    class Picky:
+        names = ("picky",)
+
+        async def score(self, prompt, responses, target=None):
+            if prompt == "p":
+                raise OSError("gone")
+            return await Rule(length).score(prompt, responses, target)
+
+    table = asyncio.run(score_table(Picky(), PROBLEMS))
+    assert np.isnan(table.scores[0]).all()
+    assert table.scores[1, 0, 0] == 2
+
+
+def test_no_more_problems_at_a_time_than_asked_for():
+    at_once = [0, 0]
+
+    async def busy(prompt, response, target):
+        at_once[0] += 1
+        at_once[1] = max(at_once)
+        await asyncio.sleep(0.002)
+        at_once[0] -= 1
+        return 1.0
+
+    table = asyncio.run(score_table(Panel([Rule(busy)]), [Problem(str(i), ["a"]) for i in range(12)], concurrency=3))
+    assert at_once[1] == 3
+    assert (table.scores == 1).all()
+
+
+def test_problems_that_cannot_be():
+    with pytest.raises(ValueError, match="2 labels for 1 responses"):
+        Problem("p", ["a"], labels=[1, 0])
+    with pytest.raises(ValueError, match="no responses"):
+        Problem("p", [])
+    with pytest.raises(ValueError, match="must be problems"):
+        asyncio.run(score_table(Panel([Rule(length)]), []))
+    with pytest.raises(ValueError, match="some problems have answers"):
+        asyncio.run(score_table(Panel([Rule(length)]), [PROBLEMS[0], Problem("r", ["a"])]))
