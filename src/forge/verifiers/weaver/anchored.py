@@ -1,0 +1,100 @@
+"""Logistic regression from a handful of labelled problems."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from .aggregator import Aggregator, Data
+from .logistic import logistic_regression
+from .normalise import NormalScores
+from .prior import sigmoid
+from .rank_mean import rank_means
+
+PENALTIES = tuple(10.0**e for e in (-0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3))
+
+
+@dataclasses.dataclass
+class AnchoredLogistic(Aggregator):
+    """Ridge logistic regression on normal scores, around the rank mean: logit = b + c mean(z) + w z.
+
+    The penalty holds w alone, so with few labels the answer is the calibrated rank mean, and moves away from it as the
+    labels allow. The scales are those of all responses, labelled or not. The penalty is the one with the least log loss
+    over folds that keep problems whole. A missing score counts as its verifier's mean.
+
+    Args:
+        penalties: to choose from.
+        folds: at most.
+
+    Raises:
+        ValueError: fewer than two labelled problems, or labels of one class only.
+    """
+
+    penalties: tuple[float, ...] = PENALTIES
+    folds: int = 10
+
+    LEARNED: ClassVar[tuple[str, ...]] = ("values", "heights", "line", "seen", "seen_labels", "seen_problems")
+
+    def learn(self, data: Data) -> None:
+        normal = NormalScores.fit(data.x)
+        self.values, self.heights = normal.values, normal.heights
+        self.seen = np.empty((0, len(data.columns) + 2))
+        self.seen_labels, self.seen_problems = np.empty(0), np.empty(0, dtype=int)
+        self._take_in(data)
+
+    def update(self, data: Data) -> None:
+        self._take_in(data)
+
+    def _take_in(self, data: Data) -> None:
+        known = ~np.isnan(data.labels)
+        first = self.seen_problems.max(initial=-1) + 1
+        self.seen = np.concatenate([self.seen, self._design(data.x[known])])
+        self.seen_labels = np.concatenate([self.seen_labels, data.labels[known]])
+        self.seen_problems = np.concatenate([self.seen_problems, data.problem[known] + first])
+        groups = np.unique(self.seen_problems, return_inverse=True)[1]
+        if not len(groups) or groups.max() < 1 or np.ptp(self.seen_labels) == 0:
+            raise ValueError("logistic regression needs at least two labelled problems, with right and wrong responses")
+        penalty, held_out = self._choose(groups)
+        self.line = ridge_logistic(self.seen, self.seen_labels, penalty)
+        self.report.class_balance = float(self.seen_labels.mean())
+        self.report.details.update(penalty=penalty, log_loss=held_out, labelled_problems=int(groups.max() + 1))
+        weights = self.line[2:] + self.line[1] / len(data.columns)
+        separation = self._separation()
+        for name, weight, distance in zip(data.names, weights, separation, strict=True):
+            self.report.verifiers[name].update(weight=float(weight), separation=float(distance))
+
+    def _choose(self, groups: np.ndarray) -> tuple[float, float]:
+        """The penalty with the least log loss on held-out problems, and that loss a response, in nats."""
+        fold = groups % min(self.folds, groups.max() + 1)
+        losses, judged = np.zeros(len(self.penalties)), 0
+        for held in range(fold.max() + 1):
+            out = fold == held
+            if np.ptp(self.seen_labels[~out]) == 0:
+                continue
+            judged += out.sum()
+            for column, penalty in enumerate(self.penalties):
+                line = ridge_logistic(self.seen[~out], self.seen_labels[~out], penalty)
+                score = (2 * self.seen_labels[out] - 1) * (self.seen[out] @ line)
+                losses[column] += np.logaddexp(0, -score).sum()
+        best = int(losses.argmin())
+        return self.penalties[best], float(losses[best] / judged) if judged else float("inf")
+
+    def _separation(self) -> np.ndarray:
+        z, right = self.seen[:, 2:], self.seen_labels == 1
+        return (z[right].mean(0) - z[~right].mean(0)) / (z.std(0) + 1e-12)
+
+    def _design(self, x: np.ndarray) -> np.ndarray:
+        z = NormalScores(self.values, self.heights)(x)
+        return np.concatenate([np.ones((len(z), 1)), rank_means(z)[:, None], np.nan_to_num(z)], axis=1)
+
+    def posterior(self, data: Data) -> np.ndarray:
+        return sigmoid(self._design(data.x) @ self.line)
+
+
+def ridge_logistic(x: np.ndarray, labels: np.ndarray, penalty: float) -> np.ndarray:
+    """Of [responses, columns], the first constant and free, the second the anchor, held by a penalty of at most 1."""
+    pull = np.full(x.shape[1], penalty)
+    pull[:2] = 1e-6, min(1.0, penalty)
+    return logistic_regression(x, labels, pull, np.zeros(x.shape[1]))

@@ -1,0 +1,111 @@
+"""The aggregator to take when nothing more is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from .aggregator import Aggregator, Data
+from .anchored import AnchoredLogistic
+from .binned import BinnedDawidSkene
+from .calibration import log_loss
+from .correlated import CorrelatedMixture
+from .dependence import residual_correlation, within_problems
+from .normalise import NormalScores
+from .rank_mean import RankMean, rank_means
+
+
+@dataclasses.dataclass
+class Auto(Aggregator):
+    """Chooses by what the table allows. Without labels:
+
+    - verifiers that are conditionally independent as far as one can tell: `BinnedDawidSkene`;
+    - else, with a warning, `CorrelatedMixture`, if it orders the responses to a problem much as the rank mean does, and
+      unless the problems themselves move the scores (that matters not where one response of each is right);
+    - else, with a warning, `RankMean`, families counted as one, with the mean probability at pi.
+
+    With labels of at least `labelled` problems: `AnchoredLogistic`, unless what was chosen without labels predicts them
+    better than it does when it is held-out problems that are predicted.
+
+    Args:
+        class_balance: the share of right responses where it is known.
+        one_right: exactly one response of each problem is right. Say it if it is so: it is worth many labels.
+        labelled: fewest labelled problems.
+        gate: largest residual correlation (root mean square, after the binned model's fit) that passes as independence.
+        agreement: least correlation, within problems, of the mixture's evidence with the rank mean.
+        problem_effect: largest correlation, between responses to one problem, of what the mixture does not explain.
+    """
+
+    class_balance: float | None = None
+    one_right: bool = False
+    labelled: int = 5
+    gate: float = 0.05
+    agreement: float = 0.45
+    problem_effect: float = 0.25
+
+    LEARNED: ClassVar[tuple[str, ...]] = ("chosen",)
+
+    def learn(self, data: Data) -> None:
+        if self.one_right and self.class_balance is not None:
+            raise ValueError("one_right gives the class balance itself: leave class_balance out")
+        table = data.table
+        enough = len(table.labelled_problems()) >= self.labelled
+        if enough and np.ptp(data.labels[~np.isnan(data.labels)]) == 0:
+            self.warn("all labels are of one class: they are not used")
+            enough = False
+        independent = BinnedDawidSkene(class_balance=self.class_balance).fit(table)
+        normal = NormalScores.fit(data.x)(data.x)
+        rms, matrix = residual_correlation(normal, independent.posterior(data))
+        self.chosen: Aggregator = independent
+        warning = None
+        if np.isnan(rms) and len(data.columns) > 1:
+            warning = "too few responses to tell whether the verifiers are conditionally independent: taken to be"
+        elif rms > self.gate:
+            self.chosen, warning = self._for_dependent(data, normal, independent, rms)
+        if enough:
+            supervised = AnchoredLogistic().fit(table)
+            losses = {"AnchoredLogistic": supervised.report.details["log_loss"]}
+            losses[type(self.chosen).__name__] = log_loss(self.chosen.posterior(data), data.labels)
+            self.report.details["log_loss_of_labels"] = losses
+            if losses["AnchoredLogistic"] <= losses[type(self.chosen).__name__]:
+                self.chosen, warning = supervised, None
+        if warning is not None:
+            self.warn(warning)
+        self._tell(rms, matrix, data.names)
+
+    def _for_dependent(
+        self, data: Data, normal: np.ndarray, independent: BinnedDawidSkene, rms: float
+    ) -> tuple[Aggregator, str]:
+        """What to take where verifiers err together, and what to say about it."""
+        together = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
+        mixture = CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance).fit(data.table)
+        agreement = within_problems(mixture.evidence(data), rank_means(normal), data.problem)
+        effect = 0.0 if self.one_right else mixture.report.details["problem_effect"]
+        self.report.details.update(agreement=agreement, problem_effect=effect)
+        if agreement >= self.agreement and not effect > self.problem_effect:
+            return mixture, f"{together}: the correlated mixture is taken; labels of a few problems would be safer"
+        balance = independent.report.class_balance or 0.5
+        guess = "" if self.class_balance is not None else f", and that {balance:.0%} are right is no more than a guess"
+        ranks = RankMean(balance, by_family=data.table.families is not None).fit(data.table)
+        return ranks, f"{together}: the rank mean is taken{guess}; labels of a few problems would help most"
+
+    def update(self, data: Data) -> None:
+        self.chosen.partial_fit(data.table)
+        self._tell(self.report.residual_correlation, np.array(self.report.correlation), self.report.correlated)
+
+    def posterior(self, data: Data) -> np.ndarray:
+        return self.chosen.posterior(data)
+
+    def _tell(self, rms: float | None, matrix: np.ndarray, names: list[str]) -> None:
+        inner = self.chosen.report
+        self.report = dataclasses.replace(
+            inner,
+            method=f"Auto: {inner.method}",
+            details={**self.report.details, **inner.details},
+            warnings=self.report.warnings + [text for text in inner.warnings if text not in self.report.warnings],
+            residual_correlation=rms,
+            correlated=list(names),
+            correlation=matrix.tolist(),
+        )

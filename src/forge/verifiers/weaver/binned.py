@@ -1,0 +1,116 @@
+"""Dawid and Skene's model over quantile bins of continuous scores."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from .aggregator import Aggregator, Data
+from .em import Counts, Solution, evidence, first_guess, solve
+from .normalise import NormalScores, bin_edges, to_bins
+from .prior import Prior
+from .rank_mean import rank_means
+
+
+@dataclasses.dataclass
+class BinnedDawidSkene(Aggregator):
+    """Verifiers are conditionally independent given whether a response is right; each has a histogram in each class.
+
+    Labels are not looked at. Expectation maximisation (Dawid & Skene 1979) starts at the rank mean, and a higher score
+    never counts against a response, so the classes cannot swap. A missing score says nothing.
+
+    Args:
+        bins: quantile bins a verifier; a verifier with at most that many different scores has one for each.
+        class_balance: the share of right responses where it is known.
+        shrink: pseudo-responses a bin that pull its log ratio to 0.
+        steps: most steps of expectation maximisation.
+        by_problem: each problem has its own rate of right responses, so the responses to one inform each other.
+    """
+
+    bins: int = 8
+    class_balance: float | None = None
+    shrink: float = 2.0
+    steps: int = 60
+    by_problem: bool = True
+
+    LEARNED: ClassVar[tuple[str, ...]] = ("edges", "ratios", "right", "wrong", "totals", "rates", "weights")
+
+    MONOTONE: ClassVar = True
+
+    def learn(self, data: Data) -> None:
+        self.edges = self.cut(data)
+        balance = self.class_balance or 0.5
+        self._solve(data, first_guess(self._anchor(data), balance), Prior.start(balance, self.by_problem), None)
+
+    def update(self, data: Data) -> None:
+        past = Counts(self.right, self.wrong, self.totals)
+        self._solve(data, self.posterior(data), Prior(self.rates, self.weights), past, self.fading)
+
+    @property
+    def fading(self) -> float:
+        """What an earlier response still counts after an update."""
+        return 1.0
+
+    def cut(self, data: Data) -> np.ndarray:
+        """[verifiers, bins - 1] edges of the bins."""
+        return bin_edges(data.x, self.bins)
+
+    def posterior(self, data: Data) -> np.ndarray:
+        return Prior(self.rates, self.weights).posterior(self.evidence(data), data.problem)
+
+    def evidence(self, data: Data) -> np.ndarray:
+        """[responses] log P(scores | right) / P(scores | wrong)."""
+        return evidence(self.codes(data), self.ratios)
+
+    def codes(self, data: Data) -> np.ndarray:
+        """[verifiers, responses] the bin of each score, `bins` where it says nothing."""
+        return to_bins(data.x, self.edges)
+
+    def _solve(self, data: Data, r: np.ndarray, prior: Prior, past: Counts | None, fading: float = 1) -> None:
+        codes = self.codes(data)
+
+        def solved(monotone: bool) -> Solution:
+            return solve(
+                codes,
+                self.bins,
+                data.problem,
+                r,
+                prior,
+                shrink=self.shrink,
+                monotone=monotone,
+                balance=self.class_balance,
+                past=past,
+                decay=fading,
+                steps=self.steps,
+            )
+
+        found = solved(self.MONOTONE)
+        if past is None and not self.MONOTONE and np.dot(found.r - found.r.mean(), self._anchor(data)) < 0:
+            # The classes have swapped: with higher scores bound to be better they cannot.
+            found = solved(True)
+        self.ratios, self.rates, self.weights = found.ratios, found.prior.rates, found.prior.weights
+        self.right, self.wrong, self.totals = found.counts.right, found.counts.wrong, found.counts.balance
+        self.report.class_balance = found.prior.balance
+        self.report.details["steps"] = found.steps
+        self.tell(data)
+
+    def _anchor(self, data: Data) -> np.ndarray:
+        """[responses] the rank mean, centred."""
+        u = rank_means(NormalScores.fit(data.x)(data.x))
+        return u - u.mean()
+
+    def tell(self, data: Data) -> None:
+        """A verifier's weight is the mean size of its log ratio."""
+        shares = (self.right + self.wrong) / (self.right + self.wrong).sum(1, keepdims=True)
+        for name, weight in zip(data.names, (np.abs(self.ratios[:, :-1]) * shares).sum(1), strict=True):
+            self.report.verifiers[name]["weight"] = float(weight)
+
+
+def estimate_balance(x: np.ndarray, problem: np.ndarray) -> float:
+    """The share of right responses that the binned model finds in [responses, verifiers]."""
+    edges = bin_edges(x, 8)
+    guess = first_guess(rank_means(NormalScores.fit(x)(x)), 0.5)
+    prior = Prior.start(0.5, by_problem=True)
+    return solve(to_bins(x, edges), 8, problem, guess, prior, shrink=2.0, monotone=True).prior.balance

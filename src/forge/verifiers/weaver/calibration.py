@@ -1,0 +1,129 @@
+"""How far probabilities can be taken at their word, and how to mend them with labels.
+
+All functions take arrays of one shape, such as [problems, responses], and leave out what has no probability or no
+label (NaN). ValueError where nothing is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from .logistic import logistic_regression
+from .normalise import mid_ranks
+from .prior import logit, sigmoid
+
+BINS = 15
+EDGE = 1e-6
+
+
+def brier(p: np.ndarray, labels: np.ndarray) -> float:
+    """Mean squared difference (Brier 1950)."""
+    p, labels = _known(p, labels)
+    return float(((p - labels) ** 2).mean())
+
+
+def log_loss(p: np.ndarray, labels: np.ndarray) -> float:
+    """Mean negative log-likelihood in nats, of probabilities kept 1e-6 from 0 and 1."""
+    p, labels = _known(p, labels)
+    p = np.clip(p, EDGE, 1 - EDGE)
+    return float(-(labels * np.log(p) + (1 - labels) * np.log1p(-p)).mean())
+
+
+def auc(p: np.ndarray, labels: np.ndarray) -> float:
+    """Area under the ROC curve, ties counted half; NaN where only one class is there."""
+    p, labels = _known(p, labels)
+    right = labels.sum()
+    if right in (0, len(labels)):
+        return float("nan")
+    values, ranks = mid_ranks(p)
+    total = (ranks[np.searchsorted(values, p[labels == 1])] * len(p)).sum()
+    return float((total - right * right / 2) / (right * (len(p) - right)))
+
+
+@dataclasses.dataclass
+class Reliability:
+    """Bins of equal width from 0 to 1, [bins] each; means are NaN where a bin is empty.
+
+    Args:
+        count: responses in the bin.
+        predicted: their mean probability.
+        right: the share of them that is right.
+    """
+
+    count: np.ndarray
+    predicted: np.ndarray
+    right: np.ndarray
+
+
+def reliability(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> Reliability:
+    p, labels = _known(p, labels)
+    where = np.minimum((p * bins).astype(int), bins - 1)
+    count = np.bincount(where, minlength=bins)
+    with np.errstate(invalid="ignore"):
+        predicted = np.bincount(where, p, bins) / count
+        right = np.bincount(where, labels, bins) / count
+    return Reliability(count, predicted, right)
+
+
+def ece(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
+    """Expected calibration error (Naeini et al. 2015): the mean gap between probability and truth over `bins`."""
+    found = reliability(p, labels, bins)
+    return float(np.nansum(found.count * np.abs(found.predicted - found.right)) / found.count.sum())
+
+
+@dataclasses.dataclass
+class Recalibration:
+    """p -> sigmoid(slope logit(p) + intercept): Platt scaling; temperature scaling where the intercept is 0."""
+
+    slope: float = 1.0
+    intercept: float = 0.0
+
+    @classmethod
+    def fit(cls, p: np.ndarray, labels: np.ndarray, *, intercept: bool = True) -> Recalibration:
+        """By maximum likelihood, with a weak pull to the identity, so that separable labels have a solution.
+
+        ValueError where only one class is labelled.
+        """
+        p, labels = _known(p, labels)
+        if labels.min() == labels.max():
+            raise ValueError("recalibration needs labels of both classes")
+        x = np.stack([_logits(p), np.full(len(p), float(intercept))], axis=1)
+        found = logistic_regression(x, labels, np.array([1.0, 1e-3]), np.array([1.0, 0.0]))
+        return cls(float(found[0]), float(found[1]))
+
+    def __call__(self, p: np.ndarray) -> np.ndarray:
+        return sigmoid(self.slope * _logits(p) + self.intercept)
+
+
+def bootstrap(
+    statistic: Callable[[np.ndarray], float], problems: int, *, draws: int = 1000, level: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile interval of a statistic over problems drawn anew, whole: responses to one problem are not independent.
+
+    Args:
+        statistic: a number from [problems] the problems drawn; NaN is left out.
+    """
+    rng = np.random.default_rng(seed)
+    found = [statistic(rng.integers(0, problems, problems)) for _ in range(draws)]
+    low, high = np.nanquantile(found, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _logits(p: np.ndarray) -> np.ndarray:
+    return logit(np.clip(p, EDGE, 1 - EDGE))
+
+
+def _known(p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    p, labels = np.asarray(p, dtype=np.float64), np.asarray(labels, dtype=np.float64)
+    if p.shape != labels.shape:
+        raise ValueError(f"probabilities are {p.shape} and labels {labels.shape}")
+    both = ~np.isnan(p) & ~np.isnan(labels)
+    if not both.any():
+        raise ValueError("no response has both a probability and a label")
+    p, labels = p[both], labels[both]
+    if p.min() < 0 or p.max() > 1:
+        raise ValueError(f"probabilities lie in [0, 1]: these go from {p.min():g} to {p.max():g}")
+    return p, labels

@@ -1,0 +1,260 @@
+"""Score tables as files: .npz, tidy Parquet, and the layout of the public Weaver data sets."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .table import ScoreTable, families_by_name
+
+COLUMNS = ("problem", "response", "label", "answer", "prompt", "text")
+_FAMILIES = b"weaver_families"
+
+
+def save_table(table: ScoreTable, path: Path) -> None:
+    """Write by suffix. In Parquet there is one row a response: COLUMNS as far as known, then one column a verifier."""
+    check_path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    writers = {".npz": _save_npz, ".parquet": _save_parquet}
+    try:
+        writers[path.suffix](table, aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def check_path(path: str | Path) -> None:
+    """ValueError, FileNotFoundError, ImportError: no table could be written there."""
+    path = Path(path)
+    if path.suffix not in (".npz", ".parquet"):
+        raise ValueError(f"cannot write {path}: a score table is a .npz or a .parquet file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.suffix == ".parquet":
+        _arrow()
+
+
+def load_table(path: Path) -> ScoreTable:
+    """Read by suffix. FileNotFoundError; ValueError if it is no score table; ImportError where pyarrow is missing."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no such score table: {path}")
+    if path.suffix == ".npz":
+        return _load_npz(path)
+    if path.suffix == ".parquet":
+        return _load_parquet(path)
+    raise ValueError(f"cannot read {path}: a score table is a .npz or a .parquet file")
+
+
+def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
+    """A table from rows of the public Weaver data sets (Saad-Falcon et al. 2025), one a problem.
+
+    `<name>_scores` is a list of numbers, `<name>_verdicts` one of votes or of lists of votes, whose mean counts; None
+    is missing. `answer_correct`, `extracted_answers`, `instruction` and `samples` become labels, answers, prompts and
+    responses. Left out: scores of single steps, and those of the published ensemble itself.
+    """
+    rows = list(rows)
+    names = sorted({name for row in rows for name in row if name.endswith(("_scores", "_verdicts"))})
+    names = [name for name in names if not name.endswith("_step_scores") and name != "weaver_scores"]
+    if not names:
+        raise ValueError("no column ends in _scores or _verdicts: these are not rows of the public Weaver layout")
+    counts = [max((len(row.get(name) or ()) for name in ("samples", *names)), default=0) for row in rows]
+    scores = np.full((len(rows), max(counts), len(names)), np.nan)
+    for i, row in enumerate(rows):
+        for v, name in enumerate(names):
+            values = row.get(name)
+            if values is None:
+                continue
+            if len(values) != counts[i]:
+                raise ValueError(f"problem {i}: {len(values)} values in {name} for {counts[i]} responses")
+            scores[i, : counts[i], v] = [_number(value, f"problem {i}, {name}") for value in values]
+    verifiers = tuple(name.removesuffix("_scores").removesuffix("_verdicts") for name in names)
+    if len(set(verifiers)) < len(names):
+        verifiers = tuple(names)
+    present = np.arange(max(counts)) < np.array(counts)[:, None]
+    return ScoreTable(
+        scores,
+        verifiers,
+        labels=_padded([row.get("answer_correct") for row in rows], present),
+        answers=_texts([row.get("extracted_answers") for row in rows], counts),
+        prompts=[str(row["instruction"]) for row in rows] if all(row.get("instruction") for row in rows) else None,
+        responses=_texts([row.get("samples") for row in rows], counts),
+        families=families_by_name(verifiers),
+        present=present,
+    )
+
+
+def _number(value: Any, where: str) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool | int | float | np.number):
+        return float(value)
+    if isinstance(value, Sequence | np.ndarray):
+        votes = [vote for vote in (_number(one, where) for one in value) if not math.isnan(vote)]
+        return sum(votes) / len(votes) if votes else math.nan
+    raise ValueError(f"{where}: {value!r} is not a score")
+
+
+def _padded(lists: Sequence[Any], present: np.ndarray) -> np.ndarray | None:
+    if all(found is None for found in lists):
+        return None
+    out = np.full(present.shape, np.nan)
+    for i, found in enumerate(lists):
+        if found is not None:
+            if len(found) != present[i].sum():
+                raise ValueError(f"problem {i} has {present[i].sum()} responses and {len(found)} labels")
+            out[i, : len(found)] = [math.nan if one is None else float(one) for one in found]
+    return out
+
+
+def _texts(lists: Sequence[Any], counts: Sequence[int]) -> list[list[str]] | None:
+    if all(found is None for found in lists):
+        return None
+    return [
+        ["" if one is None else str(one) for one in (found if found is not None else [""] * count)]
+        for found, count in zip(lists, counts, strict=True)
+    ]
+
+
+def _save_npz(table: ScoreTable, path: Path) -> None:
+    texts = {
+        name: getattr(table, name)
+        for name in ("verifiers", "families", "answers", "prompts", "responses")
+        if getattr(table, name) is not None
+    }
+    arrays = {"scores": table.scores, "present": table.present}
+    if table.labels is not None:
+        arrays["labels"] = table.labels
+    with path.open("wb") as file:
+        np.savez_compressed(file, texts=np.frombuffer(json.dumps(texts).encode(), dtype=np.uint8), **arrays)  # type: ignore[arg-type]
+
+
+def _load_npz(path: Path) -> ScoreTable:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        texts = json.loads(arrays.pop("texts").tobytes())
+        verifiers, scores = tuple(texts.pop("verifiers")), arrays.pop("scores")
+    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a score table: {error}") from error
+    return ScoreTable(scores, verifiers, **texts, **arrays)
+
+
+def _save_parquet(table: ScoreTable, path: Path) -> None:
+    arrow, parquet = _arrow()
+    clash = sorted(set(COLUMNS) & set(table.verifiers))
+    if clash:
+        raise ValueError(f"a verifier cannot be named {', '.join(clash)} in Parquet: the column has another meaning")
+    problem = table.problem_of
+    columns: dict[str, Any] = {
+        "problem": problem,
+        "response": np.concatenate([np.arange(count) for count in table.present.sum(1)]),
+    }
+    if table.labels is not None:
+        columns["label"] = arrow.array(table.labels[table.present], from_pandas=True)
+    if table.answers is not None:
+        columns["answer"] = [answer for answers in table.answers for answer in answers]
+    if table.prompts is not None:
+        columns["prompt"] = [table.prompts[i] for i in problem]
+    if table.responses is not None:
+        columns["text"] = [text for texts in table.responses for text in texts]
+    for name, column in zip(table.verifiers, table.flat.T, strict=True):
+        columns[name] = arrow.array(column, from_pandas=True)
+    made = arrow.table(columns)
+    if table.families is not None:
+        made = made.replace_schema_metadata({_FAMILIES: json.dumps(dict(zip(table.verifiers, table.families)))})  # noqa: B905
+    parquet.write_table(made, path)
+
+
+def _load_parquet(path: Path) -> ScoreTable:
+    arrow, parquet = _arrow()
+    try:
+        file = parquet.read_table(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
+    lists = [field.name for field in file.schema if arrow.types.is_list(field.type)]
+    if any(name.endswith(("_scores", "_verdicts")) for name in lists):
+        return from_public(file.to_pylist())
+    if "problem" not in file.column_names:
+        raise ValueError(f"{path} has neither a column problem nor lists of scores: {', '.join(file.column_names)}")
+    verifiers = [field.name for field in file.schema if field.name not in COLUMNS]
+    odd = [name for name in verifiers if not _is_number(arrow, file.schema.field(name).type)]
+    if odd or not verifiers:
+        raise ValueError(f"{path} needs one column of numbers a verifier: {', '.join(odd) or 'it has none'}")
+    columns = {name: file[name].to_pylist() for name in COLUMNS if name in file.column_names}
+    places = _places(columns)
+    shape = (max(i for i, _ in places) + 1, max(j for _, j in places) + 1)
+    rows, at = np.arange(len(places)), tuple(np.array(places).T)
+    row_of = np.full(shape, -1)
+    row_of[at] = rows
+    present = row_of >= 0
+    order = row_of[present]
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        out = np.full((*shape, *values.shape[1:]), np.nan)
+        out[at] = values
+        return out
+
+    def lists_of(name: str) -> list[list[str]] | None:
+        if name not in columns:
+            return None
+        return [["" if columns[name][r] is None else str(columns[name][r]) for r in row[row >= 0]] for row in row_of]
+
+    numbers = [file[name].cast(arrow.float64()).to_numpy(zero_copy_only=False) for name in verifiers]
+    families = json.loads((file.schema.metadata or {}).get(_FAMILIES, b"null"))
+    labels = None
+    if "label" in columns:
+        labels = spread(np.array([math.nan if one is None else float(one) for one in columns["label"]]))
+    table = ScoreTable(
+        spread(np.stack(numbers, axis=1)),
+        tuple(verifiers),
+        labels=labels,
+        answers=lists_of("answer"),
+        responses=lists_of("text"),
+        families=None if families is None else tuple(families[name] for name in verifiers),
+        present=present,
+    )
+    if "prompt" in columns:
+        prompts = [str(columns["prompt"][r]) for r in order]
+        table.prompts = [prompts[start] for start in np.flatnonzero(np.diff(table.problem_of, prepend=-1))]
+        if any(prompts[k] != table.prompts[i] for k, i in enumerate(table.problem_of)):
+            raise ValueError(f"{path}: one problem has several prompts")
+    return table
+
+
+def _places(columns: Mapping[str, list[Any]]) -> list[tuple[int, int]]:
+    """(problem, response) of each row: problems by first appearance, responses by their number or by order."""
+    problems: dict[Any, int] = {}
+    of_problem: dict[int, list[tuple[Any, int]]] = {}
+    for row, problem in enumerate(columns["problem"]):
+        i = problems.setdefault(problem, len(problems))
+        of_problem.setdefault(i, []).append((columns["response"][row] if "response" in columns else row, row))
+    places = [(0, 0)] * len(columns["problem"])
+    for name, i in problems.items():
+        numbers = [number for number, _ in of_problem[i]]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"problem {name} has several responses of one number")
+        for j, (_, row) in enumerate(sorted(of_problem[i])):
+            places[row] = (i, j)
+    if not places:
+        raise ValueError("the table has no rows")
+    return places
+
+
+def _is_number(arrow: Any, kind: Any) -> bool:
+    return arrow.types.is_floating(kind) or arrow.types.is_integer(kind) or arrow.types.is_boolean(kind)
+
+
+def _arrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError("Parquet needs the pyarrow package: pip install 'torchforge[data]'") from error
+    return pyarrow, pyarrow.parquet

@@ -1,0 +1,30 @@
+"""The share of a problem's responses that give the same answer. No verifier is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from .aggregator import Aggregator, Data
+from .table import answer_shares
+
+
+@dataclasses.dataclass
+class Majority(Aggregator):
+    """The frequency of a response's answer among its problem's (self-consistency, Wang et al. 2022); it learns nothing.
+
+    A response without an answer has no probability. ValueError where the table has no answers at all.
+    """
+
+    def learn(self, data: Data) -> None:
+        self.report.coverage = float(self.scored(data).mean())
+
+    def update(self, data: Data) -> None:
+        """Nothing to learn."""
+
+    def posterior(self, data: Data) -> np.ndarray:
+        return np.concatenate(answer_shares(data.table))
+
+    def scored(self, data: Data) -> np.ndarray:
+        return ~np.isnan(self.posterior(data))

@@ -1,0 +1,99 @@
+"""Figures of a fit, as PNG bytes. Needs matplotlib, which is imported when one is drawn."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .calibration import reliability
+from .fit_report import FitReport
+from .selection import accuracy_against_k
+
+
+def weights(report: FitReport) -> bytes:
+    """A bar for each verifier, heaviest first."""
+    found = sorted(((entry["weight"], name) for name, entry in report.verifiers.items()), reverse=True)
+    figure, axis = _figure(6, 1 + 0.22 * len(found))
+    axis.barh([name for _, name in found], [weight for weight, _ in found], color="#4878a8")
+    axis.invert_yaxis()
+    axis.set_xlabel("weight")
+    return _png(figure)
+
+
+def correlation(report: FitReport) -> bytes:
+    """Correlations between verifiers within the classes, as a map of heat. ValueError if the report has none."""
+    if not report.correlation:
+        raise ValueError(f"{report.method} computed no residual correlations")
+    matrix = np.array([[np.nan if one is None else one for one in row] for row in report.correlation], dtype=float)
+    np.fill_diagonal(matrix, np.nan)
+    size = 2.5 + 0.2 * len(matrix)
+    figure, axis = _figure(size + 1, size)
+    image = axis.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r")
+    axis.set_xticks(range(len(matrix)), report.correlated, rotation=90)
+    axis.set_yticks(range(len(matrix)), report.correlated)
+    axis.grid(visible=False)
+    figure.colorbar(image, ax=axis, shrink=0.7)
+    return _png(figure)
+
+
+def reliability_diagram(p: np.ndarray, labels: np.ndarray) -> bytes:
+    """The share that is right against the probability, and how many responses have it."""
+    found = reliability(p, labels)
+    figure, axis = _figure(4.5, 4)
+    width = 1 / len(found.count)
+    shares = found.count / found.count.sum()
+    axis.bar(np.arange(len(shares)) * width, shares, width, align="edge", color="#ddd", label="share of responses")
+    axis.plot([0, 1], [0, 1], color="#999", linewidth=1)
+    axis.plot(found.predicted, found.right, marker="o", label="share right")
+    axis.set_xlabel("probability")
+    axis.legend(fontsize=7)
+    return _png(figure)
+
+
+def selection_curve(curves: dict[str, np.ndarray], labels: np.ndarray) -> bytes:
+    """Accuracy of the best of k against k, for each named [problems, responses] of probabilities."""
+    figure, axis = _figure(5, 4)
+    for name, p in curves.items():
+        found = accuracy_against_k(p, labels)
+        axis.plot(found.ks, found.selected, marker="o", label=name)
+    axis.plot(found.ks, found.oracle, color="#333", linestyle="--", label="oracle (pass@k)")
+    axis.plot(found.ks, found.chance, color="#999", linestyle="--", label="chance")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(found.ks, [str(k) for k in found.ks])
+    axis.set_xlabel("responses k")
+    axis.set_ylabel("share of problems right")
+    axis.legend(fontsize=7)
+    return _png(figure)
+
+
+def drift(series: dict[str, Sequence[float]], label: str, alarms: Sequence[int] = ()) -> bytes:
+    """A line a name over batches, and a mark at each batch that raised an alarm."""
+    figure, axis = _figure(6, 3.5)
+    for name, values in series.items():
+        axis.plot(range(1, len(values) + 1), values, label=name)
+    for number, batch in enumerate(alarms):
+        axis.axvline(batch, color="#c44", linewidth=1, label="alarm" if number == 0 else None)
+    axis.set_xlabel("batch")
+    axis.set_ylabel(label)
+    axis.legend(fontsize=7)
+    return _png(figure)
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    # Not pyplot: a figure of its own leaves the backend and the figures of a notebook alone.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axis = figure.subplots()
+    axis.tick_params(labelsize=7)
+    axis.grid(alpha=0.3)
+    return figure, axis
+
+
+def _png(figure: Any) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110)
+    return out.getvalue()

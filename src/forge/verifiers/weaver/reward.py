@@ -1,0 +1,113 @@
+"""Rewards from an ensemble that sees the whole group."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from ...observability import Reduce, record_metric
+from ..panel import Panel
+from ..reward import Watched
+from ..verifier import Scores
+from .aggregator import Aggregator
+from .table import ScoreTable
+
+Form = Literal["probability", "logit", "threshold"]
+FORMS = ("probability", "logit", "threshold")
+
+
+class WeaverReward:
+    """How likely each response of a group is right, by all verifiers together.
+
+    What no verifier could score has no reward (None). What some could not is judged by the others.
+
+    Args:
+        panel: the verifiers; those that the aggregator was fitted on, and any that only veto or decide.
+        aggregator: fitted.
+        form: "probability"; "logit", its log-odds held to +-`clip`; "threshold", 1 where it is at least `threshold`.
+        veto: verifiers of 0 and 1 without which nothing is right: where one says less than 1/2, the probability is 0.
+        decide: verifiers of 0 and 1 that know: the probability is 1 where all that gave a score say at least 1/2, and 0
+            where one does not. A veto counts more, and where none gave a score the ensemble stands.
+        follow: go on learning from every so many groups that were scored (0: never). A service of several replicas
+            has as many followers, each of the groups that it sees.
+
+    Raises:
+        ValueError: an unknown form, numbers out of range, or verifiers that the panel lacks; says which.
+    """
+
+    def __init__(
+        self,
+        panel: Panel,
+        aggregator: Aggregator,
+        *,
+        form: Form = "probability",
+        threshold: float = 0.5,
+        clip: float = 4.0,
+        veto: Sequence[str] = (),
+        decide: Sequence[str] = (),
+        follow: int = 0,
+    ) -> None:
+        if form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+        if not 0 < threshold <= 1 or clip <= 0 or follow < 0:
+            raise ValueError(
+                f"threshold must be above 0 and at most 1, clip above 0 and follow at least 0, "
+                f"got {threshold}, {clip}, {follow}"
+            )
+        needed = [*aggregator.verifiers, *veto, *decide]
+        if missing := [name for name in needed if name not in panel.names]:
+            raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
+        self.panel, self.aggregator = Watched(panel), aggregator
+        self.form, self.threshold, self.clip = form, threshold, clip
+        self._columns = [panel.names.index(name) for name in aggregator.verifiers]
+        self._veto = [panel.names.index(name) for name in veto]
+        self._decide = [panel.names.index(name) for name in decide]
+        self._follow, self._seen, self._learning = follow, list[np.ndarray](), asyncio.Lock()
+
+    async def score_group(self, prompt: str, responses: Sequence[str], target: str | None = None) -> list[float | None]:
+        """The rewards, in order."""
+        scores = await self.panel.score(prompt, responses, target)
+        rewards = self.rewards(scores)
+        if self._follow:
+            await self._learn(scores.values[:, self._columns])
+        return rewards
+
+    def rewards(self, scores: Scores) -> list[float | None]:
+        """What the scores of a group are worth."""
+        p = self.probabilities(scores)
+        with np.errstate(divide="ignore"):
+            logits = np.clip(np.log(p) - np.log1p(-p), -self.clip, self.clip)
+        values = {"probability": p, "logit": logits, "threshold": np.where(p >= self.threshold, 1.0, 0.0)}[self.form]
+        return [None if np.isnan(p_i) else float(value) for p_i, value in zip(p, values, strict=True)]
+
+    def probabilities(self, scores: Scores) -> np.ndarray:
+        """[responses], vetoes and decisions made; NaN where nothing is known."""
+        p = self.aggregator.predict_proba(self._table([scores.values[:, self._columns]]))[0]
+        decided, vetoes = scores.values[:, self._decide], scores.values[:, self._veto]
+        p = np.where((decided >= 0.5).any(1), 1.0, p)
+        p = np.where((decided < 0.5).any(1), 0.0, p)
+        return np.where((vetoes < 0.5).any(1), 0.0, p)
+
+    async def _learn(self, values: np.ndarray) -> None:
+        self._seen.append(values)
+        if len(self._seen) < self._follow:
+            return
+        groups, self._seen = self._seen, []
+        async with self._learning:
+            # A copy learns: groups that are judged meanwhile must not meet half of an update.
+            learned = copy.deepcopy(self.aggregator)
+            await asyncio.to_thread(learned.partial_fit, self._table(groups))
+            self.aggregator = learned
+            record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
+
+    def _table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
+        """[responses, verifiers] of each problem as a table, the shorter ones filled up."""
+        widest = max(len(group) for group in groups)
+        present = np.array([[i < len(group) for i in range(widest)] for group in groups])
+        scores = np.full((*present.shape, len(self.aggregator.verifiers)), np.nan)
+        scores[present] = np.concatenate(groups)
+        return ScoreTable(scores, self.aggregator.verifiers, present=present)

@@ -1,0 +1,143 @@
+"""Choosing among the responses to a problem.
+
+Arrays are [problems, responses]. A response without a probability (NaN) ranks below all that have one; among equals
+chance decides, and accuracies are its expectation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from math import comb
+
+import numpy as np
+
+from .table import ScoreTable
+
+
+def best_of(p: np.ndarray) -> np.ndarray:
+    """[problems] the number of the response of highest probability, the first among equals; -1 where none has one."""
+    filled = np.where(np.isnan(p), -np.inf, p)
+    return np.where(np.isnan(p).all(1), -1, filled.argmax(1))
+
+
+def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:
+    """The share of problems whose most probable response is right. Labels NaN: not a response, or not known."""
+    return float(np.nanmean(chosen_right(p, labels)))
+
+
+def chosen_right(p: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """[problems] the probability that the choice is right; NaN where a problem has no labels."""
+    filled = np.where(np.isnan(p), -1.0, p)
+    top = np.where(np.isnan(labels), -2.0, filled).max(1, keepdims=True)
+    ties = (filled == top) & ~np.isnan(labels)
+    with np.errstate(invalid="ignore"):
+        return np.where(ties, np.nan_to_num(labels), 0.0).sum(1) / ties.sum(1)
+
+
+@dataclasses.dataclass
+class Curve:
+    """Selection against the number of responses, [ks] each: by probability, by chance, and by an oracle (pass@k)."""
+
+    ks: np.ndarray
+    selected: np.ndarray
+    chance: np.ndarray
+    oracle: np.ndarray
+
+
+def accuracy_against_k(p: np.ndarray, labels: np.ndarray, ks: Sequence[int] | None = None) -> Curve:
+    """The mean over all subsets of k responses, in closed form, so without noise or bias (as of Chen et al. 2021).
+
+    Args:
+        ks: powers of two up to the fewest labelled responses of a problem, and that number, where not given.
+
+    Raises:
+        ValueError: a k that some problem has not the responses for.
+    """
+    known = ~np.isnan(labels)
+    rows = [(np.where(np.isnan(p[i, m]), -1.0, p[i, m]), labels[i, m]) for i, m in enumerate(known) if m.any()]
+    fewest = min((len(label) for _, label in rows), default=0)
+    if ks is None:
+        ks = sorted({*(2**e for e in range(fewest.bit_length()) if 2**e <= fewest), fewest} - {0})
+    if not rows or not ks or max(ks) > fewest or min(ks) < 1:
+        raise ValueError(f"k must lie between 1 and {fewest}, the fewest labelled responses of a problem: {list(ks)}")
+    selected = np.zeros((len(rows), len(ks)))
+    oracle = np.zeros_like(selected)
+    for i, (probability, label) in enumerate(rows):
+        order = np.argsort(-probability, kind="stable")
+        _, group = np.unique(-probability[order], return_inverse=True)
+        # Equals are in an order that means nothing: each stands for their mean.
+        ranked = (np.bincount(group, label[order]) / np.bincount(group))[group]
+        n, right = len(label), int(label.sum())
+        for column, k in enumerate(ks):
+            first = np.array([comb(n - 1 - rank, k - 1) for rank in range(n)], dtype=object) / comb(n, k)
+            selected[i, column] = float((ranked * first.astype(float)).sum())
+            oracle[i, column] = 1 - comb(n - right, k) / comb(n, k)
+    chance = np.full(len(ks), np.mean([label.mean() for _, label in rows]))
+    return Curve(np.array(ks), selected.mean(0), chance, oracle.mean(0))
+
+
+def weighted_vote(p: np.ndarray, table: ScoreTable) -> list[str]:
+    """For each problem, the answer with the largest sum of probabilities; "" where no response has both.
+
+    ValueError where the table has no answers.
+    """
+    if table.answers is None:
+        raise ValueError("the table has no answers to vote on")
+    winners = []
+    for answers, weights in zip(table.answers, p, strict=True):
+        votes: dict[str, float] = {}
+        for answer, weight in zip(answers, weights, strict=False):
+            if answer and not np.isnan(weight):
+                votes[answer] = votes.get(answer, 0.0) + float(weight)
+        winners.append(max(votes, key=votes.__getitem__) if votes else "")
+    return winners
+
+
+def vote_accuracy(winners: Sequence[str], table: ScoreTable) -> float:
+    """The share of problems whose winning answer is that of a response labelled right, of problems with labels."""
+    if table.answers is None or table.labels is None:
+        raise ValueError("the accuracy of a vote needs answers and labels")
+    right = []
+    for winner, answers, labels in zip(winners, table.answers, table.labels, strict=True):
+        known = [(answer, label) for answer, label in zip(answers, labels, strict=False) if not np.isnan(label)]
+        if known:
+            right.append(any(answer == winner != "" and label == 1 for answer, label in known))
+    return float(np.mean(right))
+
+
+@dataclasses.dataclass
+class Abstention:
+    """What answering only above a threshold gives, [problems] each, from the most confident down.
+
+    Args:
+        threshold: answer where the chosen response's probability is at least this.
+        coverage: the share of problems answered.
+        accuracy: of those.
+    """
+
+    threshold: np.ndarray
+    coverage: np.ndarray
+    accuracy: np.ndarray
+
+
+def abstention(p: np.ndarray, labels: np.ndarray) -> Abstention:
+    """Coverage and accuracy for every threshold. Problems without labels are left out; those without a probability
+    are never answered."""
+    right = chosen_right(p, labels)
+    labelled = ~np.isnan(right)
+    with np.errstate(invalid="ignore"):
+        confidence = np.where(np.isnan(p), -np.inf, p).max(1)
+    kept = labelled & np.isfinite(confidence)
+    order = np.argsort(-confidence[kept], kind="stable")
+    threshold, hits = confidence[kept][order], np.cumsum(right[kept][order])
+    answered = np.arange(1, len(order) + 1)
+    last = np.append(np.diff(threshold) != 0, True)[: len(order)]
+    return Abstention(threshold[last], (answered / max(labelled.sum(), 1))[last], (hits / answered)[last])
+
+
+def threshold_for(p: np.ndarray, labels: np.ndarray, accuracy: float) -> float:
+    """The threshold that answers most problems with at least this accuracy; infinite where none does."""
+    found = abstention(p, labels)
+    good = np.flatnonzero(found.accuracy >= accuracy)
+    return float(found.threshold[good[-1]]) if len(good) else float("inf")

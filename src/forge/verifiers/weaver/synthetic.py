@@ -1,0 +1,147 @@
+"""Scores of made-up verifiers, with the truth known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from .normalise import ndtri, standard_normal_cdf
+from .table import ScoreTable
+
+
+@dataclasses.dataclass
+class Truth:
+    """Args:
+    table: with all labels.
+    tpr, tnr: [verifiers] of the verifiers that give verdicts, NaN of the others.
+    groups: [verifiers] which of them share their noise.
+    """
+
+    table: ScoreTable
+    tpr: np.ndarray
+    tnr: np.ndarray
+    groups: np.ndarray
+
+
+def generate(
+    problems: int = 300,
+    responses: int = 32,
+    verifiers: int = 24,
+    *,
+    balance: float = 0.3,
+    correlation: float = 0.0,
+    query_shift: float = 0.0,
+    missing: float = 0.0,
+    bad: float = 0.0,
+    areas: tuple[float, float] = (0.55, 0.85),
+    verdicts: bool = False,
+    seed: int = 0,
+) -> Truth:
+    """Latent Gaussian verifiers, of which a third give verdicts and the others scores on scales of their own.
+
+    A problem's share of right responses is Beta distributed about `balance`. Wrong responses of a problem tend to one
+    attractive wrong answer.
+
+    Args:
+        correlation: of the noise within each of four groups of verifiers; half of the verifiers also favour the
+            attractive wrong answer the more, the higher it is.
+        query_shift: standard deviation of a verifier's shift from problem to problem, half of it shared by its group.
+        missing: share of scores missing; a further third of it, whole problems of a verifier.
+        bad: share of verifiers that are below chance.
+        areas: between these lie the verifiers' areas under the ROC curve.
+        verdicts: all verifiers say 0 or 1.
+    """
+    rng = np.random.default_rng(seed)
+    shape = (problems, responses)
+    rate = rng.beta(1.5 * balance, 1.5 * (1 - balance), problems)
+    right = rng.random(shape) < rate[:, None]
+    attraction = rng.beta(2, 2, problems)
+    wrong = np.where(rng.random(shape) < attraction[:, None], 1, rng.integers(2, 10, shape))
+    answers = np.where(right, 0, wrong)
+
+    area = rng.uniform(*areas, verifiers)
+    spoilt = rng.permutation(verifiers)[: round(bad * verifiers)]
+    area[spoilt] = rng.uniform(0.40, 0.5, len(spoilt))
+    distance = np.sqrt(2) * ndtri(area)
+    groups = rng.integers(0, 4, verifiers)
+    shared = rng.normal(size=(*shape, 4))[..., groups]
+    noise = np.sqrt(1 - correlation) * rng.normal(size=(*shape, verifiers)) + np.sqrt(correlation) * shared
+    latent = distance * right[..., None] + noise
+    shift = rng.normal(size=(problems, 1, verifiers)) + rng.normal(size=(problems, 1, 4))[..., groups]
+    latent += query_shift * 0.7 * shift
+    deceived = rng.random(verifiers) < 0.5
+    latent += 0.8 * correlation * (answers == 1)[..., None] * np.abs(distance) * deceived
+
+    cuts = rng.normal(0.3, 0.8, verifiers)
+    judges = np.ones(verifiers, bool) if verdicts else np.isin(np.arange(verifiers), rng.permutation(verifiers)[::3])
+    scores = np.empty_like(latent)
+    for v in range(verifiers):
+        z = latent[..., v]
+        if judges[v]:
+            scores[..., v] = z > cuts[v]
+        else:
+            curves = (z * rng.uniform(0.3, 8) + 5 * rng.normal(), 1 / (1 + np.exp(-1.5 * z - 1)), np.exp(0.8 * z))
+            scores[..., v] = (*curves, 3 * np.tanh(z / 2))[rng.integers(4)]
+    if missing:
+        gone = (rng.random(latent.shape) < missing) | (rng.random((problems, 1, verifiers)) < missing / 3)
+        scores[gone] = np.nan
+    table = ScoreTable(
+        scores,
+        tuple(f"{'judge' if judges[v] else 'model'}_{v}" for v in range(verifiers)),
+        labels=right.astype(float),
+        answers=[[str(answer) for answer in row] for row in answers],
+    )
+    tpr = np.array([standard_normal_cdf(d - c) for d, c in zip(distance, cuts, strict=True)])
+    tnr = np.array([standard_normal_cdf(c) for c in cuts])
+    return Truth(table, np.where(judges, tpr, np.nan), np.where(judges, tnr, np.nan), groups)
+
+
+def drift(
+    batches: int = 40,
+    problems: int = 32,
+    responses: int = 8,
+    verifiers: int = 12,
+    *,
+    hacked: int = 3,
+    balance: tuple[float, float] = (0.2, 0.7),
+    first: int = 125,
+    seed: int = 0,
+) -> list[ScoreTable]:
+    """Tables of a policy that gets better, from one share of right responses to another, and learns to please.
+
+    The first `hacked` verifiers lose their sight step by step, and give ever higher scores to all responses.
+
+    Args:
+        first: problems of the first table, from before anything moves.
+    """
+    rng = np.random.default_rng(seed)
+    distance = np.sqrt(2) * ndtri(rng.uniform(0.6, 0.8, verifiers))
+    judges = np.arange(verifiers) % 3 == 2
+    cuts = rng.normal(0.3, 0.5, verifiers)
+    names = tuple(f"{'judge' if judges[v] else 'model'}_{v}" for v in range(verifiers))
+    tables = []
+    for batch in range(batches + 1):
+        t = batch / batches
+        rate = balance[0] + t * (balance[1] - balance[0])
+        shape = (problems if batch else first, responses)
+        right = rng.random(shape) < rng.beta(3 * rate, 3 * (1 - rate), shape[0])[:, None]
+        spoilt = t * (np.arange(verifiers) < hacked)
+        latent = distance * (1 - spoilt) * right[..., None] + 2 * spoilt + rng.normal(size=(*shape, verifiers))
+        tables.append(ScoreTable(np.where(judges, latent > cuts, latent), names, labels=right.astype(float)))
+    return tables
+
+
+def scenario(name: str, seed: int = 0, problems: int = 300, responses: int = 32, verifiers: int = 24) -> Truth:
+    """One of SCENARIOS."""
+    if name not in SCENARIOS:
+        raise ValueError(f"no scenario {name!r}: there are {', '.join(SCENARIOS)}")
+    return generate(problems, responses, verifiers, seed=seed, areas=(0.52, 0.76), **SCENARIOS[name])  # type: ignore[arg-type]
+
+
+SCENARIOS: dict[str, dict[str, float]] = {
+    "independent": {},
+    "missing": {"missing": 0.2},
+    "correlated": {"correlation": 0.5},
+    "hard": {"correlation": 0.5, "query_shift": 0.5, "missing": 0.2, "bad": 0.2},
+}

@@ -1,0 +1,365 @@
+"""What all aggregators have in common, and what each is for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.verifiers.weaver import (
+    Aggregator,
+    AnchoredLogistic,
+    Auto,
+    BinnedDawidSkene,
+    CorrelatedMixture,
+    DawidSkene,
+    Majority,
+    MedianTriplets,
+    NaiveMean,
+    Online,
+    PublishedWeaver,
+    RankMean,
+    ScoreTable,
+    load,
+)
+from forge.verifiers.weaver.calibration import auc, ece
+from forge.verifiers.weaver.selection import selection_accuracy
+from forge.verifiers.weaver.synthetic import Truth, generate, scenario
+
+MAKERS: list[Callable[[], Aggregator]] = [
+    NaiveMean,
+    RankMean,
+    lambda: RankMean(0.3, by_family=True),
+    Majority,
+    lambda: PublishedWeaver(class_balance=0.3),
+    lambda: PublishedWeaver(converged=True),
+    MedianTriplets,
+    DawidSkene,
+    BinnedDawidSkene,
+    CorrelatedMixture,
+    lambda: CorrelatedMixture(one_right=True),
+    AnchoredLogistic,
+    Auto,
+    Online,
+]
+every = pytest.mark.parametrize("make", MAKERS, ids=lambda make: type(make()).__name__)
+quiet = pytest.mark.filterwarnings("ignore:the verifiers err together:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def table() -> ScoreTable:
+    """40 problems of up to 8 responses by 9 verifiers, a tenth of the scores and two responses missing."""
+    made = generate(40, 8, 9, missing=0.1, seed=3, areas=(0.65, 0.9)).table
+    present = np.ones((40, 8), bool)
+    present[5, 6:] = present[9, 3:] = False
+    scores = made.scores.copy()
+    scores[2, 4] = np.nan
+    scores[~present] = np.nan
+    assert made.answers is not None
+    assert made.labels is not None
+    answers = [row[:count] for row, count in zip(made.answers, present.sum(1), strict=True)]
+    families = tuple(f"family {v // 2}" for v in range(9))
+    return ScoreTable(
+        scores,
+        made.verifiers,
+        labels=np.where(present, made.labels, np.nan),
+        answers=answers,
+        families=families,
+        present=present,
+    )
+
+
+@quiet
+@every
+def test_probabilities_and_what_has_none(make: Callable[[], Aggregator], table: ScoreTable):
+    p = make().fit(table).predict_proba(table)
+    assert p.shape == table.present.shape
+    unscored = ~table.present
+    if not isinstance(make(), Majority):
+        unscored[2, 4] = True
+    np.testing.assert_array_equal(np.isnan(p), unscored)
+    assert (p[~unscored] >= 0).all()
+    assert (p[~unscored] <= 1).all()
+    assert auc(p, table.labels) > 0.6
+
+
+@quiet
+@every
+def test_a_file_holds_all_there_is(make: Callable[[], Aggregator], table: ScoreTable, tmp_path: Path):
+    fitted = make().fit(table)
+    fitted.save(tmp_path / "fit.npz")
+    again = load(tmp_path / "fit.npz")
+    assert type(again) is type(fitted)
+    np.testing.assert_array_equal(again.predict_proba(table), fitted.predict_proba(table))
+    assert again.report.to_dict() == fitted.report.to_dict()
+    json.dumps(again.report.to_dict(), allow_nan=False)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["fit.npz"]
+    again.partial_fit(table.take(range(10)))
+    fitted.partial_fit(table.take(range(10)))
+    np.testing.assert_array_equal(again.predict_proba(table), fitted.predict_proba(table))
+    assert fitted.report.problems >= 40
+
+
+def test_files_that_are_no_aggregators(table: ScoreTable, tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="no such aggregator"):
+        load(tmp_path / "none.npz")
+    table.save(tmp_path / "table.npz")
+    (tmp_path / "text.npz").write_text("hello")
+    for name in ("table.npz", "text.npz"):
+        with pytest.raises(ValueError, match=f"{name} is not a saved aggregator"):
+            load(tmp_path / name)
+    fitted = RankMean().fit(table)
+    fitted.save(tmp_path / "whole.npz")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:-200])
+    with pytest.raises(ValueError, match=r"cut\.npz is not a saved aggregator"):
+        load(tmp_path / "cut.npz")
+    with pytest.raises(ValueError, match="has not been fitted"):
+        RankMean().save(tmp_path / "unfitted.npz")
+
+
+@quiet
+@every
+def test_verifiers_are_found_by_name(make: Callable[[], Aggregator], table: ScoreTable):
+    fitted = make().fit(table)
+    turned = table.select(table.verifiers[::-1])
+    np.testing.assert_array_equal(fitted.predict_proba(turned), fitted.predict_proba(table))
+    first, *rest = table.verifiers
+    with pytest.raises(ValueError, match=f"lacks {first}: use table.select"):
+        fitted.predict_proba(table.select(rest))
+    more = dataclasses.replace(table.select([*rest, first]), verifiers=(*rest, "stranger"), families=None)
+    with pytest.raises(ValueError, match=f"lacks {first} and also has stranger"):
+        fitted.predict_proba(more)
+
+
+@quiet
+@every
+def test_useless_verifiers_break_nothing(make: Callable[[], Aggregator], table: ScoreTable):
+    scores = np.concatenate([table.scores, np.full((40, 8, 2), np.nan)], axis=2)
+    scores[..., -1][table.present] = 4.0
+    spoilt = dataclasses.replace(
+        table, scores=scores, verifiers=(*table.verifiers, "absent", "constant"), families=None
+    )
+    fitted = make().fit(spoilt)
+    assert fitted.report.dropped["absent"] == "it never gave a score"
+    assert fitted.report.dropped["constant"] == "it always said 4"
+    assert fitted.report.verifiers["constant"] == {"coverage": 1.0, "weight": 0.0}
+    plain = make().fit(dataclasses.replace(table, families=None))
+    np.testing.assert_array_equal(
+        fitted.predict_proba(spoilt)[table.present],
+        plain.predict_proba(dataclasses.replace(table, families=None))[table.present],
+    )
+
+
+def test_nothing_but_useless_verifiers():
+    with pytest.raises(ValueError, match="no verifier is left"):
+        RankMean().fit(ScoreTable(np.ones((2, 2, 1)), ("constant",)))
+
+
+UNSUPERVISED = [maker for maker in MAKERS if not isinstance(maker(), AnchoredLogistic | Majority)]
+
+
+@quiet
+@pytest.mark.parametrize("make", UNSUPERVISED, ids=lambda make: type(make()).__name__)
+def test_labels_are_not_looked_at(make: Callable[[], Aggregator], table: ScoreTable):
+    blind = table.with_labels_of([])
+    guess = dataclasses.replace(table, labels=1 - table.labels) if not isinstance(make(), Auto) else blind
+    found = make().fit(guess).predict_proba(blind)
+    np.testing.assert_array_equal(found, make().fit(blind).predict_proba(blind))
+
+
+@quiet
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.1, 0.3, 0.6, 0.8]), st.booleans())
+def test_the_classes_never_swap(seed: int, balance: float, verdicts: bool):
+    """Whatever the seed, what all verifiers call better is more probable."""
+    truth = generate(60, 10, 9, balance=balance, verdicts=verdicts, seed=seed, areas=(0.6, 0.85))
+    hidden = truth.table.with_labels_of([])
+    for make in (DawidSkene, BinnedDawidSkene, CorrelatedMixture, MedianTriplets, Auto, PublishedWeaver):
+        p = make().fit(hidden).predict_proba(hidden)
+        anchor = RankMean().fit(hidden).predict_proba(hidden)
+        assert np.corrcoef(p.ravel(), anchor.ravel())[0, 1] > 0, make.__name__
+
+
+def rates(fitted: Aggregator, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
+    """Estimated and true TPR."""
+    labels = truth.table.labels
+    assert labels is not None
+    true = np.nanmean(np.where(labels[..., None] == 1, truth.table.scores, np.nan), axis=(0, 1))
+    return np.array([fitted.report.verifiers[name]["tpr"] for name in truth.table.verifiers]), true
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.2])
+@pytest.mark.parametrize("balance", [0.3, 0.6])
+def test_rates_are_recovered_without_labels(balance: float, missing: float):
+    truth = generate(200, 50, 20, balance=balance, missing=missing, verdicts=True, seed=1)
+    for make in (DawidSkene, MedianTriplets):
+        estimated, true = rates(make().fit(truth.table.with_labels_of([])), truth)
+        assert np.abs(estimated - true).mean() < (0.01 if make is DawidSkene else 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [0.0, 0.2])
+@pytest.mark.parametrize("balance", [0.1, 0.3, 0.6])
+def test_rates_are_recovered_whatever_the_seed(balance: float, missing: float):
+    for seed in range(10):
+        truth = generate(500, 100, 33, balance=balance, missing=missing, verdicts=True, seed=seed)
+        estimated, true = rates(DawidSkene().fit(truth.table.with_labels_of([])), truth)
+        assert np.abs(estimated - true).mean() <= 0.01
+
+
+def test_a_verifier_worse_than_chance_counts_the_other_way():
+    truth = generate(100, 20, 9, verdicts=True, seed=0, areas=(0.7, 0.85))
+    scores = truth.table.scores.copy()
+    scores[..., 0] = 1 - scores[..., 0]
+    fitted = DawidSkene().fit(dataclasses.replace(truth.table, scores=scores).with_labels_of([]))
+    found = fitted.report.verifiers[truth.table.verifiers[0]]
+    assert found["tpr"] + found["tnr"] < 0.9
+    assert auc(fitted.predict_proba(dataclasses.replace(truth.table, scores=scores)), truth.table.labels) > 0.9
+
+
+def test_a_rank_mean_is_matched_to_the_class_balance(table: ScoreTable):
+    p = RankMean(0.2).fit(table).predict_proba(table)
+    assert np.nanmean(p) == pytest.approx(0.2, abs=0.01)
+    families = RankMean(by_family=True).fit(table).report.verifiers
+    weights = [families[name]["weight"] for name in table.verifiers]
+    np.testing.assert_allclose(weights, [0.1] * 8 + [0.2])
+
+
+def test_the_published_model_drops_one_sided_verifiers():
+    made = generate(50, 10, 6, verdicts=True, seed=0).table
+    scores = made.scores.copy()
+    scores[..., 0] = np.random.default_rng(0).random((50, 10)) < 0.95
+    one_sided = dataclasses.replace(made, scores=scores)
+    fitted = PublishedWeaver(class_balance=0.3, threshold=0.5).fit(one_sided)
+    assert "outside 20% to 80%" in fitted.report.dropped[made.verifiers[0]]
+    with pytest.raises(ValueError, match="3 are needed"):
+        PublishedWeaver(class_balance=0.3, threshold=0.5, marginals=(0.49, 0.5)).fit(one_sided)
+    holes = np.where(np.random.default_rng(0).random(scores.shape) < 0.1, np.nan, scores)
+    warned = PublishedWeaver(class_balance=0.3).fit(dataclasses.replace(made, scores=holes))
+    assert "counted as rejections" in warned.report.warnings[0]
+
+
+def test_majority_is_the_share_of_an_answer(table: ScoreTable):
+    p = Majority().fit(table).predict_proba(table)
+    assert table.answers is not None
+    assert p[0, 0] == table.answers[0].count(table.answers[0][0]) / 8
+    with pytest.raises(ValueError, match="no answers"):
+        Majority().fit(dataclasses.replace(table, answers=None))
+
+
+def test_few_labels_are_used_well():
+    """Ten labelled problems of the correlated scenario beat the rank mean on the others, and are calibrated."""
+    found = []
+    for seed in range(3):
+        made = scenario("correlated", seed, problems=150).table
+        fitted = AnchoredLogistic().fit(made.with_labels_of(range(10)))
+        rest = made.take(range(10, 150))
+        p, rank = fitted.predict_proba(rest), RankMean().fit(rest).predict_proba(rest)
+        found.append((auc(p, rest.labels) - auc(rank, rest.labels), ece(p, rest.labels)))
+    gain, error = np.mean(found, axis=0)
+    assert gain > 0.03
+    assert error < 0.1
+    with pytest.raises(ValueError, match="two labelled problems"):
+        AnchoredLogistic().fit(made.with_labels_of([0]))
+
+
+def test_auto_goes_by_labels_then_by_independence(table: ScoreTable):
+    hard = scenario("hard", 0, problems=100).table
+    labelled = Auto(agreement=1.0).fit(hard.with_labels_of(range(10)))
+    assert labelled.report.method == "Auto: AnchoredLogistic"
+    assert labelled.report.warnings == []
+    independent = scenario("independent", 0, problems=100).table
+    found = Auto().fit(independent.with_labels_of(range(4)))
+    assert found.report.method == "Auto: BinnedDawidSkene"
+    assert found.report.residual_correlation is not None
+    assert found.report.residual_correlation < 0.05
+    assert found.report.warnings == []
+    both = Auto().fit(independent.with_labels_of(range(8)))
+    losses = both.report.details["log_loss_of_labels"]
+    assert both.report.method == f"Auto: {min(losses, key=losses.get)}"
+    assert np.array(found.report.correlation).shape == (24, 24)
+    one_class = dataclasses.replace(independent, labels=np.ones((100, 32)))
+    with pytest.warns(UserWarning, match="all labels are of one class"):
+        assert Auto().fit(one_class).report.method == "Auto: BinnedDawidSkene"
+    with pytest.raises(ValueError, match="leave class_balance out"):
+        Auto(one_right=True, class_balance=0.1).fit(table)
+
+
+def test_auto_where_verifiers_err_together():
+    """The mixture beats the rank mean by far where problems differ, and is not trusted where it contradicts it."""
+    made = scenario("correlated", 0, problems=150).table
+    hidden = made.with_labels_of([])
+    with pytest.warns(UserWarning, match="err together .* the correlated mixture is taken"):
+        fitted = Auto().fit(hidden)
+    p, rank = fitted.predict_proba(hidden), RankMean().fit(hidden).predict_proba(hidden)
+    assert selection_accuracy(p, made.labels) > selection_accuracy(rank, made.labels) + 0.05
+    assert fitted.report.residual_correlation is not None
+    assert fitted.report.residual_correlation > 0.1
+    with pytest.warns(UserWarning, match="the rank mean is taken, and that .* no more than a guess"):
+        fallen = Auto(agreement=1.0).fit(hidden)
+    assert fallen.report.method == "Auto: RankMean"
+    order = np.argsort(np.argsort(fallen.predict_proba(hidden), axis=None))
+    np.testing.assert_array_equal(order, np.argsort(np.argsort(rank, axis=None)))
+
+
+@quiet
+def test_auto_mistrusts_the_mixture_where_problems_move_the_scores():
+    made = generate(150, 16, 16, areas=(0.52, 0.76), correlation=0.5, query_shift=1.2, seed=0).table
+    fitted = Auto(agreement=-1.0).fit(made.with_labels_of([]))
+    assert fitted.report.details["problem_effect"] > 0.25
+    assert fitted.report.method == "Auto: RankMean"
+
+
+def test_one_right_response_of_each_problem():
+    """Scores that hard problems move altogether: what to go by is that one of six is right."""
+    rng = np.random.default_rng(0)
+    right = np.eye(6)[rng.integers(0, 6, 300)]
+    distance, sees = np.array([0.5, 0.5, 2.0, 2.0, 0.5, 0.5]), np.array([0, 0, 1, 1, 0, 0])
+    shared = rng.normal(size=(300, 6, 1)) * (1 - sees)
+    scores = (
+        right[..., None] * distance + 0.7 * rng.normal(size=(300, 1, 6)) + shared + 0.5 * rng.normal(size=(300, 6, 6))
+    )
+    made = ScoreTable(scores, tuple("abcdef"), labels=right)
+    hidden = made.with_labels_of([])
+    p = CorrelatedMixture(one_right=True).fit(hidden).predict_proba(hidden)
+    np.testing.assert_allclose(p.sum(1), 1)
+    rank = RankMean(1 / 6).fit(hidden).predict_proba(hidden)
+    assert selection_accuracy(p, right) > selection_accuracy(rank, right) + 0.2
+    assert ece(p, right) < 0.05
+
+
+def test_a_table_too_small_to_judge():
+    made = generate(3, 4, 5, seed=0).table.with_labels_of([])
+    with pytest.warns(UserWarning, match="too few responses"):
+        p = Auto().fit(made).predict_proba(made)
+    assert ((p >= 0) & (p <= 1)).all()
+
+
+@quiet
+@pytest.mark.filterwarnings("ignore:too few responses:UserWarning")
+@every
+def test_odd_tables(make: Callable[[], Aggregator]):
+    """Twins, a verifier that is right every time, hardly any scores, two by two: a probability or a clear error."""
+    plain = generate(30, 6, 5, seed=0).table
+    twins = dataclasses.replace(
+        plain, scores=np.concatenate([plain.scores] * 2, axis=2), verifiers=tuple(f"v{i}" for i in range(10))
+    )
+    assert plain.labels is not None
+    perfect = dataclasses.replace(plain, scores=np.repeat(plain.labels[..., None], 5, axis=2))
+    sparse = generate(60, 6, 8, missing=0.85, seed=0).table
+    for odd in (twins, perfect, sparse, generate(2, 2, 3, seed=1).table, generate(40, 1, 6, seed=0).table):
+        if isinstance(make(), CorrelatedMixture) and make().one_right and odd.scores.shape[1] == 1:  # type: ignore[attr-defined]
+            with pytest.raises(ValueError, match="problems of several responses"):
+                make().fit(odd)
+            continue
+        with np.errstate(invalid="raise", divide="raise", over="raise"):
+            p = make().fit(odd).predict_proba(odd)
+        known = p[~np.isnan(p)]
+        assert known.size
+        assert ((known >= 0) & (known <= 1)).all()
