@@ -11,9 +11,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+PAGES = ["README", "docs/services", "docs/weights", "docs/algorithms", "docs/verifiers", "docs/weaver"]
 EXAMPLES = [
     pytest.param(code, id=f"{page.stem} {number}")
-    for page in (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in ("services", "weights", "algorithms")))
+    for page in (ROOT / f"{name}.md" for name in PAGES)
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
 ]
 
@@ -46,8 +47,9 @@ def test_every_configuration_key_is_documented():
     from apps.grpo.config import GRPOConfig
     from apps.reward_model.config import RewardModelConfig
     from apps.sft.config import SFTConfig
+    from apps.weaver.config import WeaverConfig
 
-    recipes = (GRPOConfig, SFTConfig, DPOConfig, RewardModelConfig, DistillConfig)
+    recipes = (GRPOConfig, SFTConfig, DPOConfig, RewardModelConfig, DistillConfig, WeaverConfig)
     page = (ROOT / "docs/configuration.md").read_text()
 
     def keys(section):

@@ -79,8 +79,9 @@ class DistillConfig(RecipeConfig):
                 "reward and services.reward do nothing: eval.problems is 0, and the student learns from its teacher",
             ),
             (
-                len(self.reward.functions) > 1 and self.reward.accuracy is None,
-                "reward.functions beyond the first do nothing here: answers are right by one function",
+                self.reward.beyond_accuracy,
+                "reward.functions beyond the first, reward.verifiers and reward.ensemble do nothing here: answers are "
+                "right by one function",
             ),
         ):
             if bad:

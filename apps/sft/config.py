@@ -52,8 +52,9 @@ class SFTConfig(RecipeConfig):
                 "eval.stop_at and eval.max_tokens do nothing: eval.accuracy is false, or eval.problems 0",
             ),
             (
-                exam and len(self.reward.functions) > 1 and self.reward.accuracy is None,
-                "reward.functions beyond the first do nothing here: answers are right by one function",
+                exam and self.reward.beyond_accuracy,
+                "reward.functions beyond the first, reward.verifiers and reward.ensemble do nothing here: answers are "
+                "right by one function",
             ),
         ):
             if bad:

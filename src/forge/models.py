@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -75,3 +77,20 @@ def build_small_model(
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without transformers' progress bars, and its report of a head that had to be made anew as if that were a
+    mistake."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

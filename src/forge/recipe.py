@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .actors.reward import load_reward
 from .config import Arguments, to_dict
 from .controller import ForgeError, run
 from .data.config import RowsConfig
@@ -75,12 +74,11 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         model = resolve_model(cfg.model) if cfg.model else build_small_model(initial, seed=cfg.seed, **cfg.from_scratch)
     else:
         model = resolve_model(cfg.model or str(initial))
-        check_origin(folder, [model, *others], local(cfg.dataset.files))
+        check_origin(folder, [model, *others], local(cfg.files))
     check_model(cfg, model)
     for key, other in zip(cfg.others(), others, strict=True):
         check_vocabulary(key, other, model)
-    for name in cfg.rewards():
-        load_reward(name)
+    cfg.check_reward()
     held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
     if overwrite:
         check_overwrite(cfg, model)
@@ -95,7 +93,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         start=start.step,
     )
     if start.checkpoint is None:
-        write_origin(folder, [model, *others], local(cfg.dataset.files))
+        write_origin(folder, [model, *others], local(cfg.files))
     else:
         record.say(f"going on from {start.checkpoint}")
     return model, held_out, record
@@ -128,7 +126,7 @@ def check_overwrite(cfg: Any, model: str) -> None:
         ValueError: the model or the data lie in the folder that would be removed.
     """
     folder = (Path(cfg.run.root) / cfg.run.name).resolve()
-    for name in (model, *local(cfg.dataset.files), cfg.eval.path, *cfg.others().values()):
+    for name in (model, *local(cfg.files), cfg.eval.path, *cfg.others().values()):
         if name is not None and Path(name).resolve().is_relative_to(folder):
             raise ValueError(f"run.overwrite would remove {name}, which this run reads: choose another run.name")
 

@@ -9,7 +9,10 @@ from .config import ConfigError, Section
 from .controller import Options
 from .controller.routers import resolve_router
 from .data.config import PreferencesConfig, RowsConfig
+from .data.rewards.load import load_reward
 from .training.layout import Parallelism
+from .verifiers.spec import VerifiersConfig
+from .verifiers.weaver.ensemble import EnsembleConfig
 
 # With `colocated`, those that live in the trainer's processes, on its devices.
 TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
@@ -221,10 +224,55 @@ class ServeConfig(Section):
 
 @dataclass
 class RewardConfig(Section):
-    """Names from `forge.data.rewards` or `package.module:Name`; `accuracy` decides what counts as right."""
+    """The sum of `functions` (names from `forge.data.rewards` or `package.module:Name`), of what `verifiers` say on
+    their own scales, and of the probability that an `ensemble` of them gives. `functions` null is MathReward where
+    nothing else is set. `accuracy` decides what counts as right; null: the first of `functions`."""
 
-    functions: list[str] = field(default_factory=lambda: ["MathReward"])
+    functions: list[str] | None = None
+    verifiers: VerifiersConfig | None = None
+    ensemble: EnsembleConfig | None = None
     accuracy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.functions is None and self.verifiers is None and self.ensemble is None:
+            self.functions = ["MathReward"]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all functions."""
+        return [*(self.functions or ()), *filter(None, [self.accuracy])]
+
+    @property
+    def beyond_accuracy(self) -> bool:
+        """Whether it says more than which answers are right."""
+        several = len(self.functions or ()) > 1 and self.accuracy is None
+        return several or self.verifiers is not None or self.ensemble is not None
+
+    def validate(self, problems: int) -> None:
+        """Check it against an evaluation on so many problems."""
+        if not self.functions and self.verifiers is None and self.ensemble is None:
+            raise ConfigError(
+                "reward.functions is empty: name at least one, or set reward.verifiers or reward.ensemble"
+            )
+        if problems and not self.names:
+            raise ConfigError(
+                "nothing says which answers of an evaluation are right: set reward.accuracy, or eval.problems to 0"
+            )
+        if self.ensemble is not None:
+            self.ensemble.validate()
+
+    def check(self) -> None:
+        """Open what it names, except for models.
+
+        Raises:
+            ValueError: a function, a folder or a file that is not there, or is not what it should be.
+        """
+        for name in self.names:
+            load_reward(name)
+        if self.verifiers is not None:
+            self.verifiers.validate("reward.verifiers")
+        if self.ensemble is not None:
+            self.ensemble.check()
 
 
 @dataclass
@@ -311,9 +359,13 @@ class TrainingRecipe(Section):
         """Further models that the recipe reads, by the key that names them; they must share the model's tokens."""
         return {}
 
-    def rewards(self) -> list[str]:
-        """Names of the reward functions that the recipe uses."""
-        return []
+    @property
+    def files(self) -> list[str]:
+        """All that is read and may be a file of this machine, models aside."""
+        return self.dataset.files
+
+    def check_reward(self) -> None:
+        """ValueError: what the recipe's reward names is not there."""
 
     def placement(self, name: str) -> dict[str, Any]:
         """Options of service `name`, see `forge.controller.Options`."""
@@ -425,8 +477,13 @@ class RecipeConfig(TrainingRecipe):
 
     def validate(self) -> None:
         super().validate()
+        self.reward.validate(self.eval.problems)
         self.generator.validate()
         self.serve.validate()
 
-    def rewards(self) -> list[str]:
-        return [*self.reward.functions, *filter(None, [self.reward.accuracy])]
+    @property
+    def files(self) -> list[str]:
+        return [*super().files, *(() if self.reward.ensemble is None else self.reward.ensemble.files)]
+
+    def check_reward(self) -> None:
+        self.reward.check()

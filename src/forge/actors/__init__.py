@@ -8,15 +8,18 @@ from .replay_buffer import ReplayBuffer
 from .reward import RewardActor
 from .snapshot import resume, save
 from .trainer import Trainer
+from .verifiers import RemotePanel, VerifierActor
 from .window import Window
 
 __all__ = [
     "DatasetActor",
     "Generator",
     "ReferenceModel",
+    "RemotePanel",
     "ReplayBuffer",
     "RewardActor",
     "Trainer",
+    "VerifierActor",
     "Window",
     "evaluate",
     "evaluate_pairs",

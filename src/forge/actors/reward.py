@@ -1,38 +1,56 @@
-"""Rewards as a service. The functions are the user's or those of `forge.data.rewards`."""
+"""Rewards as a service: functions of the user's or of `forge.data.rewards`, verifiers, an ensemble of them."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
+from ..data.rewards.load import RewardFunction, load_reward
 from ..observability import Reduce, record_metric
-
-RewardFunction = Callable[..., Any]
+from ..verifiers.reward import PanelReward
+from ..verifiers.spec import VerifiersConfig
+from ..verifiers.weaver.ensemble import EnsembleConfig
 
 
 class RewardActor(ForgeActor):
-    """The sum of one or more reward functions `f(prompt, response, target) -> float | None`, plain or async.
+    """The sum of rewards: functions `f(prompt, response, target) -> float | None`, plain or async; objects whose
+    `score_group(prompt, responses, target)` sees all responses of a prompt; verifiers; an ensemble of them.
 
-    A function that returns None or NaN could not score: the response stays unscored, whatever the others say.
-    A function that raises ends the call with its exception.
+    What returns None or NaN could not score: the response stays unscored, whatever the others say. What raises ends the
+    call with its exception.
 
     Args:
-        functions: callables, or names that `load_reward` resolves.
-        accuracy: the function that decides whether a response is right (a score of at least 1); by default the first.
+        functions: callables or such objects, or names that `load_reward` resolves.
+        verifiers: models, judges and rules whose scores are added as they are.
+        ensemble: verifiers whose scores are one probability.
+        accuracy: the function that decides whether a response is right (a score of at least 1); by default the first
+            of `functions`, so that without functions nothing is known to be right.
     """
 
     def __init__(
-        self, functions: Sequence[RewardFunction | str], *, accuracy: RewardFunction | str | None = None
+        self,
+        functions: Sequence[RewardFunction | str] | None = None,
+        *,
+        verifiers: VerifiersConfig | None = None,
+        ensemble: EnsembleConfig | None = None,
+        accuracy: RewardFunction | str | None = None,
     ) -> None:
-        if not functions:
-            raise ValueError("a reward needs at least one function")
-        self.functions = [load_reward(f) if isinstance(f, str) else f for f in functions]
-        self.accuracy = load_reward(accuracy) if isinstance(accuracy, str) else accuracy or self.functions[0]
+        self.functions: list[Any] = [load_reward(f) if isinstance(f, str) else f for f in functions or ()]
+        first = self.functions[0] if self.functions else None
+        self.accuracy = load_reward(accuracy) if isinstance(accuracy, str) else accuracy or first
+        self.verifiers, self.ensemble = verifiers, ensemble
+        if not self.functions and verifiers is None and ensemble is None:
+            raise ValueError("a reward needs at least one function, verifiers or an ensemble")
+
+    def setup(self) -> None:
+        if self.verifiers is not None:
+            self.functions.append(PanelReward(self.verifiers.panel()))
+        if self.ensemble is not None:
+            self.functions.append(self.ensemble.open())
 
     @endpoint
     async def evaluate_response(self, prompt: Any, response: str, target: str) -> float | None:
@@ -47,16 +65,23 @@ class RewardActor(ForgeActor):
             if reward is not None:
                 record_metric("reward", reward)
                 record_metric("reward", reward, Reduce.STD)
-        if self.accuracy is not self.functions[0]:
-            scores[0] = await _score_all(self.accuracy, prompt, responses, target)
-        for score in scores[0]:
-            if score is not None:
-                record_metric("accuracy", _right(score))
+        if self.accuracy is not None:
+            known = scores[0]
+            if self.accuracy is not self.functions[0]:
+                known = await _score_all(self.accuracy, prompt, responses, target)
+            for score in known:
+                if score is not None:
+                    record_metric("accuracy", _right(score))
         return rewards
 
     @endpoint
     async def is_correct(self, prompt: Any, response: str, target: str) -> bool:
-        """Whether a response is right by the accuracy function; what it cannot score is not right."""
+        """Whether a response is right by the accuracy function; what it cannot score is not right.
+
+        ValueError: there is no such function.
+        """
+        if self.accuracy is None:
+            raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
         return _right((await _score_all(self.accuracy, prompt, [response], target))[0])
 
     async def _score(
@@ -78,7 +103,9 @@ async def _score_all(
 ) -> list[float | None]:
     """One function over several responses. Plain functions run in a thread, so that a slow one blocks nobody."""
     prompt = str(prompt)
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+    if hasattr(function, "score_group"):
+        scores = await function.score_group(prompt, responses, target)
+    elif inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         scores = await asyncio.gather(*(function(prompt, response, target) for response in responses))
     else:
         scores = await asyncio.to_thread(lambda: [function(prompt, response, target) for response in responses])
@@ -87,26 +114,6 @@ async def _score_all(
 
 def _right(score: float | None) -> bool:
     return score is not None and score >= 1.0
-
-
-def load_reward(name: str) -> RewardFunction:
-    """Resolve `package.module:Name`, or a name from `forge.data.rewards`; a class is instantiated without arguments.
-
-    Raises:
-        ValueError: nothing of this name, or it is not callable.
-    """
-    module_name, _, attribute = name.rpartition(":")
-    try:
-        found = getattr(importlib.import_module(module_name or "forge.data.rewards"), attribute)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"reward {name!r} was not found ({error}); write package.module:Name") from error
-    try:
-        made = found() if inspect.isclass(found) else found
-    except TypeError as error:
-        raise ValueError(f"reward {name!r} cannot be made without arguments ({error}); name a function") from error
-    if not callable(made):
-        raise ValueError(f"reward {name!r} is not callable")
-    return made
 
 
 def _name(function: RewardFunction) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,8 +13,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
+from ..models import quiet_loading
 from ..types import Batch
 from .policy import Packed, Policy
 from .sequence import whole
@@ -57,7 +55,7 @@ class Scalar(Packed):
         classes = AutoConfig.from_pretrained(path)
         if any("SequenceClassification" in name for name in classes.architectures or ()) and classes.num_labels != 1:
             raise ValueError(f"{path} tells {classes.num_labels} classes apart: a {head} model has one number a token")
-        with _quiet():
+        with quiet_loading():
             model, found = AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=1, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
             )
@@ -101,14 +99,3 @@ def load(path: str | Path, head: Head, *, gradient_checkpointing: bool = False) 
     if head not in ("value", "reward"):
         raise ValueError(f"head must be policy, value or reward, got {head!r}")
     return Scalar.from_pretrained(path, head, gradient_checkpointing=gradient_checkpointing)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers reports a head that it had to make anew as if that were a mistake."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

@@ -1,0 +1,49 @@
+"""Verifiers as a service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..controller import ForgeActor, Service, endpoint
+from ..verifiers.spec import VerifiersConfig
+from ..verifiers.verifier import Scores
+
+
+class VerifierActor(ForgeActor):
+    """A panel in a process of its own; several replicas share the calls.
+
+    Args:
+        verifiers: which ones.
+    """
+
+    def __init__(self, verifiers: VerifiersConfig) -> None:
+        self.verifiers = verifiers
+
+    def setup(self) -> None:
+        self.panel = self.verifiers.panel()
+
+    @endpoint
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, verifiers], see `forge.verifiers.Panel`."""
+        return await self.panel.score(prompt, responses, target)
+
+    @endpoint
+    async def names(self) -> tuple[str, ...]:
+        """The verifiers' columns."""
+        return self.panel.names
+
+
+class RemotePanel:
+    """The verifiers of a service, as a verifier here."""
+
+    grouped = True
+
+    def __init__(self, service: Service, names: tuple[str, ...]) -> None:
+        self.service, self.names = service, names
+
+    @classmethod
+    async def of(cls, service: Service) -> RemotePanel:
+        return cls(service, await service.names.route())
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        return await self.service.score.route(prompt, list(responses), target)

@@ -1,0 +1,46 @@
+"""Verifiers as a reward, on their own scale."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..observability import record_metric
+from .panel import Panel
+from .verifier import Scores
+
+log = logging.getLogger(__name__)
+
+
+class Watched:
+    """A panel whose missing scores are seen: their share by verifier is a metric, and each verifier's first reason is
+    logged."""
+
+    def __init__(self, panel: Panel) -> None:
+        self.panel, self._told = panel, set[str]()
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
+        """[responses, names], see `Panel`."""
+        scores = await self.panel.score(prompt, responses, target)
+        for name, missing in zip(self.panel.names, np.isnan(scores.values).mean(0), strict=True):
+            record_metric(f"missing/{name}", float(missing))
+        for (_, column), reason in scores.reasons.items():
+            name = self.panel.names[column]
+            if name not in self._told:
+                self._told.add(name)
+                log.warning("verifier %s did not score a response: %s", name, reason)
+        return scores
+
+
+class PanelReward:
+    """The sum of all verifiers' scores. A response that one of them could not score has no reward (None)."""
+
+    def __init__(self, panel: Panel) -> None:
+        self.panel = Watched(panel)
+
+    async def score_group(self, prompt: str, responses: Sequence[str], target: str | None = None) -> list[float | None]:
+        """The rewards of the responses of one prompt, in order."""
+        sums = (await self.panel.score(prompt, responses, target)).values.sum(1)
+        return [None if np.isnan(total) else float(total) for total in sums]
