@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import serve
+from . import serve, weaver
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -13,5 +13,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="forge", description="RL post-training of language models")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve.add_to(commands)
+    weaver.add_to(commands)
     args = parser.parse_args(argv)
     args.run(args)
