@@ -113,7 +113,7 @@ def train(reward: str, seed: int, start: Path, folder: Path, models: list[Path])
     given: dict[str, Any] = {
         "single": lambda: {"reward.verifiers": {"reward_models": [described[seed % len(described)]]}},
         "weaver": lambda: {"reward.ensemble": {"path": str(ensemble)}},
-        "distilled": lambda: {"reward.verifiers": {"distilled": [str(ensemble / "distilled")]}},
+        "distilled": lambda: {"reward.verifiers": {"distilled": [{"path": str(ensemble / "distilled")}]}},
         "truth": lambda: {"reward.functions": ["ExactMatch"]},
     }[reward]()
     run = recipe("grpo", "weaver/grpo", folder, f"{reward}{seed}", {"reward.ensemble": None, **GRPO, **shared, **given})

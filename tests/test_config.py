@@ -180,6 +180,17 @@ def test_overrides(config):
         (["--model.name", "x"], "'model' is a value, not a section"),
         (["--services", "3"], "services must be a mapping"),
         (["--reward.functions", "MathReward"], "reward.functions must be a list"),
+        (["--reward.functions", "[]"], "reward.functions is empty"),
+        (
+            ["--reward.functions", "null", "--reward.verifiers", "{math: true}"],
+            "set reward.accuracy, or eval.problems to 0",
+        ),
+        (["--reward.ensemble", "{path: x, clip: 2.0}"], "reward.ensemble.clip does something only if .*form is logit"),
+        (
+            ["--reward.ensemble", "{path: x, form: threshold, threshold: 2.0}"],
+            "threshold must be above 0 and at most 1",
+        ),
+        (["--reward.verifiers", "{judge: x}"], "unknown key 'reward.verifiers.judge'; did you mean 'judges'"),
     ],
 )
 def test_mistakes_are_named(config, overrides, message):

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from forge.actors import RewardActor, VerifierActor
+from forge.config import ConfigError
+from forge.observability.metrics import drain
 from forge.verifiers.spec import VerifiersConfig
 from forge.verifiers.weaver import BinnedDawidSkene, EnsembleConfig, ScoreTable, save_ensemble
 from tests.actors.respawn import started
@@ -46,9 +48,15 @@ def test_an_ensemble_gives_probabilities_and_its_form_can_be_chosen(ensemble):
     assert rewards(vetoed)[1:] == [0.0, 0.0]
 
 
-def test_a_response_that_a_verifier_cannot_score_has_no_reward():
+def test_a_response_that_a_verifier_cannot_score_has_no_reward_and_is_told(caplog):
     broken = VerifiersConfig(rules=["apps.weaver.rules:right_length", f"{__name__}:short_alone"])
-    assert rewards(started(RewardActor(verifiers=broken))) == [None, None, 1.0]
+    with caplog.at_level("WARNING"):
+        assert rewards(started(RewardActor(verifiers=broken))) == [None, None, 1.0]
+    missing = {name: value for name, value in drain().values().items() if name.startswith("missing/")}
+    assert missing == {"missing/right_length": 0.0, "missing/short_alone": pytest.approx(2 / 3)}
+    assert [record.message for record in caplog.records if "too long for me" in record.message] == [
+        "verifier short_alone did not score a response: RuntimeError: too long for me"
+    ]
 
 
 def short_alone(prompt, response, target):
@@ -70,3 +78,21 @@ def test_a_panel_is_a_service_too():
     scores = asyncio.run(actor.score("abc>", GROUP))
     assert scores.values.tolist() == [[1, 1], [1, 0], [0, 0]]
     assert asyncio.run(actor.names()) == ("right_length", "first_letter")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"veto": ["nobody"]}, "reward.ensemble.veto: nobody is none of its verifiers: right_length, first_letter"),
+        ({"follow": 8}, "follow needs an ensemble of method online: this is BinnedDawidSkene"),
+    ],
+)
+def test_an_ensemble_is_checked_before_anything_is_started(ensemble, tmp_path, settings, message):
+    EnsembleConfig(ensemble).check()
+    with pytest.raises(ConfigError, match=message):
+        EnsembleConfig(ensemble, **settings).check()
+    with pytest.raises(ConfigError, match="is no ensemble"):
+        EnsembleConfig(str(tmp_path)).check()
+    (tmp_path / "verifiers.yaml").write_text("rules: [a, ")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        EnsembleConfig(str(tmp_path)).check()

@@ -81,7 +81,7 @@ def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
         "async": {"max_policy_age": 0},
         "reward": {
             "ensemble": {"path": str(made)},
-            "verifiers": {"distilled": [str(made / "distilled")]},
+            "verifiers": {"distilled": [{"path": str(made / "distilled")}]},
             "accuracy": "ExactMatch",
         },
         "eval": {"problems": 8},

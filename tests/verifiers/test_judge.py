@@ -196,6 +196,19 @@ def test_the_time_of_a_response_is_limited_in_all():
     assert found.reasons == {(1, 0): "the judge m took more than 0.4 s"}
 
 
+def test_waiting_for_a_turn_costs_no_time_and_a_dead_endpoint_is_given_up():
+    async def later(body):
+        await asyncio.sleep(0.05)
+        return chat("yes")
+
+    settings = {"concurrency": 2, "time_limit": 0.8}
+    found, _ = Endpoint(default=later).judged(["2"] * 50, panel={"timeout": 0.8}, **settings)
+    assert not found.reasons
+    found, judge = Endpoint(default=hang).judged(["2"] * 50, panel={"timeout": 0.5}, **settings)
+    assert set(found.reasons.values()) == {"the verifier stood still for 0.5 s"}
+    assert judge.cost.requests == 2
+
+
 def test_no_more_requests_at_a_time_than_asked_for():
     async def later(body):
         await asyncio.sleep(0.01)

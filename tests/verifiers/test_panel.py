@@ -7,11 +7,14 @@ import math
 import multiprocessing
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from forge.verifiers import AnswerFrequency, Cache, Panel, Rule, Scores
+from forge.verifiers.threads import Batcher
 
 
 class Counting:
@@ -67,6 +70,35 @@ class Silent:
         return Scores(np.array([[1.0], [math.inf]]))
 
 
+class Reader:
+    """Reads one response after the other, 0.05 s each, whoever asks; remembers which."""
+
+    names = ("reader",)
+
+    def __init__(self):
+        self.read, self.go_on = [], threading.Event()
+        self.batcher = Batcher(self.compute, "reader", most=16)
+
+    def compute(self, texts, wanted):
+        for number, text in enumerate(texts):
+            if wanted(number):
+                self.read.append(text)
+                if text == "stuck":
+                    self.go_on.wait(30)
+                time.sleep(0.05)
+                yield number, float(len(text))
+
+    @property
+    def progress(self):
+        return self.batcher.progress
+
+    async def score(self, prompt, responses, target=None):
+        return Scores.of(await self.batcher(responses), 1)
+
+    async def close(self):
+        self.batcher.close()
+
+
 def score(panel, responses, prompt="prompt", target=None):
     return asyncio.run(panel.score(prompt, responses, target))
 
@@ -88,6 +120,56 @@ def test_what_fails_fails_alone_with_its_reason():
     assert told[0].startswith("length, length_again: 3 scored (0 of them known before)")
     assert told[1].endswith("2 missing: 2 x OSError: gone")
     assert score(panel, []).values.shape == (0, 6)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_who_waits_behind_others_loses_nothing(nested):
+    async def many():
+        panel = Panel([Reader()], timeout=0.5)
+        panel = Panel([panel], timeout=0.5) if nested else panel
+        order = []
+
+        async def one(number):
+            found = await panel.score("p", ["a" * number])
+            order.append(number)
+            return found.values.item()
+
+        found = await asyncio.gather(*(one(i) for i in range(1, 25)))
+        await panel.close()
+        return found, order
+
+    found, order = asyncio.run(many())
+    assert found == order == list(range(1, 25))
+
+
+def test_who_gave_up_is_not_worked_for():
+    async def some():
+        reader = Reader()
+        calls = [asyncio.create_task(reader.score("p", [name] * 2)) for name in "abcd"]
+        await asyncio.sleep(0.02)
+        calls[1].cancel()
+        calls[2].cancel()
+        await calls[3]
+        await reader.close()
+        return reader.read
+
+    assert asyncio.run(some()) == ["a", "a", "d", "d"]
+
+
+def test_a_verifier_that_stands_still_or_is_closed_says_so():
+    async def some():
+        reader = Reader()
+        panel = Panel([reader], timeout=0.3)
+        stuck = await asyncio.gather(panel.score("p", ["stuck"]), panel.score("p", ["a"]))
+        waiting = asyncio.create_task(panel.score("p", ["b"]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await panel.close()
+        reader.go_on.set()
+        return [found.reasons[0, 0] for found in (*stuck, await waiting, await panel.score("p", ["c"]))]
+
+    closed = "RuntimeError: the verifier reader was closed"
+    assert asyncio.run(some()) == ["the verifier stood still for 0.3 s"] * 2 + [closed] * 2
 
 
 def test_panels_hold_panels_and_close_what_they_hold():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -68,11 +69,21 @@ def test_what_cannot_be_read_says_why(folders):
     asyncio.run(verifier.close())
 
 
+def test_a_step_that_is_no_number_leaves_no_least_and_no_mean(folders, monkeypatch):
+    verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], "prm", marker="z")
+    monkeypatch.setattr(verifier, "_read", lambda batch: [[0.75, math.nan, 0.5]])
+    found, _ = scored(verifier, ["ab"])
+    np.testing.assert_array_equal(found.values, [[math.nan, math.nan, 0.5]])
+    assert list(found.reasons) == [(0, 0), (0, 1)]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"marker": "z", "good": "p"}, "both good and bad"),
-        ({"marker": "z", "good": "p", "bad": "p"}, "same token"),
+        ({"marker": "z", "good": "p", "bad": "p"}, "two different texts"),
+        ({"marker": "z", "good": "p", "bad": "ap"}, "same token"),
+        ({"marker": ""}, "marker must be set"),
         ({"marker": "!"}, "no token for '!'"),
         ({"marker": "z", "separator": "("}, "not a regular expression"),
         ({"marker": "z", "label": "fine"}, "no class 'fine'"),

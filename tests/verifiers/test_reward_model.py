@@ -18,6 +18,8 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from forge.data.packing import pack
@@ -165,6 +167,18 @@ def test_scales(encoder):
     np.testing.assert_allclose(calibrated, 1 / (1 + np.exp(1 - 2 * logits)), atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["multi_label_classification", "regression"])
+def test_classes_that_do_not_exclude_each_other_stand_for_themselves(encoder, kind, tmp_path):
+    plain = BertForSequenceClassification.from_pretrained(encoder, problem_type=kind).eval()
+    plain.save_pretrained(tmp_path)
+    closing_tokenizer().save_pretrained(tmp_path)
+    verifier = RewardModel(tmp_path, label="fair", append_eos=False)
+    found = scored(verifier, responses=["abc"])
+    assert found.values.item() == pytest.approx(
+        plain(torch.tensor([verifier.tokens(PROMPT, "abc")])).logits[0, 1].item(), abs=1e-5
+    )
+
+
 def test_chat_templates_end_with_the_turn_or_as_the_template_does(reward_model, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(reward_model)
     words = character_tokenizer()
@@ -192,6 +206,51 @@ def test_what_is_too_long_has_no_score_unless_it_is_cut(reward_model):
     assert "it has 72 tokens" in scored(RewardModel(reward_model, truncate=True), "p" * 70, ["a"]).reasons[0, 0]
 
 
+def test_of_a_pair_the_longer_text_is_cut(encoder):
+    verifier = RewardModel(encoder, label="good", as_pair=True, truncate=True)
+    texts = [("p" * 120, "ab"), ("p", "a" * 120), ("p" * 120, "a" * 120)]
+    cut = [len(row.ids) for row in verifier.rows(texts)]
+    assert cut == [96, 96, 96]
+    assert verifier.tokens("p" * 120, "ab") == verifier.tokens("p" * 91, "ab")
+    assert np.isfinite(scored(verifier, "p" * 120, ["ab", "a" * 120]).values).all()
+
+
+def test_positions_that_begin_after_the_one_of_padding(tmp_path):
+    tokenizer = closing_tokenizer()
+    config = RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=34,
+        type_vocab_size=2,
+        pad_token_id=1,
+        num_labels=1,
+    )
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    verifier = RewardModel(tmp_path)
+    assert verifier.of.max_tokens == 32
+    fits = "a" * (32 - len(verifier.tokens(PROMPT, "")))
+    found = scored(verifier, responses=[fits, fits + "a"])
+    assert np.isfinite(found.values[0, 0])
+    assert found.reasons == {(1, 0): "it has 33 tokens, and the model reads 32"}
+
+
+def test_a_row_that_the_model_cannot_read_costs_nobody_else_the_score(reward_model, tmp_path):
+    AutoModelForSequenceClassification.from_pretrained(reward_model).save_pretrained(tmp_path)
+    words = AutoTokenizer.from_pretrained(reward_model)
+    words.add_tokens(["A"])  # which the model has no embedding for
+    words.save_pretrained(tmp_path)
+    responses = ["abc", "bcA", "bcd", "cde", "def"]
+    found = scored(RewardModel(tmp_path), responses=responses)
+    assert list(found.reasons) == [(1, 0)]
+    assert found.reasons[1, 0].startswith("IndexError")
+    expected = scored(RewardModel(reward_model), responses=["abc", "bcd", "cde", "def"]).values
+    np.testing.assert_allclose(np.delete(found.values, 1, 0), expected, atol=1e-5)
+
+
 def test_a_text_that_cannot_be_read_costs_nobody_else_the_score(reward_model):
     found = scored(RewardModel(reward_model), responses=["ab", "\ud800", "ab"])
     assert found.values[0, 0] == found.values[2, 0]
@@ -200,8 +259,8 @@ def test_a_text_that_cannot_be_read_costs_nobody_else_the_score(reward_model):
 
 def test_calls_that_come_together_share_batches(reward_model, monkeypatch):
     verifier, sizes = RewardModel(reward_model), []
-    run = verifier.of.run
-    monkeypatch.setattr(verifier.of, "run", lambda rows, read: sizes.append(len(rows)) or run(rows, read))
+    stream = verifier.of.stream
+    monkeypatch.setattr(verifier.of, "stream", lambda rows, *how: sizes.append(len(rows)) or stream(rows, *how))
 
     async def many():
         alone = await verifier.score(PROMPT, ["abc"])
@@ -212,7 +271,7 @@ def test_calls_that_come_together_share_batches(reward_model, monkeypatch):
     assert len(sizes) <= 4
     assert sum(sizes) == 81
     assert {round(t.values[0, 0] - alone.values[0, 0], 5) for t in together} == {0.0}
-    with pytest.raises(RuntimeError, match="shutdown"):
+    with pytest.raises(RuntimeError, match="was closed"):
         asyncio.run(verifier.close()) or scored(verifier)
 
 

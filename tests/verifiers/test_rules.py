@@ -26,7 +26,7 @@ def by_text(prompt, response, target):
         raise Unscored("not today")
     if response == "exit":
         raise SystemExit(3)
-    return {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "seven", "true": True}.get(response, 0.5)
+    return {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "0.7", "true": True}.get(response, 0.5)
 
 
 async def by_text_later(prompt, response, target):
@@ -50,7 +50,7 @@ def test_what_is_no_number_is_no_score_and_says_why(function):
         "it gave nan",
         "it gave inf",
     ]
-    assert "seven" in reasons[5]
+    assert reasons[5] == "it gave '0.7', which is no number"
     assert len(found.reasons) == 6
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from forge.verifiers import Panel, Problem, Rule, score_table
+from forge.verifiers.files import read_problems, write_problems
 
 
 def length(prompt, response, target):
@@ -73,6 +74,41 @@ def test_no_more_problems_at_a_time_than_asked_for():
     table = asyncio.run(score_table(Panel([Rule(busy)]), [Problem(str(i), ["a"]) for i in range(12)], concurrency=3))
     assert at_once[1] == 3
     assert (table.scores == 1).all()
+
+
+def test_problems_as_a_file(tmp_path):
+    problems = [
+        Problem("a\u2028b \u00e9", ["x\x85y", ""], target="t", labels=[True, None], answers=["1", ""]),
+        Problem("q", ["z"]),
+    ]
+    write_problems(tmp_path / "problems.jsonl", problems)
+    again = read_problems(tmp_path / "problems.jsonl")
+    assert repr(again) == repr(problems)
+    assert again[0].labels[0] == 1
+    assert math.isnan(again[0].labels[1])
+    (tmp_path / "raw.jsonl").write_bytes('{"prompt": "a\u2028b", "responses": ["\x85"]}\r\n'.encode())
+    assert read_problems(tmp_path / "raw.jsonl") == [Problem("a\u2028b", ["\x85"])]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": 3, "responses": ["a"]}', "the prompt must be text, got 3"),
+        (b'{"prompt": "p", "responses": "ab"}', "responses must be a list of texts"),
+        (b'{"prompt": "p", "responses": ["a", 1]}', "responses must be a list of texts"),
+        (b'{"prompt": "p", "responses": ["a"], "target": 4}', "target must be text"),
+        (b'{"prompt": "p", "responses": ["a"], "answers": [null]}', r'answers \("" for none\)'),
+        (b'{"prompt": "p", "responses": ["a"], "labels": ["1"]}', "labels must be 1, 0 or null to 'p', got '1'"),
+        (b'{"prompt": "p", "responses": ["a"], "labels": [0.5]}', "labels must be 1, 0 or null"),
+        (b'{"prompt": "p", "responses": ["a"], "labels": 1}', "not iterable"),
+        (b'{"prompt": "\xff", "responses": ["a"]}', "utf-8"),
+    ],
+)
+def test_a_line_that_is_no_problem_is_told_by_its_number(tmp_path, line, message):
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(b'{"prompt": "p", "responses": ["a"]}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=f"line 2: .*{message}"):
+        read_problems(path)
 
 
 def test_problems_that_cannot_be():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 
 import pytest
+import torch
 import yaml
 
 from forge.config import ConfigError, build, to_dict
-from forge.verifiers.spec import VerifiersConfig
+from forge.verifiers.spec import DISTILLED, VerifiersConfig
 from tests.training.cases import write_classifier
 
 JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "judge"}
@@ -72,6 +74,16 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"rules": ["MathReward", "MathReward"]}, "two are called MathReward"),
         ({"rules": ["MathReward"], "timeout": 0}, "timeout and rule_timeout"),
         ({"reward_models": [{"path": "no/such/folder"}]}, r"reward_models\[0\].path: no/such/folder is no folder"),
+        ({"reward_models": [{"path": "tests/nosuch"}]}, "tests/nosuch is no folder"),
+        ({"reward_models": [{"path": "tests"}]}, "tests is no folder"),
+        ({"reward_models": [{"path": "m", "as_pair": True, "append_eos": True}]}, r"\[0\]: as_pair joins"),
+        ({"reward_models": [{"path": "m", "truncate": True, "chat_template": True}]}, "truncate is for pairs"),
+        ({"reward_models": [{"path": "m", "truncate": True, "append_eos": False}]}, "truncate is for pairs"),
+        ({"reward_models": [{"path": "m", "prompt_template": "{other}"}]}, "no field 'other'"),
+        ({"reward_models": [{"path": "m", "system_prompt": "be"}]}, "need chat_template"),
+        ({"process_reward_models": [{"path": "m", "marker": "z", "good": "+"}]}, "both good and bad"),
+        ({"process_reward_models": [{"path": "m", "marker": "z", "separator": "("}]}, "not a regular expression"),
+        ({"distilled": [{"path": "tests"}]}, r"distilled\[0\].path: tests holds no distilled verifier"),
         ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\]: votes"),
         ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"judges\[0\].prices must be two"),
         ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
@@ -96,6 +108,27 @@ def test_mistakes_are_found_before_anything_is_opened(changed, message):
 def test_unknown_keys_and_wrong_types(changed, message):
     with pytest.raises(ConfigError, match=message):
         build(VerifiersConfig, changed)
+
+
+@pytest.mark.parametrize("path", ["gpt2", "organisation/model"])
+def test_hub_ids(path):
+    config = build(VerifiersConfig, {"reward_models": [{"path": path}]})
+    config.validate()
+    assert config.names == [path.rpartition("/")[2]]
+
+
+def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
+    folder = shutil.copytree(classifier, tmp_path / "small")
+    (folder / DISTILLED).write_text(json.dumps({"reading": {"scale": "probability"}, "report": {}}))
+    specs = [{"path": str(folder)}, {"path": str(folder), "name": "fast", "dtype": "bfloat16", "batch_tokens": 512}]
+    config = build(VerifiersConfig, {"distilled": specs})
+    config.validate()
+    panel = config.panel()
+    assert panel.names == ("small", "fast") == (*config.names,)
+    assert panel.verifiers[1].of.model.dtype == torch.bfloat16
+    found = asyncio.run(panel.score("p", ["a"]))
+    assert not found.reasons
+    asyncio.run(panel.close())
 
 
 def test_a_process_reward_model_needs_its_marker(classifier):

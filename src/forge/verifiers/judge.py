@@ -57,6 +57,9 @@ class LMJudge:
     growing pauses, or after what `Retry-After` says. What stays a failure is no score, and neither is a verdict that
     cannot be read: votes count where they can, and more than half of them must.
 
+    Responses are judged in the order they come, at most `concurrency` at a time. Waiting for a turn costs nothing of
+    `time_limit`, nor of the timeout of a `Panel` as long as the endpoint answers some requests in it.
+
     Args:
         url: up to and with the version, such as http://127.0.0.1:8000/v1.
         model: what the endpoint calls it.
@@ -71,10 +74,10 @@ class LMJudge:
             log-probabilities, those tokens that are one of them, spaces aside.
         max_tokens: of an answer that is a vote.
         top: how many likeliest tokens are asked for.
-        concurrency: most requests at a time.
+        concurrency: most responses at a time, and so most requests. A response keeps its turn while it pauses.
         retries: how often a request is tried again.
         request_timeout: seconds for one request.
-        time_limit: seconds for one response, with its tries, pauses and waiting for a turn.
+        time_limit: seconds for one response from its turn on, with its tries and pauses.
         api_key: sent as a bearer token.
         prices: for a million tokens of questions, and of answers.
         budget: once `cost.money` has reached it nothing is asked any more; requests under way by then still count.
@@ -127,6 +130,7 @@ class LMJudge:
                 raise ValueError(message)
         self.names: tuple[str, ...] = (name or model,)
         self.cost = Cost()
+        self.progress = 0  # requests that were answered: a dead endpoint makes none, and a panel then waits no longer
         self._url = f"{url.rstrip('/')}/{'chat/completions' if endpoint == 'chat' else 'completions'}"
         self._fixed: dict[str, Any] = {"model": model, "temperature": temperature}
         if scoring == "votes":
@@ -150,9 +154,14 @@ class LMJudge:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
-        what = f"the judge {self.names[0]}"
-        asked = [within(self._time_limit, self._judge(prompt, response, target), what) for response in responses]
-        return await collect(asked, 1)
+        session, turns = self._connected()
+
+        async def in_turn(response: str) -> float:
+            async with turns:
+                judged = self._judge(session, prompt, response, target)
+                return await within(self._time_limit, judged, f"the judge {self.names[0]}")
+
+        return await collect([in_turn(response) for response in responses], 1)
 
     async def close(self) -> None:
         """Closes its connections; requests that are under way fail."""
@@ -160,19 +169,19 @@ class LMJudge:
             await self._at[1].close()
             self._at = None
 
-    async def _judge(self, prompt: str, response: str, target: str | None) -> float:
+    async def _judge(self, session: aiohttp.ClientSession, prompt: str, response: str, target: str | None) -> float:
         if "target" in self._fields and target is None:
             raise Unscored("the template asks for a target, and there is none")
         text = self._template.format(prompt=prompt, response=response, target=target)
         system = [{"role": "system", "content": self._system}] if self._system is not None else []
         question = {"messages": [*system, {"role": "user", "content": text}]} if self._chat else {"prompt": text}
         if not self._by_votes:
-            return self._likelihood((await self._ask({**self._fixed, **question}))[0])
+            return self._likelihood((await self._ask(session, {**self._fixed, **question}))[0])
         verdicts: list[bool | None] = []
         while (left := self._votes - len(verdicts)) > 0:
             # Not every endpoint heeds n: what is lacking is asked for again.
             several = {"n": left} if left > 1 else {}
-            choices = await self._ask({**self._fixed, **question, **several})
+            choices = await self._ask(session, {**self._fixed, **question, **several})
             verdicts += [self._read(choice) for choice in choices[:left]]
         found = [verdict for verdict in verdicts if verdict is not None]
         if 2 * len(found) <= len(verdicts):
@@ -205,15 +214,13 @@ class LMJudge:
             raise Unscored(f"neither {self._yes} nor {self._no} is among the likeliest tokens {[t for t, _ in likely]}")
         return yes / (yes + no)
 
-    async def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The choices of an answer. Unscored: it stays a failure."""
-        session, turn = self._connected()
         attempt = 0
         while True:
             try:
-                async with turn:
-                    self._check_budget()
-                    return await self._request(session, body)
+                self._check_budget()
+                return await self._request(session, body)
             except _Retry as failure:
                 if attempt == self._retries:
                     raise Unscored(f"{failure}, tried {attempt + 1} times") from None
@@ -249,6 +256,7 @@ class LMJudge:
             found = _parsed(text)
         except (ValueError, KeyError, TypeError):
             raise _Retry(f"{self._url} gave what is no answer: {text[:120]!r}") from None
+        self.progress += 1
         self._count(found.get("usage"))
         return found["choices"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ class BatchedModel:
             raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
         self.batch_tokens = batch_tokens
-        limits = (self.tokenizer.model_max_length, getattr(self.model.config, "max_position_embeddings", None))
+        limits = (self.tokenizer.model_max_length, _positions(self.model))
         known = [limit for limit in limits if limit and limit < NO_LIMIT]
         self.max_tokens = min(*known, max_tokens or NO_LIMIT, NO_LIMIT)
         pads = (self.model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id, 0)
@@ -86,33 +86,51 @@ class BatchedModel:
         digest.update(repr((self.tokenizer.chat_template, self.tokenizer.special_tokens_map)).encode())
         return digest.hexdigest()[:32]
 
-    @torch.inference_mode()
     def run(self, rows: Sequence[Row], read: Callable[[Padded], Sequence[Any]]) -> list[Any]:
         """What `read` says of each row, in order; an Unscored in place of it for a row that is empty or too long, and
-        what `read` raises for the rows that it was given."""
-        outcomes: list[Any] = [None] * len(rows)
-        fit = []
-        for index, row in enumerate(rows):
-            if not row.ids:
-                outcomes[index] = Unscored("there are no tokens to read")
-            elif len(row.ids) > self.max_tokens:
-                outcomes[index] = Unscored(f"it has {len(row.ids)} tokens, and the model reads {self.max_tokens}")
-            else:
-                fit.append(index)
-        fit.sort(key=lambda index: len(rows[index].ids))
-        for indices in self._batches(fit, rows):
-            try:
-                said: Sequence[Any] = read(self.pad(indices, rows))
-            except Exception as error:
-                said = [error] * len(indices)
-            for index, outcome in zip(indices, said, strict=True):
-                outcomes[index] = outcome
-        return outcomes
+        what `read` raises for a row that it cannot read even alone."""
+        found = dict(self.stream(rows, read))
+        return [found[index] for index in range(len(rows))]
 
-    def _batches(self, indices: list[int], rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Neighbours of sorted rows, of at most `batch_tokens` with their padding."""
+    @torch.inference_mode()
+    def stream(
+        self,
+        rows: Sequence[Row | Exception],
+        read: Callable[[Padded], Sequence[Any]],
+        wanted: Callable[[int], bool] = lambda index: True,
+    ) -> Iterator[tuple[int, Any]]:
+        """As `run`, of each row as soon as it is known, with its index; an exception is given back as it is. Rows are
+        left out that are not wanted by the time of their batch."""
+        fit: dict[int, Row] = {}
+        for index, row in enumerate(rows):
+            if isinstance(row, Exception):
+                yield index, row
+            elif not row.ids:
+                yield index, Unscored("there are no tokens to read")
+            elif len(row.ids) > self.max_tokens:
+                yield index, Unscored(f"it has {len(row.ids)} tokens, and the model reads {self.max_tokens}")
+            else:
+                fit[index] = row
+        for batch in self._batches(fit):
+            if indices := [index for index in batch if wanted(index)]:
+                yield from zip(indices, self._said(indices, fit, read), strict=True)
+
+    def _said(
+        self, indices: list[int], rows: Mapping[int, Row], read: Callable[[Padded], Sequence[Any]]
+    ) -> Sequence[Any]:
+        try:
+            return read(self.pad(indices, rows))
+        except Exception as error:
+            if len(indices) == 1:
+                return [error]
+        # In halves: it may be too much at once, or the fault of one row.
+        half = len(indices) // 2
+        return [*self._said(indices[:half], rows, read), *self._said(indices[half:], rows, read)]
+
+    def _batches(self, rows: Mapping[int, Row]) -> Iterator[list[int]]:
+        """Rows of about one length, of at most `batch_tokens` with their padding."""
         batch: list[int] = []
-        for index in indices:
+        for index in sorted(rows, key=lambda index: len(rows[index].ids)):
             if batch and (len(batch) + 1) * len(rows[index].ids) > self.batch_tokens:
                 yield batch
                 batch = []
@@ -120,7 +138,7 @@ class BatchedModel:
         if batch:
             yield batch
 
-    def pad(self, indices: list[int], rows: Sequence[Row]) -> Padded:
+    def pad(self, indices: list[int], rows: Sequence[Row] | Mapping[int, Row]) -> Padded:
         """These rows as one batch."""
         lengths = [len(rows[index].ids) for index in indices]
         width = max(lengths)
@@ -135,6 +153,24 @@ class BatchedModel:
             inputs["token_type_ids"] = torch.tensor(types)
         on_device = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         return Padded(on_device, torch.tensor(lengths, device=self.device))
+
+
+def row_or_error(make: Callable[[str, str], Row], prompt: str, response: str) -> Row | Exception:
+    """What it makes of the texts, or what it raises."""
+    try:
+        return make(prompt, response)
+    except Exception as error:
+        return error
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    """Most tokens that it has positions for. Those of RoBERTa's kind come after the one of padding."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if limit and name.rpartition(".")[2] == "position_embeddings":
+            padding = getattr(module, "padding_idx", None)
+            return limit if padding is None else limit - padding - 1
+    return limit
 
 
 def class_of(model: Any, label: str | int | None) -> int:

@@ -46,8 +46,10 @@ class Panel:
 
     Args:
         verifiers: at least one; panels may hold panels.
-        timeout: seconds that each verifier has for one call. What it has by then of the call's responses is lost, so
-            that verifiers with limits of their own for each response should have shorter ones.
+        timeout: seconds that each verifier has for one call; what it has by then of the call's responses is lost, so
+            that verifiers with limits of their own for each response should have shorter ones. For verifiers that tell
+            their `progress` (models, judges) it counts work, not the waiting behind other calls: they may take longer
+            for a call as long as in every so many seconds they get on with any.
         cache: scores of verifiers that tell their `fingerprint` are taken from it and kept in it; with one, responses
             that are equal are scored once.
 
@@ -88,6 +90,11 @@ class Panel:
         pairs = zip(self.verifiers, self.tallies, strict=True)
         return "\n".join(f"{', '.join(verifier.names)}: {tally}" for verifier, tally in pairs)
 
+    @property
+    def progress(self) -> int:
+        """That of all its verifiers: it limits each by itself."""
+        return sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
+
     async def close(self) -> None:
         """Close all verifiers that can be; each once, also if another's closing raises."""
         closing = [verifier.close() for verifier in self.verifiers if hasattr(verifier, "close")]
@@ -102,7 +109,8 @@ class Panel:
             return Scores(np.empty((0, len(verifier.names))))
         start = time.perf_counter()
         try:
-            found = await within(self.timeout, self._cached(verifier, tally, prompt, responses, target), "the verifier")
+            asked = self._cached(verifier, tally, prompt, responses, target)
+            found = await within(self.timeout, asked, "the verifier", lambda: getattr(verifier, "progress", None))
         except Exception as error:
             reason = str(error) if isinstance(error, Unscored) else f"{type(error).__name__}: {error}"
             found = Scores.none(len(responses), len(verifier.names), reason)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from .models import BatchedModel, Padded, Row, class_of
-from .texts import prompt_format, whole
+from .models import BatchedModel, Padded, Row, class_of, row_or_error
+from .texts import BLANK_LINE, check_steps, prompt_format, whole
 from .threads import Batcher
 from .verifier import Scores, Unscored
 
-BLANK_LINE = r"\n\s*\n"
 # Settings by which a language model changes its logits after its head; only the head is computed here.
 _AFTER_HEAD = (
     "final_logit_softcapping",
@@ -73,12 +73,8 @@ class ProcessRewardModel:
         max_tokens: int | None = None,
         batch_tokens: int = 8192,
     ) -> None:
-        if (good is None) != (bad is None):
-            raise ValueError("set both good and bad for a causal language model, or none for a token classifier")
-        try:
-            self._separator = re.compile(separator)
-        except re.error as error:
-            raise ValueError(f"separator {separator!r} is not a regular expression: {error}") from None
+        check_steps(marker, separator, good, bad)
+        self._separator = re.compile(separator)
         self._of = BatchedModel(
             path,
             AutoModelForTokenClassification if good is None else AutoModelForCausalLM,
@@ -106,7 +102,12 @@ class ProcessRewardModel:
             self._class = class_of(self._of.model, label)
         texts = (prompt_template, chat_template, system_prompt, chat_options)
         self._settings = (marker, separator, joint, good, bad, label, *texts)
-        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, most=8192, name=f"verify {name}")
+        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, name)
+
+    @property
+    def progress(self) -> int:
+        """Responses that it has read."""
+        return self._batcher.progress
 
     @cached_property
     def fingerprint(self) -> str:
@@ -126,20 +127,11 @@ class ProcessRewardModel:
         return found
 
     async def close(self) -> None:
-        """Ends the thread; calls that wait are cancelled."""
+        """Ends the thread; calls that wait fail."""
         self._batcher.close()
 
-    def _compute(self, texts: list[tuple[str, str]]) -> list[Any]:
-        outcomes: list[Any] = []
-        for prompt, response in texts:
-            try:
-                outcomes.append(self._row(prompt, response))
-            except Exception as error:
-                outcomes.append(error)
-        rows = [index for index, row in enumerate(outcomes) if isinstance(row, Row)]
-        for index, said in zip(rows, self._of.run([outcomes[index] for index in rows], self._read), strict=True):
-            outcomes[index] = said
-        return outcomes
+    def _compute(self, texts: list[tuple[str, str]], wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+        return self._of.stream([row_or_error(self._row, *text) for text in texts], self._read, wanted)
 
     def _row(self, prompt: str, response: str) -> Row:
         steps = [step for step in self._separator.split(response) if step and step.strip()]
@@ -181,4 +173,5 @@ class ProcessRewardModel:
 
 
 def _readings(steps: list[float]) -> tuple[float, float, float]:
-    return min(steps), sum(steps) / len(steps), steps[-1]
+    # Not min(steps): a step that is NaN must not be passed over.
+    return float(np.min(steps)), float(np.mean(steps)), steps[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,19 +14,21 @@ from transformers import AutoModelForSequenceClassification
 
 from forge.data.supervised import closed
 
-from .models import BatchedModel, Padded, Row, class_of
-from .texts import prompt_format, whole
+from .models import BatchedModel, Padded, Row, class_of, row_or_error
+from .texts import check_joining, prompt_format, whole
 from .threads import Batcher
 from .verifier import Scores
 
 Scale = Literal["logit", "probability"]
+NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose numbers stand for themselves
 
 
 class RewardModel:
     """One number for each response, by a sequence classifier of one class or for one of several.
 
     Calls that arrive while a batch is computed are joined in the next one; it works in a thread of its own. A response
-    that is too long has no score, unless it is to be cut.
+    that is too long has no score, unless it is to be cut. It has no time limit of its own: a `Panel` asks that some
+    response is read in every `timeout` seconds, so that a forward pass must not take as long.
 
     How prompt and response become one text:
 
@@ -48,9 +50,11 @@ class RewardModel:
         as_pair: give prompt and response as two texts.
         append_eos: None is True, except with a tokenizer that itself ends texts with a special token, or a pair.
         label: which class, by name or number, of a model of several.
-        scale: "logit" (of several classes the log-odds of this one against the others), or "probability", its sigmoid.
+        scale: "logit" (of several classes the log-odds of this one against the others, unless the model's problem_type
+            says that they do not exclude each other), or "probability", its sigmoid.
         slope, intercept: the logit x counts as `slope * x + intercept`, as Platt calibration gives them.
-        truncate: cut what is too long at the end of the response, where eos still closes it; not with a chat template.
+        truncate: cut what is too long at the end of the response, where eos still closes it, or of a pair at the end of
+            the longer text; not with a chat template.
         device, dtype, max_tokens, batch_tokens: see `BatchedModel`.
 
     Raises:
@@ -78,10 +82,7 @@ class RewardModel:
         max_tokens: int | None = None,
         batch_tokens: int = 8192,
     ) -> None:
-        if scale not in ("logit", "probability"):
-            raise ValueError(f"scale must be logit or probability, got {scale!r}")
-        if as_pair and (chat_template or append_eos is not None):
-            raise ValueError("as_pair joins the texts as the tokenizer does: leave chat_template and append_eos out")
+        check_joining(as_pair, append_eos, truncate, chat_template, scale)
         self.of = BatchedModel(
             path,
             AutoModelForSequenceClassification,
@@ -93,10 +94,9 @@ class RewardModel:
         self.names: tuple[str, ...] = (name or Path(path).name,)
         tokenizer = self.of.tokenizer
         self._format = prompt_format(tokenizer, prompt_template, chat_template, system_prompt, chat_options)
-        if append_eos is None:
-            append_eos = not as_pair and (bool(chat_template) or not _closes(tokenizer))
-        if truncate and (chat_template or not (as_pair or append_eos)):
-            raise ValueError("truncate is for pairs, and for responses that eos ends: leave it out")
+        if append_eos is None and not as_pair:
+            append_eos = bool(chat_template) or not _closes(tokenizer)
+            check_joining(as_pair, append_eos, truncate, chat_template, scale)
         if append_eos and not chat_template and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
         self._as_pair, self._append_eos, self._truncate = as_pair, append_eos, truncate
@@ -105,7 +105,12 @@ class RewardModel:
         head = getattr(self.of.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
         self._settings = (prompt_template, chat_template, system_prompt, chat_options, as_pair, append_eos, label)
-        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, most=8192, name=f"verify {self.names[0]}")
+        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, self.names[0])
+
+    @property
+    def progress(self) -> int:
+        """Responses that it has read."""
+        return self._batcher.progress
 
     @cached_property
     def fingerprint(self) -> str:
@@ -118,28 +123,19 @@ class RewardModel:
         return Scores.of(await self._batcher([(prompt, response) for response in responses]), 1)
 
     async def close(self) -> None:
-        """Ends the thread; calls that wait are cancelled."""
+        """Ends the thread; calls that wait fail."""
         self._batcher.close()
 
     def tokens(self, prompt: str, response: str) -> list[int]:
         """What the model reads. ValueError: they cannot be made into tokens."""
         return self.rows([(prompt, response)])[0].ids
 
-    def _compute(self, texts: list[tuple[str, str]]) -> list[Any]:
+    def _compute(self, texts: list[tuple[str, str]], wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
         try:
-            outcomes: list[Any] = list(self.rows(texts))
+            rows: Sequence[Row | Exception] = self.rows(texts)
         except Exception:  # one by one, to find whose fault it is
-            outcomes = [self._row_or_error(text) for text in texts]
-        rows = [index for index, row in enumerate(outcomes) if isinstance(row, Row)]
-        for index, said in zip(rows, self.of.run([outcomes[index] for index in rows], self._read), strict=True):
-            outcomes[index] = said
-        return outcomes
-
-    def _row_or_error(self, text: tuple[str, str]) -> Any:
-        try:
-            return self.rows([text])[0]
-        except Exception as error:
-            return error
+            rows = [row_or_error(lambda *text: self.rows([text])[0], *text) for text in texts]
+        return self.of.stream(rows, self._read, wanted)
 
     def rows(self, texts: Sequence[tuple[str, str]]) -> list[Row]:
         """What the model reads of each (prompt, response)."""
@@ -147,7 +143,7 @@ class RewardModel:
         prompts = {prompt: self._format.render({"question": prompt})[0] for prompt, _ in texts}
         responses = [response for _, response in texts]
         if self._as_pair:
-            cut: dict[str, Any] = {"truncation": "only_second", "max_length": limit} if self._truncate else {}
+            cut: dict[str, Any] = {"truncation": "longest_first", "max_length": limit} if self._truncate else {}
             return _read_rows(tokenizer([prompts[prompt] for prompt, _ in texts], responses, **cut))
         if chat is not None and self._append_eos:
             return [Row(closed(*self._format.answered(prompts[prompt], response))[0]) for prompt, response in texts]
@@ -178,8 +174,8 @@ class RewardModel:
             last = states[torch.arange(len(states), device=states.device), batch.lengths - 1].float()
             bias = self._at_last_token.bias
             logits = F.linear(last, self._at_last_token.weight.float(), None if bias is None else bias.float())
-        if logits.shape[1] == 1:
-            return logits[:, 0]
+        if logits.shape[1] == 1 or model.config.problem_type in NOT_EXCLUSIVE:
+            return logits[:, self._label]
         others = [i for i in range(logits.shape[1]) if i != self._label]
         return logits[:, self._label] - logits[:, others].logsumexp(1)
 

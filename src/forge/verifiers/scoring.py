@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt with its responses. labels: 1, 0 or NaN for each response; answers: the final answer of each, for votes.
+    """A prompt with its responses. labels: 1, 0 or NaN (also given as None) for each response; answers: the final
+    answer of each, for votes, "" where it has none.
 
-    ValueError: no responses, or labels or answers of another number.
+    ValueError: no responses, labels or answers of another number, or what is none of these; says which.
     """
 
     prompt: str
@@ -33,12 +35,29 @@ class Problem:
     answers: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if not self.responses:
-            raise ValueError(f"there are no responses to {self.prompt[:60]!r}")
-        for name in ("labels", "answers"):
-            given = getattr(self, name)
+        if not isinstance(self.prompt, str):
+            raise ValueError(f"the prompt must be text, got {self.prompt!r:.60}")
+        of = f"to {self.prompt[:60]!r}"
+        if not len(_texts(self.responses, "responses", of)):
+            raise ValueError(f"there are no responses {of}")
+        if not isinstance(self.target, str | None):
+            raise ValueError(f"the target must be text or left out {of}, got {self.target!r:.60}")
+        if self.answers is not None:
+            _texts(self.answers, 'answers ("" for none)', of)
+        if self.labels is not None:
+            labels = [math.nan if label is None else label for label in self.labels]
+            if wrong := [label for label in labels if label not in (0, 1) and label == label]:
+                raise ValueError(f"labels must be 1, 0 or null {of}, got {wrong[0]!r:.60}")
+            object.__setattr__(self, "labels", [float(label) for label in labels])
+        for name, given in (("labels", self.labels), ("answers", self.answers)):
             if given is not None and len(given) != len(self.responses):
-                raise ValueError(f"{len(given)} {name} for {len(self.responses)} responses to {self.prompt[:60]!r}")
+                raise ValueError(f"{len(given)} {name} for {len(self.responses)} responses {of}")
+
+
+def _texts(given: Sequence[str], name: str, of: str) -> Sequence[str]:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
+        raise ValueError(f"{name} must be a list of texts {of}, got {given!r:.60}")
+    return given
 
 
 async def score_table(

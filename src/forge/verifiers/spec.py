@@ -13,35 +13,55 @@ from .cache import Cache
 from .math import MathVerifier
 from .panel import Panel
 from .rules import AnswerFrequency, Rule
+from .texts import BLANK_LINE, check_joining, check_prompt, check_steps
 from .verifier import Verifier
 
 DISTILLED = "distilled.json"
 
 
 @dataclass
-class ModelSpec(Section):
-    """What all models say, see `forge.verifiers.RewardModel`. `path` is a folder or hub id."""
+class StoredSpec(Section):
+    """A model in the folder or of the hub id `path`, and how it is held, see `forge.verifiers.RewardModel`."""
 
     path: str
     name: str | None = None
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    batch_tokens: int = 8192
+
+    def validate(self, where: str) -> None:
+        if self.batch_tokens < 1:
+            raise ConfigError(f"{where}.batch_tokens must be at least 1")
+
+
+@dataclass
+class ModelSpec(StoredSpec):
+    """What all models say of how they read texts, see `forge.verifiers.RewardModel`."""
+
     prompt_template: str = "{question}"
     chat_template: bool | str = False
     system_prompt: str | None = None
     chat_options: dict[str, Any] = field(default_factory=dict)
-    device: str | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_tokens: int | None = None
-    batch_tokens: int = 8192
 
     def validate(self, where: str) -> None:
-        """ConfigError: a folder that is not there, or without a configuration."""
+        """ConfigError: a folder that is not there, or without a configuration; settings that do not go together."""
+        super().validate(where)
         folder = Path(self.path)
-        relative = self.path.startswith((".", "/", "~")) or folder.parent.is_dir()
-        is_hub_id = self.path.count("/") == 1 and not relative
-        if not is_hub_id and not (folder / "config.json").is_file():
+        is_local = self.path.startswith((".", "/", "~")) or folder.exists() or len(folder.parts) > 2
+        is_local = is_local or ("/" in self.path and folder.parent.is_dir())  # a mistyped name in a folder
+        if is_local and not (folder / "config.json").is_file():
             raise ConfigError(f"{where}.path: {self.path} is no folder with a model (config.json) in it")
-        if self.batch_tokens < 1 or (self.max_tokens is not None and self.max_tokens < 1):
-            raise ConfigError(f"{where}: batch_tokens and max_tokens must be at least 1")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"{where}.max_tokens must be at least 1")
+        try:
+            self.check()
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    def check(self) -> None:
+        """What the verifier refuses of its settings before it reads the model. ValueError: says what."""
+        check_prompt(self.prompt_template, self.chat_template, self.system_prompt, self.chat_options)
 
 
 @dataclass
@@ -56,6 +76,10 @@ class RewardModelSpec(ModelSpec):
     intercept: float = 0.0
     truncate: bool = False
 
+    def check(self) -> None:
+        super().check()
+        check_joining(self.as_pair, self.append_eos, self.truncate, self.chat_template, self.scale)
+
     def verifier(self) -> Verifier:
         from .reward_model import RewardModel
 
@@ -67,21 +91,37 @@ class ProcessRewardModelSpec(ModelSpec):
     """A model that reads steps, see `forge.verifiers.ProcessRewardModel`. `marker` must be set."""
 
     marker: str = ""
-    separator: str = r"\n\s*\n"
+    separator: str = BLANK_LINE
     joint: str = ""
     good: str | None = None
     bad: str | None = None
     label: str | int = 1
 
-    def validate(self, where: str) -> None:
-        super().validate(where)
-        if not self.marker:
-            raise ConfigError(f"{where}.marker must be set: the text after each step at which the model reads it")
+    def check(self) -> None:
+        super().check()
+        check_steps(self.marker, self.separator, self.good, self.bad)
 
     def verifier(self) -> Verifier:
         from .process import ProcessRewardModel
 
         return ProcessRewardModel(**self)
+
+
+@dataclass
+class DistilledSpec(StoredSpec):
+    """A verifier that `forge.verifiers.weaver.distil` left in the folder `path`."""
+
+    def validate(self, where: str) -> None:
+        """ConfigError: the folder holds none."""
+        super().validate(where)
+        if not (Path(self.path) / DISTILLED).is_file():
+            raise ConfigError(f"{where}.path: {self.path} holds no distilled verifier ({DISTILLED})")
+
+    def verifier(self) -> Verifier:
+        from .weaver.distil import open_distilled
+
+        settings = {**self}
+        return open_distilled(settings.pop("path"), **settings)
 
 
 @dataclass
@@ -139,8 +179,9 @@ class VerifiersConfig(Section):
     rules: functions, as `package.module:Name` or a name of `forge.data.rewards`.
     math: compare final answers with the target, see `forge.verifiers.MathVerifier`.
     answer_frequency: the function that tells a response's answer, such as `final_answer`; null: not asked.
-    distilled: folders of verifiers that `forge.verifiers.weaver.distil` left.
-    timeout: seconds that each verifier has for one call; rule_timeout: that a rule has for one response.
+    distilled: verifiers that `forge.verifiers.weaver.distil` left.
+    timeout: seconds that each verifier has for one call, where models and judges only have to get on with some call in
+        them, see `forge.verifiers.Panel`; rule_timeout: that a rule has for one response.
     cache: a file for scores, which may be shared; null: none.
     """
 
@@ -150,7 +191,7 @@ class VerifiersConfig(Section):
     judges: list[JudgeSpec] = field(default_factory=list)
     math: bool = False
     answer_frequency: str | None = None
-    distilled: list[str] = field(default_factory=list)
+    distilled: list[DistilledSpec] = field(default_factory=list)
     timeout: float = 60.0
     rule_timeout: float = 10.0
     cache: str | None = None
@@ -163,12 +204,9 @@ class VerifiersConfig(Section):
         """
         if min(self.timeout, self.rule_timeout) <= 0:
             raise ConfigError(f"{where}.timeout and rule_timeout must be above 0 seconds")
-        for kind in ("reward_models", "process_reward_models", "judges"):
+        for kind in ("reward_models", "process_reward_models", "judges", "distilled"):
             for number, spec in enumerate(self[kind]):
                 spec.validate(f"{where}.{kind}[{number}]")
-        for folder in self.distilled:
-            if not (Path(folder) / DISTILLED).is_file():
-                raise ConfigError(f"{where}.distilled: {folder} holds no distilled verifier ({DISTILLED})")
         try:
             names = self.names
         except ValueError as error:
@@ -188,17 +226,14 @@ class VerifiersConfig(Section):
         for spec in self.process_reward_models:
             names += [f"{spec.name or Path(spec.path).name}_{reading}" for reading in ("min", "mean", "last")]
         names += [spec.name or spec.model for spec in self.judges]
-        return names + [Path(folder).name for folder in self.distilled]
+        return names + [spec.name or Path(spec.path).name for spec in self.distilled]
 
     def panel(self) -> Panel:
         """Load all of them. ValueError, OSError: one cannot be had; says why."""
         others = [spec.verifier() for spec in self.reward_models]
         others += [spec.verifier() for spec in self.process_reward_models]
         others += [spec.verifier() for spec in self.judges]
-        if self.distilled:
-            from .weaver.distil import open_distilled
-
-            others += [open_distilled(folder) for folder in self.distilled]
+        others += [spec.verifier() for spec in self.distilled]
         cache = Cache(self.cache) if self.cache is not None else None
         return Panel([*self._functions(), *others], timeout=self.timeout, cache=cache)
 

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from threading import Lock, Thread
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from .verifier import Unscored
 
 A = TypeVar("A")
 B = TypeVar("B")
 
+_AT_ONCE = 4  # threads of functions in a loop
+_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
-async def within(limit: float, call: Awaitable[A], what: str) -> A:
-    """Wait for it. Unscored: it took more than `limit` seconds."""
+
+async def within(limit: float, call: Awaitable[A], what: str, progress: Callable[[], int | None] = lambda: None) -> A:
+    """Wait for it. Unscored: `limit` seconds have passed and `progress()` has not changed in them, or it was cancelled.
+
+    What takes too long is cancelled, and not waited for any more.
+    """
+    task = asyncio.ensure_future(call)
     try:
-        async with asyncio.timeout(limit) as clock:
-            return await call
-    except TimeoutError:
-        if not clock.expired():  # its own
-            raise
-        raise Unscored(f"{what} took more than {limit:g} s") from None
+        before = progress()
+        while not (await asyncio.wait((task,), timeout=limit))[0]:
+            now = progress()
+            if now == before:
+                raise Unscored(f"{what} {'took more than' if now is None else 'stood still for'} {limit:g} s")
+            before = now
+        if task.cancelled():
+            raise Unscored(f"{what} was cancelled")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def in_thread(function: Callable[[], A], *, limit: float, what: str) -> A:
-    """What the function gives or raises. Unscored: it took more than `limit` seconds.
+    """What the function gives or raises. Unscored: it took more than `limit` seconds, waiting for a turn aside.
 
     Python cannot end a thread: one that never returns keeps its thread, and what that holds, until the process ends.
     """
+    async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE)):
+        return await _in_thread(function, limit, what)
+
+
+async def _in_thread(function: Callable[[], A], limit: float, what: str) -> A:
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[A] = loop.create_future()
 
@@ -62,55 +81,102 @@ async def in_thread(function: Callable[[], A], *, limit: float, what: str) -> A:
 
 
 class Batcher(Generic[A, B]):
-    """Joins calls into batches: those that arrive while one is computed go into the next.
+    """Joins calls into batches: those that arrive while one is computed go into the next, in the order they came.
+
+    A call has its outcomes as soon as the last of its own is there. Items of calls that nobody waits for any more are
+    left out.
 
     Args:
-        compute: one outcome for each item; it runs in a thread of its own, one batch at a time.
-        most: items of a batch, unless a single call has more.
+        compute: yields the number of an item with its outcome, in any order, all but those that `wanted(number)` says
+            nobody waits for; it runs in a thread of its own, one batch at a time.
         name: of the thread.
+        most: items of a batch, unless a single call has more.
+
+    Attributes:
+        progress: outcomes so far.
     """
 
-    def __init__(self, compute: Callable[[list[A]], Sequence[B]], *, most: int, name: str) -> None:
-        self._compute, self._most = compute, most
-        self._waiting: list[tuple[Sequence[A], Future[list[B]]]] = []
-        self._lock = Lock()
-        self._pool = ThreadPoolExecutor(1, name)
+    def __init__(
+        self,
+        compute: Callable[[list[A], Callable[[int], bool]], Iterable[tuple[int, B]]],
+        name: str,
+        *,
+        most: int = 1024,
+    ) -> None:
+        self._compute, self._name, self._most = compute, name, most
+        self._waiting: deque[_Call[A, B]] = deque()
+        self._lock, self._closed = Lock(), False
+        self._pool = ThreadPoolExecutor(1, f"verify {name}")
+        self.progress = 0
 
     async def __call__(self, items: Sequence[A]) -> list[B]:
-        """The outcome of each item. RuntimeError after `close`; else what `compute` raises."""
-        call: Future[list[B]] = Future()
+        """The outcome of each item. RuntimeError: it was closed; else what `compute` raises."""
+        call = _Call[A, B](items)
         with self._lock:
+            if self._closed:
+                raise self._end()
             self._pool.submit(self._next)
-            self._waiting.append((items, call))
-        return await asyncio.wrap_future(call)
+            self._waiting.append(call)
+        return await asyncio.wrap_future(call.future)
 
     def close(self) -> None:
-        """Calls that wait are cancelled; the batch that is computed ends on its own."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Calls that wait fail; the batch that is computed ends on its own."""
         with self._lock:
-            for _, call in self._waiting:
-                call.cancel()
-            self._waiting.clear()
+            self._closed = True
+            waiting, self._waiting = self._waiting, deque()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for call in waiting:
+            call.fail(self._end())
+
+    def _end(self) -> RuntimeError:
+        return RuntimeError(f"the verifier {self._name} was closed")
 
     def _next(self) -> None:
         # Each call asks for a turn; the first one takes along all that wait, and the others may find nothing.
-        calls: list[tuple[Sequence[A], Future[list[B]]]] = []
+        calls: list[_Call[A, B]] = []
         with self._lock:
             size = 0
-            while self._waiting and (not calls or size + len(self._waiting[0][0]) <= self._most):
-                items, call = self._waiting.pop(0)
-                if call.set_running_or_notify_cancel():
-                    calls.append((items, call))
-                    size += len(items)
+            while self._waiting and (not calls or size + len(self._waiting[0].items) <= self._most):
+                call = self._waiting.popleft()
+                if call.wanted():
+                    calls.append(call)
+                    size += len(call.items)
         if not calls:
             return
+        places = [(call, place) for call in calls for place in range(len(call.items))]
+        error: BaseException = RuntimeError(f"the verifier {self._name} left responses out")
         try:
-            outcomes = list(self._compute([item for items, _ in calls for item in items]))
-        except BaseException as error:
-            for _, call in calls:
-                call.set_exception(error)
-            return
-        start = 0
-        for items, call in calls:
-            call.set_result(outcomes[start : start + len(items)])
-            start += len(items)
+            items = [call.items[place] for call, place in places]
+            for number, outcome in self._compute(items, lambda number: places[number][0].wanted()):
+                call, place = places[number]
+                call.take(place, outcome)
+                self.progress += 1
+        except BaseException as raised:
+            error = raised
+        for call in calls:
+            call.fail(error)
+
+
+class _Call(Generic[A, B]):
+    """Items of one call, and what is known of them. `future` has all outcomes in the items' order."""
+
+    def __init__(self, items: Sequence[A]) -> None:
+        self.items = items
+        self.future: Future[list[B]] = Future()
+        self._found: dict[int, B] = {}
+        if not items:
+            self.future.set_result([])
+
+    def wanted(self) -> bool:
+        return not self.future.done()
+
+    def take(self, place: int, outcome: B) -> None:
+        self._found[place] = outcome
+        if len(self._found) == len(self.items):
+            with suppress(InvalidStateError):  # nobody waits any more
+                self.future.set_result([self._found[place] for place in range(len(self.items))])
+
+    def fail(self, error: BaseException) -> None:
+        """Unless all is known."""
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)

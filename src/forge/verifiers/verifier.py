@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Protocol
 
 import numpy as np
@@ -32,7 +33,7 @@ class Scores:
     @classmethod
     def of(cls, outcomes: Sequence[float | Sequence[float] | BaseException | None], names: int) -> Scores:
         """From what became of each response: a number for each name (the number itself for one name), or None or an
-        exception where there is none. A number that is not finite is no score."""
+        exception where there is none. A number that is not finite is no score, and a text of digits is none."""
         found = cls(np.full((len(outcomes), names), np.nan))
         for i, outcome in enumerate(outcomes):
             try:
@@ -40,6 +41,8 @@ class Scores:
                     raise outcome
                 if outcome is None:
                     raise Unscored("it gave no score (None)")
+                if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
+                    raise Unscored(f"it gave {outcome!r:.80}, which is no number")
                 found.values[i] = outcome
                 reason = f"it gave {outcome}"
             except BaseException as error:
@@ -61,6 +64,8 @@ class Verifier(Protocol):
 
     - `fingerprint`: a text that changes when the scores could. Without one, or with None, nothing is cached.
     - `grouped = True`: the score of a response depends on the others.
+    - `progress`: a number that grows as it works. It promises that what is asked first is served first, so that a call
+      ends if work goes on; a panel's time limit then starts anew as long as it grows.
     - `async def close()`: frees what it holds.
     """
 
