@@ -74,12 +74,14 @@ def recovery(seeds: int) -> None:
         "20 % missing": {"missing": 0.2},
         "correlation .5": {"correlation": 0.5},
     }
-    print(f"Mean |TPR error| over 33 verifiers, at pi = .1 / .3 / .6: mean (largest) of {seeds} seeds.\n")
+    print(f"Mean |TPR error| over 33 verifiers, at pi = .1 / .3 / .6: mean (largest) of {seeds} seeds. Where a method")
+    print("drops verifiers, [n] is how many it kept, in the mean: the error is of those.\n")
     rows = []
     found: dict[tuple[str, str], list[str]] = {}
     for case, settings in cases.items():
         for pi in (0.1, 0.3, 0.6):
             errors: dict[str, list[float]] = {name: [] for name in makers}
+            kept: dict[str, list[int]] = {name: [] for name in makers}
             for seed in range(seeds):
                 table = generate(500, 100, 33, balance=pi, verdicts=True, seed=seed, **settings).table  # type: ignore[arg-type]
                 truth = np.nanmean(np.where(labels(table)[..., None] == 1, table.scores, np.nan), axis=(0, 1))
@@ -87,8 +89,10 @@ def recovery(seeds: int) -> None:
                     fitted = make(labels(table).mean()).fit(table.with_labels_of([]))
                     rates = [fitted.report.verifiers[v].get("tpr", np.nan) for v in table.verifiers]
                     errors[name].append(float(np.nanmean(np.abs(np.array(rates) - truth))))
+                    kept[name].append(int((~np.isnan(rates)).sum()))
             for name, values in errors.items():
-                found.setdefault((name, case), []).append(f"{np.mean(values):.3f} ({max(values):.3f})")
+                some = "" if min(kept[name]) == 33 else f" [{np.mean(kept[name]):.0f}]"
+                found.setdefault((name, case), []).append(f"{np.mean(values):.3f} ({max(values):.3f}){some}")
     for name in makers:
         rows.append([name, *(" / ".join(found[name, case]) for case in cases)])
     markdown(["method", *cases], rows)

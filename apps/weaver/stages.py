@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -92,4 +93,6 @@ async def score(cfg: WeaverConfig, problems: Sequence[Problem]) -> ScoreTable:
 def fit(cfg: FitConfig, table: ScoreTable) -> Aggregator:
     """Sees the labels of the first `labelled` problems and no others."""
     shown = table if table.labels is None else table.with_labels_of(np.arange(cfg.labelled))
-    return make(cfg.method, cfg.class_balance, cfg.one_right).fit(shown)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of is in its report
+        return make(cfg.method, cfg.class_balance, cfg.one_right).fit(shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from forge.verifiers.weaver import (
     ScoreTable,
     load,
 )
-from forge.verifiers.weaver.calibration import auc, ece
+from forge.verifiers.weaver.calibration import auc, ece, log_loss
 from forge.verifiers.weaver.selection import selection_accuracy
 from forge.verifiers.weaver.synthetic import Truth, generate, scenario
 
@@ -86,7 +87,7 @@ def test_probabilities_and_what_has_none(make: Callable[[], Aggregator], table: 
     np.testing.assert_array_equal(np.isnan(p), unscored)
     assert (p[~unscored] >= 0).all()
     assert (p[~unscored] <= 1).all()
-    assert auc(p, table.labels) > 0.6
+    assert auc(p, table.labels) > 0.55
 
 
 @quiet
@@ -103,7 +104,7 @@ def test_a_file_holds_all_there_is(make: Callable[[], Aggregator], table: ScoreT
     again.partial_fit(table.take(range(10)))
     fitted.partial_fit(table.take(range(10)))
     np.testing.assert_array_equal(again.predict_proba(table), fitted.predict_proba(table))
-    assert fitted.report.problems >= 40
+    assert fitted.report.problems == 50
 
 
 def test_files_that_are_no_aggregators(table: ScoreTable, tmp_path: Path):
@@ -168,17 +169,20 @@ UNSUPERVISED = [maker for maker in MAKERS if not isinstance(maker(), AnchoredLog
 @pytest.mark.parametrize("make", UNSUPERVISED, ids=lambda make: type(make()).__name__)
 def test_labels_are_not_looked_at(make: Callable[[], Aggregator], table: ScoreTable):
     blind = table.with_labels_of([])
-    guess = dataclasses.replace(table, labels=1 - table.labels) if not isinstance(make(), Auto) else blind
+    guess = dataclasses.replace(table, labels=1 - table.labels)
+    if isinstance(make(), Auto):
+        # Fewer than it uses.
+        guess = guess.with_labels_of(range(4))
     found = make().fit(guess).predict_proba(blind)
     np.testing.assert_array_equal(found, make().fit(blind).predict_proba(blind))
 
 
 @quiet
-@settings(max_examples=8, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from([0.1, 0.3, 0.6, 0.8]), st.booleans())
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.02, 0.1, 0.3, 0.6, 0.8, 0.98]), st.booleans())
 def test_the_classes_never_swap(seed: int, balance: float, verdicts: bool):
     """Whatever the seed, what all verifiers call better is more probable."""
-    truth = generate(60, 10, 9, balance=balance, verdicts=verdicts, seed=seed, areas=(0.6, 0.85))
+    truth = generate(40, 8, 9, balance=balance, verdicts=verdicts, seed=seed, areas=(0.6, 0.85))
     hidden = truth.table.with_labels_of([])
     for make in (DawidSkene, BinnedDawidSkene, CorrelatedMixture, MedianTriplets, Auto, PublishedWeaver):
         p = make().fit(hidden).predict_proba(hidden)
@@ -280,9 +284,12 @@ def test_auto_goes_by_labels_then_by_independence(table: ScoreTable):
     assert found.report.residual_correlation is not None
     assert found.report.residual_correlation < 0.05
     assert found.report.warnings == []
-    both = Auto().fit(independent.with_labels_of(range(8)))
-    losses = both.report.details["log_loss_of_labels"]
-    assert both.report.method == f"Auto: {min(losses, key=losses.get)}"
+    rest = independent.take(range(8, 100))
+    with_labels = Auto().fit(independent.with_labels_of(range(8))).predict_proba(rest)
+    without = Auto().fit(independent.with_labels_of([])).predict_proba(rest)
+    alone = AnchoredLogistic().fit(independent.with_labels_of(range(8))).predict_proba(rest)
+    losses = [log_loss(p, rest.labels) for p in (with_labels, without, alone)]
+    assert losses[0] <= min(losses) + 0.01
     assert np.array(found.report.correlation).shape == (24, 24)
     one_class = dataclasses.replace(independent, labels=np.ones((100, 32)))
     with pytest.warns(UserWarning, match="all labels are of one class"):
@@ -332,6 +339,184 @@ def test_one_right_response_of_each_problem():
     rank = RankMean(1 / 6).fit(hidden).predict_proba(hidden)
     assert selection_accuracy(p, right) > selection_accuracy(rank, right) + 0.2
     assert ece(p, right) < 0.05
+
+
+def only(table: ScoreTable, mask: np.ndarray) -> ScoreTable:
+    """With scores of some responses alone."""
+    return dataclasses.replace(table, scores=np.where(mask[..., None], table.scores, np.nan))
+
+
+def test_losses_are_compared_on_the_same_responses():
+    """Only one of five labelled problems has right responses, so it cannot be held out: labels cannot be judged."""
+    made = generate(200, 8, 10, balance=0.1, seed=3, areas=(0.6, 0.85)).table
+    assert made.labels is not None
+    some = made.labels.sum(1) > 0
+    labelled = np.concatenate([np.flatnonzero(some)[:1], np.flatnonzero(~some)[:4]])
+    shown = made.with_labels_of(labelled)
+    anchored = AnchoredLogistic().fit(shown)
+    assert np.isnan(anchored.held_out).sum() == 8
+    with pytest.warns(UserWarning, match="to hold any out"):
+        assert Auto().fit(shown).report.method == "Auto: BinnedDawidSkene"
+    two = np.full_like(made.labels, np.nan)
+    two[0], two[1] = 1, 0
+    none = AnchoredLogistic().fit(dataclasses.replace(made, labels=two))
+    assert none.report.details["penalty"] == 1000
+    assert none.report.details["log_loss"] is None
+
+
+@quiet
+@every
+def test_what_nothing_scored_is_not_learned_from(make: Callable[[], Aggregator], table: ScoreTable):
+    if isinstance(make(), Majority | Auto):
+        return
+    plain = dataclasses.replace(table.take(range(30)), families=None)
+    assert plain.labels is not None
+    holes = ScoreTable(
+        np.concatenate([plain.scores, only(plain, np.zeros(plain.present.shape, bool)).scores]),
+        plain.verifiers,
+        labels=np.concatenate([plain.labels, np.where(plain.present, 1.0, np.nan)]),
+        present=np.concatenate([plain.present] * 2),
+    )
+    fitted = make().fit(holes)
+    if getattr(make(), "one_right", False):
+        assert np.isfinite(fitted.predict_proba(plain)[plain.present & ~np.isnan(plain.scores).all(2)]).all()
+    else:
+        np.testing.assert_allclose(fitted.predict_proba(plain), make().fit(plain).predict_proba(plain), atol=1e-12)
+    before, report = fitted.predict_proba(plain), fitted.report.to_dict()
+    fitted.partial_fit(only(plain, np.zeros(plain.present.shape, bool)))
+    np.testing.assert_array_equal(fitted.predict_proba(plain), before)
+    assert fitted.report.to_dict() == report
+
+
+def test_an_unscored_response_may_be_the_right_one():
+    """It counts with evidence 0 against the others, and has no probability of its own."""
+    made = generate(40, 10, 6, seed=0).table.with_labels_of([])
+    fitted = CorrelatedMixture(one_right=True).fit(made)
+    gone = np.ones((40, 10), bool)
+    gone[0, 5:] = False
+    p = fitted.predict_proba(only(made, gone))[0]
+    assert np.isnan(p[5:]).all()
+    evidence = fitted.evidence(fitted._data(made))[:5]
+    np.testing.assert_allclose(p[:5], np.exp(evidence) / (np.exp(evidence).sum() + 5))
+    mean = RankMean(0.3).fit(only(made, gone)).predict_proba(only(made, gone))
+    assert np.nanmean(mean) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    "make", [BinnedDawidSkene, DawidSkene, CorrelatedMixture, Online], ids=lambda make: make.__name__
+)
+def test_one_problem_more_does_not_move_the_prior(make: Callable[[], Aggregator]):
+    made = generate(300, 8, 9, balance=0.4, areas=(0.65, 0.8), seed=0).table
+    assert made.labels is not None
+    hidden, test = made.with_labels_of([]), made.take(range(200, 300))
+    fitted = make().fit(hidden.take(range(200)))
+    before = fitted.predict_proba(test)
+    fitted.partial_fit(hidden.take(np.flatnonzero(made.labels[:200].sum(1) == 0)[:1]))
+    assert np.abs(fitted.predict_proba(test) - before).mean() < 0.01
+
+
+@pytest.mark.parametrize("balance", [0.02, 0.98])
+def test_nearly_all_wrong_or_right(balance: float):
+    made = generate(120, 16, 12, balance=balance, seed=0, areas=(0.6, 0.85)).table
+    hidden = made.with_labels_of([])
+    rank = auc(RankMean().fit(hidden).predict_proba(hidden), made.labels)
+    for make in (BinnedDawidSkene, CorrelatedMixture):
+        fitted = make().fit(hidden)
+        p = fitted.predict_proba(hidden)
+        assert ece(p, made.labels) < 0.1
+        assert auc(p, made.labels) > rank - 0.02
+        assert not dataclasses.replace(make(), steps=2).fit(hidden).report.details["converged"]
+
+
+@quiet
+@pytest.mark.parametrize("make", UNSUPERVISED, ids=lambda make: type(make()).__name__)
+def test_the_order_of_verifiers_does_not_matter(make: Callable[[], Aggregator]):
+    made = scenario("correlated", 0, problems=30, responses=8, verifiers=12).table.with_labels_of([])
+    turned = made.select([made.verifiers[v] for v in np.random.default_rng(0).permutation(12)])
+    np.testing.assert_allclose(
+        make().fit(turned).predict_proba(turned), make().fit(made).predict_proba(made), atol=1e-9
+    )
+
+
+@quiet
+def test_auto_knows_that_one_is_right():
+    rng = np.random.default_rng(0)
+    right = np.eye(6)[rng.integers(0, 6, 200)]
+    made = ScoreTable(right[..., None] + rng.normal(size=(200, 6, 5)), tuple("abcde"), labels=right)
+    hidden = made.with_labels_of([])
+    fitted = Auto(one_right=True).fit(hidden)
+    assert fitted.report.residual_correlation is not None
+    assert fitted.report.residual_correlation < 0.05
+    np.testing.assert_allclose(fitted.predict_proba(hidden).sum(1), 1)
+    with pytest.warns(UserWarning, match="the rank mean is taken;"):
+        fallen = Auto(one_right=True, gate=-1.0, agreement=2.0).fit(hidden)
+    assert fallen.report.class_balance == pytest.approx(1 / 6)
+
+
+def test_the_published_posterior_is_that_of_all_four_entries():
+    made = generate(60, 10, 6, verdicts=True, seed=0).table.with_labels_of([])
+    fitted = PublishedWeaver(class_balance=0.3).fit(made)
+    said, mu = made.flat, np.clip(fitted.mu, 0.01, 0.99)
+    assert np.abs(mu.reshape(6, 2, 2).sum(1) - 1).max() > 0.01
+    expected = []
+    for row in said:
+        likelihood = [1 - 0.3, 0.3]
+        for y in (0, 1):
+            for i, verdict in enumerate(row):
+                likelihood[y] *= mu[2 * i + int(verdict), y]
+        expected.append(likelihood[1] / sum(likelihood))
+    np.testing.assert_allclose(fitted.predict_proba(made).ravel(), expected, atol=1e-12)
+
+
+def test_a_failed_fit_leaves_what_was_there(table: ScoreTable):
+    unfitted = AnchoredLogistic()
+    with pytest.raises(ValueError, match="two labelled problems"):
+        unfitted.fit(table.with_labels_of([]))
+    with pytest.raises(ValueError, match="has not been fitted"):
+        unfitted.predict_proba(table)
+    fitted = RankMean().fit(table)
+    before = fitted.predict_proba(table)
+    with pytest.raises(ValueError, match="no verifier is left"):
+        fitted.fit(ScoreTable(np.ones((2, 2, 1)), ("constant",)))
+    np.testing.assert_array_equal(fitted.predict_proba(table), before)
+
+
+def test_settings_that_cannot_be(table: ScoreTable):
+    for make in (RankMean, BinnedDawidSkene, CorrelatedMixture, PublishedWeaver, Auto):
+        for balance in (0.0, 1.0, -1.0, float("nan")):
+            with pytest.raises(ValueError, match="class_balance is the share"):
+                make(class_balance=balance).fit(table)
+    with pytest.raises(TypeError, match="bins"):
+        DawidSkene(bins=8)  # type: ignore[call-arg]
+    for balance in (0.002, 0.998):
+        assert BinnedDawidSkene(class_balance=balance).fit(table).report.class_balance == pytest.approx(balance)
+
+
+def test_a_majority_needs_no_scores():
+    constant = ScoreTable(np.ones((1, 3, 1)), ("rule",), answers=[["1", "1", "2"]])
+    np.testing.assert_allclose(Majority().fit(constant).predict_proba(constant), [[2 / 3, 2 / 3, 1 / 3]])
+
+
+def test_arrays_that_a_file_lacks_or_has_too_many_of(table: ScoreTable, tmp_path: Path):
+    BinnedDawidSkene().fit(table).save(tmp_path / "fit.npz")
+    with np.load(tmp_path / "fit.npz") as file:
+        arrays = dict(file)
+    header = json.loads(arrays["header"].tobytes())
+    header["verifiers"] = header["verifiers"][:2]
+    fewer = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    for changed, said in (
+        ({name: value for name, value in arrays.items() if name != "ratios"}, "lacks 'ratios'"),
+        ({**arrays, "more": np.ones(1)}, "also has more"),
+        ({**arrays, "header": fewer}, "not of its 2 verifiers"),
+    ):
+        np.savez(tmp_path / "odd.npz", **changed)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=said):
+            load(tmp_path / "odd.npz")
+    whole = (tmp_path / "fit.npz").read_bytes()
+    for at in range(0, len(whole), len(whole) // 40):
+        (tmp_path / "bent.npz").write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with contextlib.suppress(ValueError):  # nothing else, such as zlib.error
+            load(tmp_path / "bent.npz")
 
 
 def test_a_table_too_small_to_judge():

@@ -24,7 +24,7 @@ from forge.verifiers.weaver.normalise import (
     to_bins,
     verdicts,
 )
-from forge.verifiers.weaver.prior import Prior
+from forge.verifiers.weaver.prior import Prior, sigmoid
 from forge.verifiers.weaver.published import loss, minimise
 from forge.verifiers.weaver.selection import (
     abstention,
@@ -63,7 +63,7 @@ def test_normal_scores_do_not_know_the_scale(seed: int, curve):
 def test_many_values_are_thinned_without_loss():
     x = np.random.default_rng(0).exponential(size=(20_000, 1))
     found = NormalScores.fit(x)
-    exact = scattered(x, 0)
+    exact = scattered(x, ["only"], 0)
     assert found.values.shape[1] <= 1024
     assert np.abs(found(x) - exact).max() < 0.02
 
@@ -152,6 +152,38 @@ def test_priors_at_the_edge():
     evidence, problem = np.random.default_rng(0).normal(0, 3, 400), np.repeat(np.arange(40), 10)
     _, held = prior.step(evidence, problem, balance=0.25)
     assert held.balance == pytest.approx(0.25)
+
+
+def test_small_probabilities_keep_their_order():
+    found = sigmoid(np.array([-700.0, -60.0, -50.0, 0.0, 2.0, 700.0]))
+    assert (np.diff(found) > 0).all()
+    np.testing.assert_allclose(found[[1, 3, 4]], [np.exp(-60), 0.5, 1 / (1 + np.exp(-2))])
+
+
+def test_a_prior_goes_on_from_what_it_saw():
+    """Counts of earlier problems weigh as problems do, and no rate is lost for good."""
+    rng = np.random.default_rng(0)
+    problem = np.repeat(np.arange(60), 10)
+    evidence = 4.0 * (2 * (rng.random(600) < 0.2) - 1)
+    whole, first = Prior.start(0.5, by_problem=True), Prior.start(0.5, by_problem=True)
+    for _ in range(200):
+        whole, first = whole.step(evidence, problem, None)[1], first.step(evidence[:300], problem[:300], None)[1]
+    assert first.weights.min() > 1e-6
+    then = Prior(first.rates, first.weights, first.counts)
+    for _ in range(200):
+        then = then.step(evidence[300:], problem[300:] - 30, None)[1]
+    assert then.balance == pytest.approx(whole.balance, abs=0.02)
+    assert then.counts.sum() == pytest.approx(60)
+
+
+def test_the_likelihood_of_a_problem_by_enumeration():
+    prior, evidence = Prior(np.array([0.2, 0.7]), np.array([0.4, 0.6])), np.array([1.0, -2.0, 0.5])
+    expected = sum(
+        weight * np.prod(np.where(y, rate, 1 - rate)) * np.exp(evidence @ y)
+        for y in map(np.array, product((0, 1), repeat=3))
+        for rate, weight in zip(prior.rates, prior.weights, strict=True)
+    )
+    assert prior.log_likelihood(evidence, np.zeros(3, int)) == pytest.approx(np.log(expected))
 
 
 def test_the_rates_of_problems_are_found():
@@ -293,6 +325,7 @@ def test_bootstrap_draws_problems_whole():
     low, high = bootstrap(lambda drawn: float(values[drawn].mean()), 400)
     assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
     assert low < values.mean() < high
+    assert np.isnan(bootstrap(lambda drawn: NAN, 3)).all()
 
 
 @few
@@ -349,3 +382,5 @@ def test_abstention_trades_coverage_for_accuracy():
     np.testing.assert_allclose(found.accuracy, [1, 2 / 3])
     assert threshold_for(p, y, 0.9) == 0.9
     assert threshold_for(p, 1 - y, 1.0) == float("inf")
+    # The best response of all has no label: what is judged is the best of those that have.
+    assert abstention(np.array([[0.9, 0.6]]), np.array([[NAN, 1.0]])).threshold == [0.6]

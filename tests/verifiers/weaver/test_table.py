@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields
 from pathlib import Path
 
@@ -163,6 +164,67 @@ def test_the_public_layout(tmp_path: Path):
         from_public([{**PUBLIC[0], "PRM_max_scores": [1.0]}])
     with pytest.raises(ValueError, match="no column ends in _scores"):
         from_public([{"samples": ["a"]}])
+
+
+def test_public_rows_of_other_kinds(tmp_path: Path):
+    row = {"A_scores": np.array([0.1, 0.2]), "samples": np.array(["a", "b"]), "A_verdicts": [np.True_, np.False_]}
+    rows = [
+        {**row, "P_min_scores": [1, 2], "P_max_scores": [3, 4], "instruction": "q"},
+        {**row, "P_min_scores": [1, 2], "P_max_scores": [3, 4], "instruction": None},
+    ]
+    table = from_public(rows)
+    assert table.verifiers == ("A_scores", "A_verdicts", "P_max", "P_min")
+    assert table.families == ("A", "A", "P", "P")
+    np.testing.assert_array_equal(table.scores[0, :, 1], [1, 0])
+    assert table.prompts == ["q", ""]
+    with pytest.raises(ValueError, match="problem 0, answer_correct: labels are 1, 0 or missing"):
+        from_public([{**row, "answer_correct": ["yes", "no"]}])
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for kind in (arrow.large_list(arrow.float64()), arrow.list_(arrow.float64(), 2)):
+        parquet.write_table(arrow.table({"A_scores": arrow.array([[0.1, 0.2]], kind)}), tmp_path / "large.parquet")
+        np.testing.assert_array_equal(ScoreTable.load(tmp_path / "large.parquet").scores, [[[0.1], [0.2]]])
+
+
+def test_odd_columns_of_parquet(tmp_path: Path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "odd.parquet"
+    rows = {"problem": [0, 1], "rm": [2**60 + 1, 3], "prompt": ["a", None]}
+    parquet.write_table(arrow.table(rows), path)
+    table = ScoreTable.load(path)
+    np.testing.assert_array_equal(table.scores.ravel(), [2.0**60, 3])
+    assert table.prompts == ["a", ""]
+    parquet.write_table(arrow.table({**rows, "prompt": arrow.array([None, None], arrow.string())}), path)
+    assert ScoreTable.load(path).prompts is None
+    for change, said in (
+        ({"response": [None, 1]}, r"odd\.parquet: the column response has rows without"),
+        ({"label": ["yes", "no"]}, r"odd\.parquet, column label: labels are"),
+    ):
+        parquet.write_table(arrow.table(rows | change), path)
+        with pytest.raises(ValueError, match=said):
+            ScoreTable.load(path)
+
+
+def test_a_damaged_table_is_said_to_be_one(tmp_path: Path):
+    path = tmp_path / "scores.npz"
+    ragged().save(path)
+    whole = path.read_bytes()
+    with np.load(path) as file:
+        arrays = dict(file)
+    for at in range(0, len(whole), len(whole) // 60):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with contextlib.suppress(ValueError):  # nothing else, such as zlib.error
+            ScoreTable.load(path)
+    np.savez(path, more=np.ones(1), **arrays)
+    with pytest.raises(ValueError, match="also has more"):
+        ScoreTable.load(path)
+    del arrays["present"]
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match="lacks 'present'"):
+        ScoreTable.load(path)
 
 
 def test_parts_of_a_table():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,16 +18,19 @@ from .fit_report import FitReport
 from .table import ScoreTable
 
 FORMAT = "forge.verifiers.weaver 1"
+# What zip files that are damaged raise, besides OSError, EOFError and ValueError.
+BROKEN = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 @dataclasses.dataclass
 class Data:
-    """A table as the algorithms see it: one row a present response, one column a verifier that is used.
+    """A table as the algorithms see it: one row a response that was scored, one column a verifier that is used.
 
     Args:
         x: [responses, verifiers], NaN where missing.
-        problem: [responses] its number, rising.
+        problem: [responses] its number in the table, rising; problems may be left out.
         labels: [responses] 1, 0, NaN.
+        rows: [responses] their numbers among the present ones of the table.
         table: where it came from.
         columns: [verifiers] their numbers in the table.
     """
@@ -33,12 +38,24 @@ class Data:
     x: np.ndarray
     problem: np.ndarray
     labels: np.ndarray
+    rows: np.ndarray
     table: ScoreTable
     columns: np.ndarray
 
     @property
     def names(self) -> list[str]:
         return [self.table.verifiers[c] for c in self.columns]
+
+    @property
+    def unscored(self) -> np.ndarray:
+        """[problems of the table] responses that are not here because nothing scored them."""
+        return self.table.present.sum(1) - np.bincount(self.problem, minlength=len(self.table))
+
+    def take(self, mask: np.ndarray) -> Data:
+        """Some of the responses."""
+        return dataclasses.replace(
+            self, x=self.x[mask], problem=self.problem[mask], labels=self.labels[mask], rows=self.rows[mask]
+        )
 
 
 class Aggregator:
@@ -53,16 +70,29 @@ class Aggregator:
     """
 
     LEARNED: ClassVar[tuple[str, ...]] = ()
+    # Whether it goes by the verifiers' scores.
+    SCORES: ClassVar[bool] = True
     report: FitReport
     verifiers: tuple[str, ...]
     columns: np.ndarray
 
     def fit(self, table: ScoreTable) -> Self:
-        """Learn from a table. Verifiers that are constant or never gave a score are left out and reported.
+        """Learn from a table. Verifiers that are constant or never gave a score are left out and reported, and so are
+        responses that nothing scored. Where it fails, what was there before stays.
 
         Raises:
-            ValueError: no verifier is left, or the method lacks something that it needs (answers, labels).
+            ValueError: no verifier is left, the method lacks something that it needs (answers, labels), or
+                `class_balance` is no share.
         """
+        balance = getattr(self, "class_balance", None)
+        if balance is not None and not 0 < balance < 1:
+            raise ValueError(f"class_balance is the share of right responses, between 0 and 1: it is {balance}")
+        fresh = copy.copy(self)
+        fresh._fit(table)
+        vars(self).update(vars(fresh))
+        return self
+
+    def _fit(self, table: ScoreTable) -> None:
         self.verifiers = table.verifiers
         self.report = FitReport(type(self).__name__, problems=len(table), responses=int(table.present.sum()))
         flat = table.flat
@@ -74,21 +104,27 @@ class Aggregator:
             elif np.ptp(column[some]) == 0:
                 self.report.dropped[name] = f"it always said {column[some][0]:g}"
         self.columns = np.array([v for v, n in enumerate(self.verifiers) if n not in self.report.dropped], dtype=int)
-        if not len(self.columns):
+        if self.SCORES and not len(self.columns):
             raise ValueError("no verifier is left: each never gave a score or always the same one")
-        data = self._data(table, flat)
-        self.report.coverage = float((~np.isnan(data.x)).any(1).mean())
+        data = self._data(table)
+        self.report.coverage = len(data.x) / len(flat)
         self.learn(data)
-        return self
 
     def partial_fit(self, table: ScoreTable) -> Self:
-        """Go on learning from a further table; the first one is a fit. What was frozen then (scales, bins) stays so."""
+        """Go on learning from a further table; the first one is a fit. What was frozen then (scales, bins) stays so.
+
+        A table without any score changes nothing, and so does one that cannot be learned from (ValueError).
+        """
         if not hasattr(self, "report"):
             return self.fit(table)
         table = self._matched(table)
-        self.report.problems += len(table)
-        self.report.responses += int(table.present.sum())
-        self.update(self._data(table, table.flat))
+        data = self._data(table)
+        if len(data.x):
+            later = copy.deepcopy(self)
+            later.report.problems += len(table)
+            later.report.responses += int(table.present.sum())
+            later.update(data)
+            vars(self).update(vars(later))
         return self
 
     def predict_proba(self, table: ScoreTable) -> np.ndarray:
@@ -98,9 +134,11 @@ class Aggregator:
             ValueError: not fitted, or other verifiers than those of the fit.
         """
         table = self._matched(table)
-        data = self._data(table, table.flat)
-        found = np.asarray(self.posterior(data), dtype=np.float64)
-        return table.spread(np.where(self.scored(data), found, np.nan))
+        data = self._data(table)
+        out = np.full(int(table.present.sum()), np.nan)
+        if len(data.x):
+            out[data.rows] = self.posterior(data)
+        return table.spread(out)
 
     def learn(self, data: Data) -> None:
         raise NotImplementedError
@@ -119,7 +157,7 @@ class Aggregator:
     def warn(self, message: str) -> None:
         """Say it now and in the report."""
         self.report.warnings.append(message)
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=5)
 
     def save(self, path: str | Path) -> None:
         """Write one .npz file, aside and renamed; `load` reads it anywhere."""
@@ -137,12 +175,14 @@ class Aggregator:
 
     def _pack(self, prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """Put the arrays in, return the rest."""
-        parts = {}
+        parts: dict[str, Any] = {}
         for name in ("columns", *self.LEARNED):
             value = getattr(self, name)
             if isinstance(value, Aggregator):
                 parts[name] = value._pack(f"{prefix}{name}/", arrays)
-            elif value is not None:
+            elif value is None:
+                parts[name] = None
+            else:
                 arrays[f"{prefix}{name}"] = np.asarray(value)
         return {
             "kind": type(self).__name__,
@@ -154,21 +194,26 @@ class Aggregator:
 
     @classmethod
     def unpack(cls, header: dict[str, Any], prefix: str, arrays: dict[str, np.ndarray]) -> Self:
-        """The inverse of what `save` packs."""
+        """The inverse of what `save` packs; takes its arrays out. KeyError or ValueError where they do not fit."""
         made = cls(**header["settings"])
         made.verifiers = tuple(header["verifiers"])
         made.report = FitReport(**header["report"])
         for name in ("columns", *cls.LEARNED):
-            part = header["parts"].get(name)
-            if part is not None:
-                setattr(made, name, kind(part["kind"]).unpack(part, f"{prefix}{name}/", arrays))
+            if name not in header["parts"]:
+                setattr(made, name, arrays.pop(f"{prefix}{name}"))
+            elif (part := header["parts"][name]) is None:
+                setattr(made, name, None)
             else:
-                setattr(made, name, arrays.get(f"{prefix}{name}"))
+                setattr(made, name, kind(part["kind"]).unpack(part, f"{prefix}{name}/", arrays))
+        if not np.isin(made.columns, np.arange(len(made.verifiers))).all():
+            raise ValueError(f"its columns {made.columns} are not of its {len(made.verifiers)} verifiers")
         return made
 
-    def _data(self, table: ScoreTable, flat: np.ndarray) -> Data:
+    def _data(self, table: ScoreTable) -> Data:
+        flat = table.flat
         labels = np.full(len(flat), np.nan) if table.labels is None else table.labels[table.present]
-        return Data(flat[:, self.columns], table.problem_of, labels, table, self.columns)
+        data = Data(flat[:, self.columns], table.problem_of, labels, np.arange(len(flat)), table, self.columns)
+        return data.take(self.scored(data))
 
     def _matched(self, table: ScoreTable) -> ScoreTable:
         self._require_fit()
@@ -200,9 +245,14 @@ def load(path: str | Path) -> Aggregator:
         header = json.loads(arrays.pop("header").tobytes())
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']!r}, this reads {FORMAT!r}")
-        return kind(header["kind"]).unpack(header, "", arrays)
-    except (KeyError, TypeError, AttributeError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        found = kind(header["kind"]).unpack(header, "", arrays)
+        if arrays:
+            raise ValueError(f"it also has {', '.join(arrays)}")
+    except KeyError as error:
+        raise ValueError(f"{path} is not a saved aggregator: it lacks {error}") from error
+    except (TypeError, AttributeError, ValueError, OSError, EOFError, *BROKEN) as error:
         raise ValueError(f"{path} is not a saved aggregator: {error}") from error
+    return found
 
 
 def kind(name: str) -> type[Aggregator]:

@@ -22,7 +22,11 @@ class AnchoredLogistic(Aggregator):
 
     The penalty holds w alone, so with few labels the answer is the calibrated rank mean, and moves away from it as the
     labels allow. The scales are those of all responses, labelled or not. The penalty is the one with the least log loss
-    over folds that keep problems whole. A missing score counts as its verifier's mean.
+    over folds that keep problems whole; a fold without which only one class is left is not judged, and where none is,
+    the penalty is the largest. A missing score counts as its verifier's mean.
+
+    `held_out` has, for each labelled response that was scored, the log loss in nats of a fit without its fold; NaN
+    where that was not judged.
 
     Args:
         penalties: to choose from.
@@ -35,7 +39,15 @@ class AnchoredLogistic(Aggregator):
     penalties: tuple[float, ...] = PENALTIES
     folds: int = 10
 
-    LEARNED: ClassVar[tuple[str, ...]] = ("values", "heights", "line", "seen", "seen_labels", "seen_problems")
+    LEARNED: ClassVar[tuple[str, ...]] = (
+        "values",
+        "heights",
+        "line",
+        "seen",
+        "seen_labels",
+        "seen_problems",
+        "held_out",
+    )
 
     def learn(self, data: Data) -> None:
         normal = NormalScores.fit(data.x)
@@ -56,30 +68,36 @@ class AnchoredLogistic(Aggregator):
         groups = np.unique(self.seen_problems, return_inverse=True)[1]
         if not len(groups) or groups.max() < 1 or np.ptp(self.seen_labels) == 0:
             raise ValueError("logistic regression needs at least two labelled problems, with right and wrong responses")
-        penalty, held_out = self._choose(groups)
+        penalty, self.held_out = self._choose(groups)
+        judged = self.held_out[~np.isnan(self.held_out)]
         self.line = ridge_logistic(self.seen, self.seen_labels, penalty)
         self.report.class_balance = float(self.seen_labels.mean())
-        self.report.details.update(penalty=penalty, log_loss=held_out, labelled_problems=int(groups.max() + 1))
+        self.report.details.update(
+            penalty=penalty,
+            log_loss=float(judged.mean()) if len(judged) else None,
+            labelled_problems=int(groups.max() + 1),
+        )
         weights = self.line[2:] + self.line[1] / len(data.columns)
         separation = self._separation()
         for name, weight, distance in zip(data.names, weights, separation, strict=True):
             self.report.verifiers[name].update(weight=float(weight), separation=float(distance))
 
-    def _choose(self, groups: np.ndarray) -> tuple[float, float]:
-        """The penalty with the least log loss on held-out problems, and that loss a response, in nats."""
+    def _choose(self, groups: np.ndarray) -> tuple[float, np.ndarray]:
+        """The penalty with the least log loss on held-out problems, and that loss of each response."""
         fold = groups % min(self.folds, groups.max() + 1)
-        losses, judged = np.zeros(len(self.penalties)), 0
+        losses = np.full((len(self.penalties), len(fold)), np.nan)
         for held in range(fold.max() + 1):
             out = fold == held
             if np.ptp(self.seen_labels[~out]) == 0:
                 continue
-            judged += out.sum()
             for column, penalty in enumerate(self.penalties):
                 line = ridge_logistic(self.seen[~out], self.seen_labels[~out], penalty)
                 score = (2 * self.seen_labels[out] - 1) * (self.seen[out] @ line)
-                losses[column] += np.logaddexp(0, -score).sum()
-        best = int(losses.argmin())
-        return self.penalties[best], float(losses[best] / judged) if judged else float("inf")
+                losses[column, out] = np.logaddexp(0, -score)
+        if np.isnan(losses).all():
+            return max(self.penalties), losses[0]
+        best = int(np.nansum(losses, axis=1).argmin())
+        return self.penalties[best], losses[best]
 
     def _separation(self) -> np.ndarray:
         z, right = self.seen[:, 2:], self.seen_labels == 1

@@ -21,13 +21,14 @@ from .rank_mean import RankMean, rank_means
 class Auto(Aggregator):
     """Chooses by what the table allows. Without labels:
 
-    - verifiers that are conditionally independent as far as one can tell: `BinnedDawidSkene`;
+    - verifiers that are conditionally independent as far as one can tell: `BinnedDawidSkene`, or with `one_right` the
+      mixture, which knows what to make of that;
     - else, with a warning, `CorrelatedMixture`, if it orders the responses to a problem much as the rank mean does, and
       unless the problems themselves move the scores (that matters not where one response of each is right);
     - else, with a warning, `RankMean`, families counted as one, with the mean probability at pi.
 
-    With labels of at least `labelled` problems: `AnchoredLogistic`, unless what was chosen without labels predicts them
-    better than it does when it is held-out problems that are predicted.
+    With labels of at least `labelled` problems: `AnchoredLogistic`, if it predicts those of them that can be held out,
+    of both classes, better than what was chosen without labels does.
 
     Args:
         class_balance: the share of right responses where it is known.
@@ -51,8 +52,9 @@ class Auto(Aggregator):
         if self.one_right and self.class_balance is not None:
             raise ValueError("one_right gives the class balance itself: leave class_balance out")
         table = data.table
-        enough = len(table.labelled_problems()) >= self.labelled
-        if enough and np.ptp(data.labels[~np.isnan(data.labels)]) == 0:
+        known = ~np.isnan(data.labels)
+        enough = len(np.unique(data.problem[known])) >= self.labelled
+        if enough and np.ptp(data.labels[known]) == 0:
             self.warn("all labels are of one class: they are not used")
             enough = False
         independent = BinnedDawidSkene(class_balance=self.class_balance).fit(table)
@@ -64,13 +66,21 @@ class Auto(Aggregator):
             warning = "too few responses to tell whether the verifiers are conditionally independent: taken to be"
         elif rms > self.gate:
             self.chosen, warning = self._for_dependent(data, normal, independent, rms)
+        elif self.one_right:
+            self.chosen = self._mixture(data)
         if enough:
             supervised = AnchoredLogistic().fit(table)
-            losses = {"AnchoredLogistic": supervised.report.details["log_loss"]}
-            losses[type(self.chosen).__name__] = log_loss(self.chosen.posterior(data), data.labels)
-            self.report.details["log_loss_of_labels"] = losses
-            if losses["AnchoredLogistic"] <= losses[type(self.chosen).__name__]:
-                self.chosen, warning = supervised, None
+            labels, judged = data.labels[known], ~np.isnan(supervised.held_out)
+            if len(np.unique(labels[judged])) < 2:
+                self.warn("too few labelled problems have right responses, or wrong ones, to hold any out: not used")
+            else:
+                # On the same responses: losses of different problems say nothing about which method is better.
+                losses = {"AnchoredLogistic": float(supervised.held_out[judged].mean())}
+                name = type(self.chosen).__name__
+                losses[name] = log_loss(self.chosen.posterior(data)[known][judged], labels[judged])
+                self.report.details["log_loss_of_labels"] = losses
+                if losses["AnchoredLogistic"] <= losses[name]:
+                    self.chosen, warning = supervised, None
         if warning is not None:
             self.warn(warning)
         self._tell(rms, matrix, data.names)
@@ -80,16 +90,24 @@ class Auto(Aggregator):
     ) -> tuple[Aggregator, str]:
         """What to take where verifiers err together, and what to say about it."""
         together = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
-        mixture = CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance).fit(data.table)
+        mixture = self._mixture(data)
         agreement = within_problems(mixture.evidence(data), rank_means(normal), data.problem)
         effect = 0.0 if self.one_right else mixture.report.details["problem_effect"]
         self.report.details.update(agreement=agreement, problem_effect=effect)
         if agreement >= self.agreement and not effect > self.problem_effect:
             return mixture, f"{together}: the correlated mixture is taken; labels of a few problems would be safer"
-        balance = independent.report.class_balance or 0.5
-        guess = "" if self.class_balance is not None else f", and that {balance:.0%} are right is no more than a guess"
+        balance, guess = self.class_balance, ""
+        if self.one_right:
+            balance = len(data.table) / int(data.table.present.sum())
+        elif balance is None:
+            balance = independent.report.class_balance
+            guess = f", and that {balance:.0%} are right is no more than a guess"
+        assert balance is not None
         ranks = RankMean(balance, by_family=data.table.families is not None).fit(data.table)
         return ranks, f"{together}: the rank mean is taken{guess}; labels of a few problems would help most"
+
+    def _mixture(self, data: Data) -> CorrelatedMixture:
+        return CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance).fit(data.table)
 
     def update(self, data: Data) -> None:
         self.chosen.partial_fit(data.table)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from .aggregator import Aggregator, Data
-from .em import Counts, Solution, evidence, first_guess, solve
+from .em import Counts, Solution, evidence, search, solve
 from .normalise import NormalScores, bin_edges, to_bins
 from .prior import Prior
 from .rank_mean import rank_means
@@ -20,6 +20,7 @@ class BinnedDawidSkene(Aggregator):
 
     Labels are not looked at. Expectation maximisation (Dawid & Skene 1979) starts at the rank mean, and a higher score
     never counts against a response, so the classes cannot swap. A missing score says nothing.
+    `report.details["converged"]` is False where the steps ran out.
 
     Args:
         bins: quantile bins a verifier; a verifier with at most that many different scores has one for each.
@@ -32,26 +33,61 @@ class BinnedDawidSkene(Aggregator):
     bins: int = 8
     class_balance: float | None = None
     shrink: float = 2.0
-    steps: int = 60
+    steps: int = 200
     by_problem: bool = True
 
-    LEARNED: ClassVar[tuple[str, ...]] = ("edges", "ratios", "right", "wrong", "totals", "rates", "weights")
+    LEARNED: ClassVar[tuple[str, ...]] = ("edges", "ratios", "right", "wrong", "totals", "rates", "weights", "tally")
 
     MONOTONE: ClassVar = True
 
     def learn(self, data: Data) -> None:
         self.edges = self.cut(data)
-        balance = self.class_balance or 0.5
-        self._solve(data, first_guess(self._anchor(data), balance), Prior.start(balance, self.by_problem), None)
+        codes, u = self.codes(data), rank_means(NormalScores.fit(data.x)(data.x))
+
+        def found(monotone: bool) -> Solution:
+            return search(
+                codes,
+                self.bins,
+                data.problem,
+                u,
+                shrink=self.shrink,
+                monotone=monotone,
+                balance=self.class_balance,
+                by_problem=self.by_problem,
+                steps=self.steps,
+            )
+
+        solution = found(self.MONOTONE)
+        if not self.MONOTONE and solution.r @ (u - u.mean()) < 0:
+            # The classes have swapped: with higher scores bound to be better they cannot.
+            solution = found(True)
+        self._keep(solution)
+        self.tell(data)
 
     def update(self, data: Data) -> None:
-        past = Counts(self.right, self.wrong, self.totals)
-        self._solve(data, self.posterior(data), Prior(self.rates, self.weights), past, self.fading)
+        solution = solve(
+            self.codes(data),
+            self.bins,
+            data.problem,
+            self.posterior(data),
+            Prior(self.rates, self.weights, self.remembered(data)),
+            shrink=self.shrink,
+            monotone=self.MONOTONE,
+            balance=self.class_balance,
+            past=Counts(self.right, self.wrong, self.totals),
+            decay=self.fading(data),
+            steps=self.steps,
+        )
+        self._keep(solution)
+        self.tell(data)
 
-    @property
-    def fading(self) -> float:
-        """What an earlier response still counts after an update."""
+    def fading(self, data: Data) -> float:
+        """What an earlier response still counts after an update with these."""
         return 1.0
+
+    def remembered(self, data: Data) -> np.ndarray:
+        """[rates] the earlier problems of each rate that still count, as of `Prior.past`."""
+        return self.tally
 
     def cut(self, data: Data) -> np.ndarray:
         """[verifiers, bins - 1] edges of the bins."""
@@ -68,38 +104,12 @@ class BinnedDawidSkene(Aggregator):
         """[verifiers, responses] the bin of each score, `bins` where it says nothing."""
         return to_bins(data.x, self.edges)
 
-    def _solve(self, data: Data, r: np.ndarray, prior: Prior, past: Counts | None, fading: float = 1) -> None:
-        codes = self.codes(data)
-
-        def solved(monotone: bool) -> Solution:
-            return solve(
-                codes,
-                self.bins,
-                data.problem,
-                r,
-                prior,
-                shrink=self.shrink,
-                monotone=monotone,
-                balance=self.class_balance,
-                past=past,
-                decay=fading,
-                steps=self.steps,
-            )
-
-        found = solved(self.MONOTONE)
-        if past is None and not self.MONOTONE and np.dot(found.r - found.r.mean(), self._anchor(data)) < 0:
-            # The classes have swapped: with higher scores bound to be better they cannot.
-            found = solved(True)
+    def _keep(self, found: Solution) -> None:
         self.ratios, self.rates, self.weights = found.ratios, found.prior.rates, found.prior.weights
         self.right, self.wrong, self.totals = found.counts.right, found.counts.wrong, found.counts.balance
+        self.tally = found.prior.counts
         self.report.class_balance = found.prior.balance
-        self.report.details["steps"] = found.steps
-        self.tell(data)
-
-    def _anchor(self, data: Data) -> np.ndarray:
-        """[responses] the rank mean, centred."""
-        u = rank_means(NormalScores.fit(data.x)(data.x))
-        return u - u.mean()
+        self.report.details.update(steps=found.steps, converged=found.converged)
 
     def tell(self, data: Data) -> None:
         """A verifier's weight is the mean size of its log ratio."""
@@ -110,7 +120,5 @@ class BinnedDawidSkene(Aggregator):
 
 def estimate_balance(x: np.ndarray, problem: np.ndarray) -> float:
     """The share of right responses that the binned model finds in [responses, verifiers]."""
-    edges = bin_edges(x, 8)
-    guess = first_guess(rank_means(NormalScores.fit(x)(x)), 0.5)
-    prior = Prior.start(0.5, by_problem=True)
-    return solve(to_bins(x, edges), 8, problem, guess, prior, shrink=2.0, monotone=True).prior.balance
+    codes, u = to_bins(x, bin_edges(x, 8)), rank_means(NormalScores.fit(x)(x))
+    return search(codes, 8, problem, u, shrink=2.0, monotone=True).prior.balance

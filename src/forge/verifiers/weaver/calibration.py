@@ -104,10 +104,12 @@ def bootstrap(
     """Percentile interval of a statistic over problems drawn anew, whole: responses to one problem are not independent.
 
     Args:
-        statistic: a number from [problems] the problems drawn; NaN is left out.
+        statistic: a number from [problems] the problems drawn; NaN is left out. The interval is NaN where all are.
     """
     rng = np.random.default_rng(seed)
     found = [statistic(rng.integers(0, problems, problems)) for _ in range(draws)]
+    if np.isnan(found).all():
+        return float("nan"), float("nan")
     low, high = np.nanquantile(found, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .aggregator import Aggregator, Data
 from .dependence import problem_correlation
-from .em import first_guess
+from .em import STARTS, first_guess, thinned
 from .normalise import NormalScores, imputed, scattered
 from .prior import Prior
 
@@ -41,7 +41,7 @@ class CorrelatedMixture(Aggregator):
     one_right: bool = False
     class_balance: float | None = None
     shrink: float = 0.02
-    steps: int = 150
+    steps: int = 300
     most: int = 20_000
     seed: int = 0
 
@@ -53,6 +53,7 @@ class CorrelatedMixture(Aggregator):
         "offset",
         "rates",
         "weights",
+        "tally",
         "mass",
         "sums",
         "moments",
@@ -61,31 +62,49 @@ class CorrelatedMixture(Aggregator):
     def learn(self, data: Data) -> None:
         if self.one_right and self.class_balance is not None:
             raise ValueError("one_right gives the class balance itself: leave class_balance out")
-        if self.one_right and data.problem[-1] + 1 == len(data.problem):
+        if self.one_right and data.table.present.sum(1).max() == 1:
             raise ValueError("one_right needs problems of several responses: each has one")
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
         kept = self._sample(data.problem)
-        x, self.precision = imputed(scattered(data.x[kept], self.seed))
-        problem = np.unique(data.problem[kept], return_inverse=True)[1]
-        u, m = x.mean(1), x.shape[1]
-        balance = self.class_balance or ((problem[-1] + 1) / len(problem) if self.one_right else 0.5)
+        unscored, data = data.unscored, data.take(kept)
+        x, self.precision = imputed(scattered(data.x, data.names, self.seed))
+        problem, m = data.problem, x.shape[1]
         past = np.zeros(2), np.zeros((2, m)), np.zeros((m, m))
-        start = first_guess(u - u.mean(), balance), Prior.start(balance, by_problem=True)
-        r = self._maximise(x, problem, past, start, data.names)
+
+        def begun(some: np.ndarray, balance: float) -> tuple[np.ndarray, Prior]:
+            guess, prior = first_guess(x[some].mean(1), balance), Prior.start(balance, by_problem=True)
+            return self._maximise(x[some], problem[some], past, (guess, prior), unscored)
+
+        if self.one_right:
+            r, _ = begun(np.ones(len(x), dtype=bool), len(data.table) / data.table.present.sum())
+        elif self.class_balance is not None:
+            r, _ = begun(np.ones(len(x), dtype=bool), self.class_balance)
+        else:
+            # One start may end far from the truth where nearly all responses are wrong or right.
+            some, found = thinned(problem), []
+            for balance in STARTS:
+                _, prior = begun(some, balance)
+                likelihood = self._log_likelihood(x[some], problem[some], prior)
+                found.append((likelihood, self._judge(x @ self.line - self.offset, problem, prior, unscored)))
+            r, prior = max(found, key=lambda pair: pair[0])[1]
+            start = r, Prior(prior.rates, prior.weights)
+            r, _ = self._maximise(x, problem, past, start, unscored)
+        self._tell(data.names)
         residual = x - np.stack([r, 1 - r], axis=1) @ (self.sums / (self.mass[:, None] + 1e-9))
         self.report.details["problem_effect"] = problem_correlation(residual, problem)
 
     def _sample(self, problem: np.ndarray) -> np.ndarray:
-        drawn = np.random.default_rng(self.seed).permutation(problem[-1] + 1)
+        drawn = np.random.default_rng(self.seed).permutation(np.unique(problem))
         sizes = np.bincount(problem)[drawn]
         return np.isin(problem, drawn[: max(1, (np.cumsum(sizes) <= self.most).sum())])
 
     def update(self, data: Data) -> None:
         x, _ = imputed(NormalScores(self.values, self.heights)(data.x), self.precision)
-        prior, past = Prior(self.rates, self.weights), (self.mass, self.sums, self.moments)
-        start = self._judge(x @ self.line - self.offset, data.problem, prior)
-        self._maximise(x, data.problem, past, start, data.names)
+        prior, past = Prior(self.rates, self.weights, self.tally), (self.mass, self.sums, self.moments)
+        r, _ = self._judge(x @ self.line - self.offset, data.problem, prior, data.unscored)
+        self._maximise(x, data.problem, past, (r, prior), data.unscored)
+        self._tell(data.names)
 
     def _maximise(
         self,
@@ -93,41 +112,61 @@ class CorrelatedMixture(Aggregator):
         problem: np.ndarray,
         past: tuple[np.ndarray, np.ndarray, np.ndarray],
         start: tuple[np.ndarray, Prior],
-        names: list[str],
-    ) -> np.ndarray:
+        unscored: np.ndarray,
+    ) -> tuple[np.ndarray, Prior]:
         """From [responses, verifiers] without gaps, what earlier responses sum to, and probabilities to start from."""
         r, prior = start
-        self.moments, step = past[2] + x.T @ x, 0
-        for step in range(1, self.steps + 1):  # noqa: B007
+        self.moments = past[2] + x.T @ x
+        step, moved = 0, np.inf
+        while step < self.steps and moved >= TOLERANCE:
+            step += 1
             both = np.stack([r, 1 - r])
             self.mass, self.sums = past[0] + both.sum(1), past[1] + both @ x
-            high, low = means = self.sums / (self.mass[:, None] + 1e-9)
-            distance = np.maximum(high - low, 0.0)
-            covariance = (self.moments - means.T @ self.sums) / self.mass.sum()
-            spread = np.sqrt(np.diag(covariance)) + 1e-6
-            line = np.linalg.solve((1 - self.shrink) * covariance + self.shrink * np.diag(spread**2), distance)
-            self.line, self.offset, last = line, np.array((high + low) @ line / 2), r
-            r, prior = self._judge(x @ line - self.offset, problem, prior)
-            if np.abs(r - last).max() < TOLERANCE:
-                break
-        self.rates, self.weights = prior.rates, prior.weights
-        self.report.class_balance = float(r.mean())
-        self.report.details["steps"] = step
-        for name, weight, apart in zip(names, line, distance / spread, strict=True):
-            self.report.verifiers[name].update(weight=float(weight), separation=float(apart))
-        return r
+            means, distance, covariance = self._model()
+            self.line = np.linalg.solve(covariance, distance)
+            self.offset, last = np.array(means.mean(0) @ self.line), r
+            r, prior = self._judge(x @ self.line - self.offset, problem, prior, unscored)
+            moved = np.abs(r - last).max()
+        self.rates, self.weights, self.tally = prior.rates, prior.weights, prior.counts
+        self.report.class_balance = float(self.mass[0] / self.mass.sum())
+        self.report.details.update(steps=step, converged=bool(moved < TOLERANCE))
+        return r, prior
 
-    def _judge(self, evidence: np.ndarray, problem: np.ndarray, prior: Prior) -> tuple[np.ndarray, Prior]:
+    def _model(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Means of the right and of the wrong [2, verifiers], how far apart, never below 0, and the covariance."""
+        means = self.sums / (self.mass[:, None] + 1e-9)
+        covariance = (self.moments - means.T @ self.sums) / self.mass.sum()
+        shrunk = (1 - self.shrink) * covariance + self.shrink * np.diag((np.sqrt(np.diag(covariance)) + 1e-6) ** 2)
+        return means, np.maximum(means[0] - means[1], 0.0), shrunk
+
+    def _log_likelihood(self, x: np.ndarray, problem: np.ndarray, prior: Prior) -> float:
+        """Of the scores, but for a constant."""
+        means, distance, covariance = self._model()
+        # The evidence is that of two means about the middle of those found; this is the way from the lower one.
+        away = x - means.mean(0) + distance / 2
+        squares = (away * np.linalg.solve(covariance, away.T).T).sum()
+        evidence = x @ self.line - self.offset
+        return float(
+            prior.log_likelihood(evidence, problem) - (squares + len(x) * np.linalg.slogdet(covariance)[1]) / 2
+        )
+
+    def _tell(self, names: list[str]) -> None:
+        _, distance, covariance = self._model()
+        for name, weight, apart in zip(names, self.line, distance / np.sqrt(np.diag(covariance)), strict=True):
+            self.report.verifiers[name].update(weight=float(weight), separation=float(apart))
+
+    def _judge(
+        self, evidence: np.ndarray, problem: np.ndarray, prior: Prior, unscored: np.ndarray
+    ) -> tuple[np.ndarray, Prior]:
         if self.one_right:
-            return one_of_each(evidence, problem), prior
+            return one_of_each(evidence, problem, unscored), prior
         return prior.step(evidence, problem, self.class_balance)
 
     def posterior(self, data: Data) -> np.ndarray:
         evidence = self.evidence(data)
         if not self.one_right:
             return Prior(self.rates, self.weights).posterior(evidence, data.problem)
-        # What nobody scored cannot be the right one, and is not given a probability.
-        return one_of_each(np.where(self.scored(data), evidence, -np.inf), data.problem)
+        return one_of_each(evidence, data.problem, data.unscored)
 
     def evidence(self, data: Data) -> np.ndarray:
         """[responses] log P(scores | right) / P(scores | wrong)."""
@@ -135,10 +174,17 @@ class CorrelatedMixture(Aggregator):
         return x @ self.line - self.offset
 
 
-def one_of_each(evidence: np.ndarray, problem: np.ndarray) -> np.ndarray:
-    """[responses] probabilities that sum to 1 over each problem; `problem` rises."""
+def one_of_each(evidence: np.ndarray, problem: np.ndarray, unscored: np.ndarray) -> np.ndarray:
+    """[responses] probabilities that sum to 1 over each problem, with those of the responses that nothing scored.
+
+    Args:
+        evidence, problem: [responses], `problem` rising.
+        unscored: [problems] how many further responses there are, with evidence 0.
+    """
     starts = np.flatnonzero(np.diff(problem, prepend=-1))
     sizes = np.diff(np.append(starts, len(problem)))
+    others = unscored[problem[starts]]
     top = np.maximum.reduceat(evidence, starts)
-    r = np.exp(evidence - np.repeat(np.where(np.isfinite(top), top, 0.0), sizes))
-    return r / np.repeat(np.maximum(np.add.reduceat(r, starts), 1e-300), sizes)
+    top = np.where(others > 0, np.maximum(top, 0.0), top)
+    r = np.exp(evidence - np.repeat(top, sizes))
+    return r / np.repeat(np.add.reduceat(r, starts) + others * np.exp(-np.maximum(top, 0.0)), sizes)

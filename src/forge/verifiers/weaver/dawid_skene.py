@@ -22,10 +22,10 @@ class DawidSkene(BinnedDawidSkene):
         threshold: from which score a verifier accepts; None takes its (1 - pi) quantile, pi `class_balance` or .5.
     """
 
-    bins: int = 2
-    steps: int = 200
     threshold: float | None = None
 
+    # A verdict has two; not a setting.
+    bins: ClassVar[int] = 2  # type: ignore[misc]
     MONOTONE: ClassVar = False
 
     def cut(self, data: Data) -> np.ndarray:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .aggregator import BROKEN
 from .table import ScoreTable, families_by_name
 
 COLUMNS = ("problem", "response", "label", "answer", "prompt", "text")
@@ -64,7 +65,8 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
     names = [name for name in names if not name.endswith("_step_scores") and name != "weaver_scores"]
     if not names:
         raise ValueError("no column ends in _scores or _verdicts: these are not rows of the public Weaver layout")
-    counts = [max((len(row.get(name) or ()) for name in ("samples", *names)), default=0) for row in rows]
+    lists = [[row[name] for name in ("samples", *names) if row.get(name) is not None] for row in rows]
+    counts = [max(map(len, found), default=0) for found in lists]
     scores = np.full((len(rows), max(counts), len(names)), np.nan)
     for i, row in enumerate(rows):
         for v, name in enumerate(names):
@@ -74,18 +76,17 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
             if len(values) != counts[i]:
                 raise ValueError(f"problem {i}: {len(values)} values in {name} for {counts[i]} responses")
             scores[i, : counts[i], v] = [_number(value, f"problem {i}, {name}") for value in values]
-    verifiers = tuple(name.removesuffix("_scores").removesuffix("_verdicts") for name in names)
-    if len(set(verifiers)) < len(names):
-        verifiers = tuple(names)
+    plain = [name.removesuffix("_scores").removesuffix("_verdicts") for name in names]
+    verifiers = tuple(full if plain.count(short) > 1 else short for full, short in zip(names, plain, strict=True))
     present = np.arange(max(counts)) < np.array(counts)[:, None]
     return ScoreTable(
         scores,
         verifiers,
         labels=_padded([row.get("answer_correct") for row in rows], present),
         answers=_texts([row.get("extracted_answers") for row in rows], counts),
-        prompts=[str(row["instruction"]) for row in rows] if all(row.get("instruction") for row in rows) else None,
+        prompts=_prompts([row.get("instruction") for row in rows]),
         responses=_texts([row.get("samples") for row in rows], counts),
-        families=families_by_name(verifiers),
+        families=families_by_name(plain),
         present=present,
     )
 
@@ -93,9 +94,9 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
 def _number(value: Any, where: str) -> float:
     if value is None:
         return math.nan
-    if isinstance(value, bool | int | float | np.number):
+    if isinstance(value, bool | int | float | np.number | np.bool_):
         return float(value)
-    if isinstance(value, Sequence | np.ndarray):
+    if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
         votes = [vote for vote in (_number(one, where) for one in value) if not math.isnan(vote)]
         return sum(votes) / len(votes) if votes else math.nan
     raise ValueError(f"{where}: {value!r} is not a score")
@@ -109,8 +110,22 @@ def _padded(lists: Sequence[Any], present: np.ndarray) -> np.ndarray | None:
         if found is not None:
             if len(found) != present[i].sum():
                 raise ValueError(f"problem {i} has {present[i].sum()} responses and {len(found)} labels")
-            out[i, : len(found)] = [math.nan if one is None else float(one) for one in found]
+            out[i, : len(found)] = _labels(found, f"problem {i}, answer_correct")
     return out
+
+
+def _labels(found: Iterable[Any], where: str) -> list[float]:
+    try:
+        return [math.nan if one is None else float(one) for one in found]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: labels are 1, 0 or missing: {error}") from error
+
+
+def _prompts(found: Sequence[Any]) -> list[str] | None:
+    """One text a problem, "" where it is not known; None where none is."""
+    if all(one is None for one in found):
+        return None
+    return ["" if one is None else str(one) for one in found]
 
 
 def _texts(lists: Sequence[Any], counts: Sequence[int]) -> list[list[str]] | None:
@@ -140,10 +155,18 @@ def _load_npz(path: Path) -> ScoreTable:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         texts = json.loads(arrays.pop("texts").tobytes())
-        verifiers, scores = tuple(texts.pop("verifiers")), arrays.pop("scores")
-    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        if surplus := {*arrays, *texts} - {field.name for field in dataclasses.fields(ScoreTable)}:
+            raise ValueError(f"it also has {', '.join(sorted(surplus))}")
+        needed = arrays.pop("scores"), tuple(texts.pop("verifiers")), arrays.pop("present")
+    except KeyError as error:
+        raise ValueError(f"{path} is not a score table: it lacks {error}") from error
+    except (TypeError, AttributeError, ValueError, OSError, EOFError, *BROKEN) as error:
         raise ValueError(f"{path} is not a score table: {error}") from error
-    return ScoreTable(scores, verifiers, **texts, **arrays)
+    scores, verifiers, present = needed
+    try:
+        return ScoreTable(scores, verifiers, present=present, **texts, **arrays)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a score table: {error}") from error
 
 
 def _save_parquet(table: ScoreTable, path: Path) -> None:
@@ -178,9 +201,17 @@ def _load_parquet(path: Path) -> ScoreTable:
         file = parquet.read_table(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
-    lists = [field.name for field in file.schema if arrow.types.is_list(field.type)]
+    kinds = arrow.types
+    lists = [
+        field.name
+        for field in file.schema
+        if kinds.is_list(field.type) or kinds.is_large_list(field.type) or kinds.is_fixed_size_list(field.type)
+    ]
     if any(name.endswith(("_scores", "_verdicts")) for name in lists):
-        return from_public(file.to_pylist())
+        try:
+            return from_public(file.to_pylist())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     if "problem" not in file.column_names:
         raise ValueError(f"{path} has neither a column problem nor lists of scores: {', '.join(file.column_names)}")
     verifiers = [field.name for field in file.schema if field.name not in COLUMNS]
@@ -188,6 +219,9 @@ def _load_parquet(path: Path) -> ScoreTable:
     if odd or not verifiers:
         raise ValueError(f"{path} needs one column of numbers a verifier: {', '.join(odd) or 'it has none'}")
     columns = {name: file[name].to_pylist() for name in COLUMNS if name in file.column_names}
+    for name in ("problem", "response"):
+        if None in columns.get(name, ()):
+            raise ValueError(f"{path}: the column {name} has rows without a number or a name")
     places = _places(columns)
     shape = (max(i for i, _ in places) + 1, max(j for _, j in places) + 1)
     rows, at = np.arange(len(places)), tuple(np.array(places).T)
@@ -206,11 +240,12 @@ def _load_parquet(path: Path) -> ScoreTable:
             return None
         return [["" if columns[name][r] is None else str(columns[name][r]) for r in row[row >= 0]] for row in row_of]
 
-    numbers = [file[name].cast(arrow.float64()).to_numpy(zero_copy_only=False) for name in verifiers]
+    # Integers beyond 2^53 are rounded, as floats are.
+    numbers = [file[name].cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False) for name in verifiers]
     families = json.loads((file.schema.metadata or {}).get(_FAMILIES, b"null"))
     labels = None
     if "label" in columns:
-        labels = spread(np.array([math.nan if one is None else float(one) for one in columns["label"]]))
+        labels = spread(np.array(_labels(columns["label"], f"{path}, column label")))
     table = ScoreTable(
         spread(np.stack(numbers, axis=1)),
         tuple(verifiers),
@@ -221,10 +256,11 @@ def _load_parquet(path: Path) -> ScoreTable:
         present=present,
     )
     if "prompt" in columns:
-        prompts = [str(columns["prompt"][r]) for r in order]
-        table.prompts = [prompts[start] for start in np.flatnonzero(np.diff(table.problem_of, prepend=-1))]
-        if any(prompts[k] != table.prompts[i] for k, i in enumerate(table.problem_of)):
+        prompts = [columns["prompt"][r] for r in order]
+        firsts = [prompts[start] for start in np.flatnonzero(np.diff(table.problem_of, prepend=-1))]
+        if any(prompts[k] != firsts[i] for k, i in enumerate(table.problem_of)):
             raise ValueError(f"{path}: one problem has several prompts")
+        table.prompts = _prompts(firsts)
     return table
 
 

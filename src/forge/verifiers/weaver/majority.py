@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,14 +18,16 @@ class Majority(Aggregator):
     A response without an answer has no probability. ValueError where the table has no answers at all.
     """
 
+    SCORES: ClassVar = False
+
     def learn(self, data: Data) -> None:
-        self.report.coverage = float(self.scored(data).mean())
+        """Nothing to learn."""
 
     def update(self, data: Data) -> None:
         """Nothing to learn."""
 
     def posterior(self, data: Data) -> np.ndarray:
-        return np.concatenate(answer_shares(data.table))
+        return np.concatenate(answer_shares(data.table))[data.rows]
 
     def scored(self, data: Data) -> np.ndarray:
         return ~np.isnan(self.posterior(data))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -61,14 +63,15 @@ class NormalScores:
         return out
 
 
-def scattered(x: np.ndarray, seed: int) -> np.ndarray:
+def scattered(x: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
     """Normal scores of [responses, verifiers] with ties broken by chance, so that each column is exactly normal.
 
     A mixture of Gaussians takes the lumps of a judge's few verdicts for its classes; without lumps it cannot.
+    The chance is each name's own, so that the order of the columns does not matter.
     """
-    rng = np.random.default_rng(seed)
     out = np.full(x.shape, np.nan)
-    for v, column in enumerate(x.T):
+    for v, (name, column) in enumerate(zip(names, x.T, strict=True)):
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         known = np.flatnonzero(~np.isnan(column))
         order = np.lexsort((rng.random(len(known)), column[known]))
         out[known[order], v] = ndtri((np.arange(len(known)) + 0.5) / len(known))

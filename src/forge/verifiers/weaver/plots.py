@@ -17,7 +17,7 @@ def weights(report: FitReport) -> bytes:
     """A bar for each verifier, heaviest first."""
     found = sorted(((entry["weight"], name) for name, entry in report.verifiers.items()), reverse=True)
     figure, axis = _figure(6, 1 + 0.22 * len(found))
-    axis.barh([name for _, name in found], [weight for weight, _ in found], color="#4878a8")
+    axis.barh([_literal(name) for _, name in found], [weight for weight, _ in found], color="#4878a8")
     axis.invert_yaxis()
     axis.set_xlabel("weight")
     return _png(figure)
@@ -32,8 +32,9 @@ def correlation(report: FitReport) -> bytes:
     size = 2.5 + 0.2 * len(matrix)
     figure, axis = _figure(size + 1, size)
     image = axis.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r")
-    axis.set_xticks(range(len(matrix)), report.correlated, rotation=90)
-    axis.set_yticks(range(len(matrix)), report.correlated)
+    names = [_literal(name) for name in report.correlated]
+    axis.set_xticks(range(len(matrix)), names, rotation=90)
+    axis.set_yticks(range(len(matrix)), names)
     axis.grid(visible=False)
     figure.colorbar(image, ax=axis, shrink=0.7)
     return _png(figure)
@@ -58,7 +59,7 @@ def selection_curve(curves: dict[str, np.ndarray], labels: np.ndarray) -> bytes:
     figure, axis = _figure(5, 4)
     for name, p in curves.items():
         found = accuracy_against_k(p, labels)
-        axis.plot(found.ks, found.selected, marker="o", label=name)
+        axis.plot(found.ks, found.selected, marker="o", label=_literal(name))
     axis.plot(found.ks, found.oracle, color="#333", linestyle="--", label="oracle (pass@k)")
     axis.plot(found.ks, found.chance, color="#999", linestyle="--", label="chance")
     axis.set_xscale("log", base=2)
@@ -73,13 +74,18 @@ def drift(series: dict[str, Sequence[float]], label: str, alarms: Sequence[int] 
     """A line a name over batches, and a mark at each batch that raised an alarm."""
     figure, axis = _figure(6, 3.5)
     for name, values in series.items():
-        axis.plot(range(1, len(values) + 1), values, label=name)
+        axis.plot(range(1, len(values) + 1), values, label=_literal(name))
     for number, batch in enumerate(alarms):
         axis.axvline(batch, color="#c44", linewidth=1, label="alarm" if number == 0 else None)
     axis.set_xlabel("batch")
     axis.set_ylabel(label)
     axis.legend(fontsize=7)
     return _png(figure)
+
+
+def _literal(name: str) -> str:
+    """A name as it is: between two dollar signs matplotlib reads mathematics."""
+    return name.replace("$", r"\$")
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

@@ -17,13 +17,15 @@ class PublishedWeaver(VerdictModel):
         |off-diagonal blocks of (O - mu P mu')|^2 + |mu P 1 - diag O|^2 + 10 |sum over a of mu - 1|^2
 
     As in the public code, a missing verdict counts as a rejection, and with its schedule (1,000 steps of 1e-5, momentum
-    .9, a random start) the result depends on the seed. `converged` goes on, with larger steps, until nothing moves.
+    .9, a random start) the result depends on the seed. The posterior is naive Bayes with all four entries of a
+    verifier's mu, held to .01 to .99; they need not sum to 1 over a. `converged` goes on, with larger steps, until
+    nothing moves.
 
     Args:
         class_balance: pi; estimated by the binned Dawid-Skene model where it is not given.
         threshold: from which score a verifier accepts; None takes its (1 - pi) quantile.
         marginals: verifiers that accept a share outside of these are dropped; by default .2 to .8 with a threshold, and
-            none without, where all accept the share pi.
+            none without, where each accepts the share pi as nearly as its equal scores allow.
         converged: minimise to the end.
         seed: of the start.
     """
@@ -34,7 +36,7 @@ class PublishedWeaver(VerdictModel):
     converged: bool = False
     seed: int = 0
 
-    def estimate(self) -> tuple[np.ndarray, np.ndarray]:
+    def estimate(self) -> np.ndarray:
         m = len(self.known)
         # Every response counts, and what is missing is a rejection: the moments follow from those of acceptance.
         total = float(self.responses)
@@ -47,7 +49,7 @@ class PublishedWeaver(VerdictModel):
         o[0::2, 0::2] = 1 - accept - accept[:, None] + both
         mu = minimise(o, float(self.balance), converged=self.converged, seed=self.seed)
         self.report.details["loss"] = loss(mu, o, float(self.balance))
-        return mu[1::2, 1], mu[0::2, 0]
+        return mu
 
     def _take_in(self, said: np.ndarray) -> None:
         if np.isnan(said).any():

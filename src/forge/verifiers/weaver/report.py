@@ -73,7 +73,13 @@ def _judged(aggregator: Aggregator, table: ScoreTable, p: np.ndarray) -> str:
     ]
     rows = []
     for name, measure in measures:
-        low, high = bootstrap(lambda drawn, measure=measure: measure(p[drawn], labels[drawn]), len(p), draws=200)  # type: ignore[misc]
+
+        def drawn(chosen: np.ndarray, measure: Callable[[np.ndarray, np.ndarray], float] = measure) -> float:
+            # Few problems drawn anew may be such as have labels and no probability.
+            judged = (~np.isnan(p[chosen]) & ~np.isnan(labels[chosen])).any()
+            return measure(p[chosen], labels[chosen]) if judged else float("nan")
+
+        low, high = bootstrap(drawn, len(p), draws=200)
         rows.append((name, _short(measure(p, labels)), f"{_short(low)} to {_short(high)}"))
     others = {type(one).__name__: one.fit(table).predict_proba(table)[kept] for one in (NaiveMean(), RankMean())}
     curve = plots.selection_curve({aggregator.report.method: p, **others}, labels)

@@ -122,12 +122,12 @@ class Abstention:
 
 
 def abstention(p: np.ndarray, labels: np.ndarray) -> Abstention:
-    """Coverage and accuracy for every threshold. Problems without labels are left out; those without a probability
-    are never answered."""
+    """Coverage and accuracy for every threshold, choosing among the labelled responses. Problems without labels are
+    left out; those without a probability are never answered."""
     right = chosen_right(p, labels)
     labelled = ~np.isnan(right)
     with np.errstate(invalid="ignore"):
-        confidence = np.where(np.isnan(p), -np.inf, p).max(1)
+        confidence = np.where(np.isnan(p) | np.isnan(labels), -np.inf, p).max(1)
     kept = labelled & np.isfinite(confidence)
     order = np.argsort(-confidence[kept], kind="stable")
     threshold, hits = confidence[kept][order], np.cumsum(right[kept][order])

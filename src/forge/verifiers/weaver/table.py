@@ -23,7 +23,7 @@ class ScoreTable:
         verifiers: their names.
         labels: [problems, responses]: 1 right, 0 wrong, NaN unknown.
         answers: the final answer of each response, "" where it gave none, for votes.
-        prompts, responses: the texts, for distillation.
+        prompts, responses: the texts, for distillation; a prompt that is not known is "".
         families: one name a verifier; those that share one are known to be related, as readings of one model are.
         present: [problems, responses] bool, True up to a problem's last response; all by default. Lists (answers,
             responses) hold only the present ones.

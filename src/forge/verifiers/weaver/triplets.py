@@ -25,7 +25,7 @@ class MedianTriplets(VerdictModel):
     threshold: float | None = None
     marginals: tuple[float, float] | None = None
 
-    def estimate(self) -> tuple[np.ndarray, np.ndarray]:
+    def estimate(self) -> np.ndarray:
         m, pi = len(self.known), float(self.balance)
         accept = np.diag(self.moments)[:m] / np.diag(self.known)
         pairs = np.maximum(self.known, 1)
@@ -35,7 +35,8 @@ class MedianTriplets(VerdictModel):
         c = signed(median_products(yes - alone * alone.T), yes - alone * alone.T)
         # Cov(accepts, right) = c sd(right); P(accepts | y) follows.
         covariance = c * np.sqrt(pi * (1 - pi))
-        return accept + covariance / pi, 1 - accept + covariance / (1 - pi)
+        yes_of = np.stack([accept - covariance / (1 - pi), accept + covariance / pi], axis=1)
+        return np.stack([1 - yes_of, yes_of], axis=1).reshape(-1, 2)
 
 
 def median_products(covariance: np.ndarray) -> np.ndarray:

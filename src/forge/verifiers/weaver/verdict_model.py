@@ -26,18 +26,19 @@ class VerdictModel(Aggregator):
     marginals: tuple[float, float] | None
     cuts: np.ndarray
     used: np.ndarray
-    tpr: np.ndarray
-    tnr: np.ndarray
+    mu: np.ndarray
     balance: np.ndarray
     moments: np.ndarray
     known: np.ndarray
     swapped: np.ndarray
 
-    LEARNED: ClassVar[tuple[str, ...]] = ("cuts", "used", "tpr", "tnr", "balance", "moments", "known", "swapped")
+    LEARNED: ClassVar[tuple[str, ...]] = ("cuts", "used", "mu", "balance", "moments", "known", "swapped")
 
     def learn(self, data: Data) -> None:
-        balance = self.class_balance if self.class_balance is not None else estimate_balance(data.x, data.problem)
-        self.balance = np.array(min(max(balance, CLIP), 1 - CLIP))
+        balance = self.class_balance
+        if balance is None:
+            balance = min(max(estimate_balance(data.x, data.problem), CLIP), 1 - CLIP)
+        self.balance = np.array(balance)
         self.cuts = thresholds(data.x, float(self.balance), self.threshold)
         said = verdicts(data.x, self.cuts)
         share = np.nanmean(said, axis=0)
@@ -60,7 +61,7 @@ class VerdictModel(Aggregator):
         if self.posterior(data) @ (u - u.mean()) < 0:
             # The moments do not say which class is which; most verifiers are better than chance.
             self.swapped = np.array(True)
-            self.tpr, self.tnr = 1 - self.tnr, 1 - self.tpr
+            self.mu = self.mu[:, ::-1]
         self._tell(data)
 
     def update(self, data: Data) -> None:
@@ -73,24 +74,29 @@ class VerdictModel(Aggregator):
         judged = (~np.isnan(said)).astype(np.float64)
         self.moments = self.moments + both.T @ both
         self.known = self.known + judged.T @ judged
-        tpr, tnr = (np.clip(rate, CLIP, 1 - CLIP) for rate in self.estimate())
-        self.tpr, self.tnr = (1 - tnr, 1 - tpr) if self.swapped else (tpr, tnr)
+        mu = np.clip(self.estimate(), CLIP, 1 - CLIP)
+        self.mu = mu[:, ::-1] if self.swapped else mu
 
-    def estimate(self) -> tuple[np.ndarray, np.ndarray]:
-        """TPR and TNR of each used verifier, from `moments`, `known` and `balance`."""
+    def estimate(self) -> np.ndarray:
+        """mu [2 used verifiers, 2] from `moments`, `known` and `balance`: P(verdict | class), rows (a verifier says no,
+        it says yes), columns (wrong, right)."""
         raise NotImplementedError
 
     def _tell(self, data: Data) -> None:
         names = [name for name, used in zip(data.names, self.used, strict=True) if used]
-        for name, tpr, tnr in zip(names, self.tpr, self.tnr, strict=True):
-            weight = float(logit(tpr) + logit(tnr))
-            self.report.verifiers[name].update(weight=weight, tpr=float(tpr), tnr=float(tnr))
+        rejects, accepts = self._evidence()
+        for name, tpr, tnr, weight in zip(names, self.mu[1::2, 1], self.mu[0::2, 0], accepts - rejects, strict=True):
+            self.report.verifiers[name].update(weight=float(weight), tpr=float(tpr), tnr=float(tnr))
 
     def posterior(self, data: Data) -> np.ndarray:
         said = self.filled(verdicts(data.x, self.cuts)[:, self.used])
-        accepts, rejects = np.log(self.tpr / (1 - self.tnr)), np.log((1 - self.tpr) / self.tnr)
+        rejects, accepts = self._evidence()
         total = (said == 1) @ accepts + (said == 0) @ rejects
         return sigmoid(total + logit(float(self.balance)))
+
+    def _evidence(self) -> np.ndarray:
+        """[2, used verifiers] log ratios of a rejection and of an acceptance."""
+        return (np.log(self.mu[:, 1]) - np.log(self.mu[:, 0])).reshape(-1, 2).T
 
     def filled(self, said: np.ndarray) -> np.ndarray:
         """What a missing verdict counts as: nothing."""
