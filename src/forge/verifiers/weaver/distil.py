@@ -147,8 +147,8 @@ def open_distilled(folder: str | Path, name: str | None = None, **more: Any) -> 
 
 
 def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
-    """Leave it in the folder with a new head, made from the seed. A decoder tells the last token of a row by what pads
-    it, so that it needs a token which does nothing else."""
+    """Leave it in the folder with its head of one class, or with a new one made from the seed. A decoder tells the last
+    token of a row by what pads it, so that it needs a token which does nothing else."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     torch.manual_seed(seed)
     with quiet_loading():
