@@ -185,7 +185,10 @@ def test_overrides(config):
             ["--reward.functions", "null", "--reward.verifiers", "{math: true}"],
             "set reward.accuracy, or eval.problems to 0",
         ),
-        (["--reward.ensemble", "{path: x, clip: 2.0}"], "reward.ensemble.clip does something only if .*form is logit"),
+        (
+            ["--eval.problems", "0", "--reward.ensemble", "{path: x, clip: 2.0}"],
+            "reward.ensemble.clip does something only if .*form is logit",
+        ),
         (
             ["--reward.ensemble", "{path: x, form: threshold, threshold: 2.0}"],
             "threshold must be above 0 and at most 1",
@@ -197,6 +200,16 @@ def test_mistakes_are_named(config, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read(config, *overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_functions_are_added_to_verifiers_only_where_they_are_named(config):
+    """The truth must not leak into a reward that is to do without."""
+    assert read(config).reward.settings()["functions"] == ["MathReward"]
+    alone = ("--reward.accuracy", "ExactMatch", "--reward.verifiers", "{reward_models: [{path: x}]}")
+    assert read(config, *alone).reward.settings()["functions"] == []
+    assert read(config, *alone, "--reward.functions", "[ThinkingReward]").reward.settings()["functions"] == [
+        "ThinkingReward"
+    ]
 
 
 def test_ranks_may_share_copies_whatever_a_critic_that_is_not_there(config):

@@ -233,14 +233,17 @@ class RewardConfig(Section):
     ensemble: EnsembleConfig | None = None
     accuracy: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.functions is None and self.verifiers is None and self.ensemble is None:
-            self.functions = ["MathReward"]
+    def settings(self) -> dict[str, Any]:
+        """Of `forge.actors.RewardActor`."""
+        functions = self.functions
+        if functions is None:
+            functions = ["MathReward"] if self.verifiers is None and self.ensemble is None else []
+        return {**self, "functions": functions}
 
     @property
     def names(self) -> list[str]:
         """Of all functions."""
-        return [*(self.functions or ()), *filter(None, [self.accuracy])]
+        return [*self.settings()["functions"], *filter(None, [self.accuracy])]
 
     @property
     def beyond_accuracy(self) -> bool:
@@ -250,7 +253,7 @@ class RewardConfig(Section):
 
     def validate(self, problems: int) -> None:
         """Check it against an evaluation on so many problems."""
-        if not self.functions and self.verifiers is None and self.ensemble is None:
+        if self.functions == [] and self.verifiers is None and self.ensemble is None:
             raise ConfigError(
                 "reward.functions is empty: name at least one, or set reward.verifiers or reward.ensemble"
             )

@@ -70,7 +70,7 @@ async def critic(cfg: Any, model: str, record: Run, loss: Callable[..., Any]) ->
 
 async def reward(cfg: Any) -> Service:
     """The reward functions."""
-    return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward)
+    return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())
 
 
 async def replay_buffer(cfg: Any, record: Run, batch_size: int, replace: int = 0) -> Service:

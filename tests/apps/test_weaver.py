@@ -97,6 +97,7 @@ def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
         assert all(0 < part < 1 for part in parts)
         assert row["reward"] == pytest.approx(sum(parts), rel=1e-3)
         assert row["accuracy"] == 0
+        assert "reward/MathReward" not in row
 
 
 def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):
