@@ -190,7 +190,7 @@ def test_overrides(config):
             "reward.ensemble.clip does something only if .*form is logit",
         ),
         (
-            ["--reward.ensemble", "{path: x, form: threshold, threshold: 2.0}"],
+            ["--eval.problems", "0", "--reward.ensemble", "{path: x, form: threshold, threshold: 2.0}"],
             "threshold must be above 0 and at most 1",
         ),
         (["--reward.verifiers", "{judge: x}"], "unknown key 'reward.verifiers.judge'; did you mean 'judges'"),

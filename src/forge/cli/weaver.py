@@ -23,7 +23,7 @@ def add_to(commands: Any) -> None:
 
     score = _step(steps, "score", _score, "score responses by verifiers")
     score.add_argument("responses", help="JSON lines: prompt, responses and, where known, target, labels, answers")
-    score.add_argument("--verifiers", required=True, help="YAML file that says which, see docs/weaver.md")
+    score.add_argument("--verifiers", required=True, help="YAML file that says which, see docs/configuration.md")
     score.add_argument("--out", required=True, help="scores, .parquet or .npz")
     score.add_argument("--concurrency", type=int, default=16, help="problems that are scored at once")
 
@@ -39,12 +39,12 @@ def add_to(commands: Any) -> None:
 
     predict = _step(steps, "predict", _predict, "add the probability of being right as one more column")
     predict.add_argument("scores", help=".parquet or .npz")
-    predict.add_argument("--aggregator", required=True, help="what fit left: .npz")
+    predict.add_argument("--aggregator", required=True, help="what fit left: a .npz file, or a folder")
     predict.add_argument("--out", required=True, help=".parquet or .npz, with a column `weaver`")
 
     distil = _step(steps, "distil", _distil, "train one model to say what the ensemble says")
     distil.add_argument("scores", help=".parquet or .npz, with prompts and responses")
-    distil.add_argument("--aggregator", required=True, help="what fit left: .npz")
+    distil.add_argument("--aggregator", required=True, help="what fit left: a .npz file, or a folder")
     distil.add_argument("--model", required=True, help="encoder: folder or hub id")
     distil.add_argument("--out", required=True, help="folder")
     distil.add_argument("--epochs", type=int, default=4, help="passes over the responses")
@@ -90,7 +90,7 @@ def _score(args: argparse.Namespace) -> None:
             await panel.close()
 
     asyncio.run(score()).save(args.out)
-    print(panel.describe())
+    print(f"{panel.describe()}\nwritten: {args.out}")
 
 
 def _fit(args: argparse.Namespace) -> None:
@@ -98,7 +98,7 @@ def _fit(args: argparse.Namespace) -> None:
 
     from ..config import read
     from ..verifiers.spec import VerifiersConfig
-    from ..verifiers.weaver import ScoreTable, make, save_ensemble, write_report
+    from ..verifiers.weaver import ScoreTable, check_one_right, make, save_ensemble, write_report
 
     table = ScoreTable.load(args.scores)
     verifiers = None if args.verifiers is None else read(VerifiersConfig, Path(args.verifiers))
@@ -106,11 +106,20 @@ def _fit(args: argparse.Namespace) -> None:
         raise ValueError("nothing would be left: set --out, --report, or both")
     if verifiers is not None and args.out is None:
         raise ValueError("--verifiers does nothing without --out")
+    if args.out is not None and args.out.endswith(".npz") == (verifiers is not None):
+        raise ValueError("--out is a folder with --verifiers, and a .npz file without")
+    for path in filter(None, (args.out, args.report)):
+        if not Path(path).absolute().parent.is_dir():
+            raise FileNotFoundError(f"cannot write {path}: there is no folder {Path(path).parent}")
+    if args.one_right:
+        check_one_right(table)
     if not 0 <= args.labelled <= len(table):
         raise ValueError(f"--labelled must be 0 to {len(table)}, the number of problems")
     if verifiers is not None and (missing := [name for name in table.verifiers if name not in verifiers.names]):
         raise ValueError(f"{args.verifiers} has no {', '.join(missing)}, which gave scores")
     shown = table if table.labels is None else table.with_labels_of(np.arange(args.labelled))
+    if args.labelled and not len(shown.labelled_problems()):
+        raise ValueError(f"--labelled {args.labelled}: {args.scores} has no labels of these problems")
     aggregator = make(args.method, args.class_balance, args.one_right).fit(shown)
     print(aggregator.report)
     if verifiers is not None:
@@ -119,6 +128,7 @@ def _fit(args: argparse.Namespace) -> None:
         aggregator.save(args.out)
     if args.report is not None:
         write_report(args.report, aggregator, table.with_labels_from(args.labelled))
+    print(f"written: {', '.join(filter(None, (args.out, args.report)))}")
 
 
 def _predict(args: argparse.Namespace) -> None:
@@ -128,6 +138,7 @@ def _predict(args: argparse.Namespace) -> None:
     check_path(args.out)
     table, aggregator = ScoreTable.load(args.scores), load(args.aggregator)
     table.with_verifier("weaver", aggregator.predict_proba(table.select(aggregator.verifiers))).save(args.out)
+    print(f"written: {args.out}")
 
 
 def _distil(args: argparse.Namespace) -> None:

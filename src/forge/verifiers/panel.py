@@ -172,6 +172,8 @@ class Panel:
 
 def _checked(found: Scores, responses: int, verifier: Verifier) -> Scores:
     """The same with a reason for every number that is not finite. ValueError: another number of scores than asked."""
+    if not isinstance(found, Scores):
+        raise TypeError(f"its score must return forge.verifiers.Scores, not {type(found).__name__}")
     values = np.asarray(found.values, dtype=np.float64)
     if values.shape != (responses, len(verifier.names)):
         raise ValueError(f"it gave scores of shape {values.shape} for {responses} responses and {verifier.names}")

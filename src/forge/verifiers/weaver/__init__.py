@@ -9,7 +9,7 @@ from .dawid_skene import DawidSkene
 from .ensemble import EnsembleConfig, load_ensemble, save_ensemble
 from .fit_report import FitReport
 from .majority import Majority
-from .methods import METHODS, make
+from .methods import METHODS, check_one_right, make
 from .naive_mean import NaiveMean
 from .online import Online
 from .published import PublishedWeaver
@@ -35,6 +35,7 @@ __all__ = [
     "PublishedWeaver",
     "RankMean",
     "ScoreTable",
+    "check_one_right",
     "families_by_name",
     "load",
     "load_ensemble",

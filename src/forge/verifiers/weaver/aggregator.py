@@ -18,6 +18,7 @@ from .fit_report import FitReport
 from .table import ScoreTable
 
 FORMAT = "forge.verifiers.weaver 1"
+AGGREGATOR = "aggregator.npz"  # in the folder of an ensemble
 # What zip files that are damaged raise, besides OSError, EOFError and ValueError.
 BROKEN = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 
@@ -230,15 +231,19 @@ class Aggregator:
 
 
 def load(path: str | Path) -> Aggregator:
-    """Read what `save` wrote, whichever kind it is.
+    """Read what `save` wrote, whichever kind it is; of an ensemble's folder, its aggregator.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: it is something else, or broken.
     """
     path = Path(path)
+    if path.is_dir():
+        path = path / AGGREGATOR
     if not path.is_file():
         raise FileNotFoundError(f"no such aggregator: {path}")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a saved aggregator: it is no .npz file")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

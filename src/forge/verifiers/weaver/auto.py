@@ -53,7 +53,10 @@ class Auto(Aggregator):
             raise ValueError("one_right gives the class balance itself: leave class_balance out")
         table = data.table
         known = ~np.isnan(data.labels)
-        enough = len(np.unique(data.problem[known])) >= self.labelled
+        labelled = len(np.unique(data.problem[known]))
+        enough = labelled >= self.labelled
+        if 0 < labelled < self.labelled:
+            self.warn(f"labels of {labelled} problems are too few to be used: {self.labelled} are needed")
         if enough and np.ptp(data.labels[known]) == 0:
             self.warn("all labels are of one class: they are not used")
             enough = False

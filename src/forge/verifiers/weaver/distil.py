@@ -51,6 +51,17 @@ class Distilled:
     cpu_seconds: float
     truth: dict[str, dict[str, float]]
 
+    def __str__(self) -> str:
+        """For people."""
+        lines = [
+            f"{self.parameters / 1e6:.2f}M parameters, trained on {self.trained} responses, {self.left_out} left out",
+            f"on {self.tested} others: {self.agreement:.3f} on the ensemble's side of 1/2, mean difference "
+            f"{self.error:.3f}, calibration error {self.gap:.3f}, {1e3 * self.cpu_seconds:.2f} CPU-ms a response",
+        ]
+        for name, found in self.truth.items():
+            lines.append(f"{name} against the truth: {', '.join(f'{what} {x:.3f}' for what, x in found.items())}")
+        return "\n".join(lines)
+
 
 def distil(
     table: ScoreTable,
@@ -104,7 +115,8 @@ def distil(
     train, calibrate, test = _divide([table.prompts[i] for i in where[:, 0]], seed)
     taught = probabilities[tuple(where.T)]
     _train(reader, rows, taught, train, epochs, batch_size, learning_rate, seed, say)
-    reader.of.model.save_pretrained(folder)
+    with quiet_loading():
+        reader.of.model.save_pretrained(folder)
 
     started = time.process_time()
     logits = np.full(len(rows), np.nan)
@@ -159,7 +171,8 @@ def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
         made.resize_token_embeddings(max(len(tokenizer), made.get_input_embeddings().num_embeddings))
     made.config.pad_token_id = tokenizer.pad_token_id
-    made.save_pretrained(folder)
+    with quiet_loading():
+        made.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -10,14 +10,14 @@ import yaml
 
 from ...config import ConfigError, Section, read, to_dict
 from ..spec import VerifiersConfig
+from .aggregator import AGGREGATOR, Aggregator, load
 from .majority import Majority
 from .online import Online
 
 if TYPE_CHECKING:
-    from .aggregator import Aggregator
     from .reward import WeaverReward
 
-VERIFIERS, AGGREGATOR = "verifiers.yaml", "aggregator.npz"
+VERIFIERS = "verifiers.yaml"
 
 
 def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Aggregator) -> None:
@@ -34,8 +34,6 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     Raises:
         FileNotFoundError: one of the two files is missing; ValueError: one is broken.
     """
-    from .aggregator import load
-
     file = Path(folder) / VERIFIERS
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is no ensemble: it has no {VERIFIERS}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from .aggregator import Aggregator
 from .anchored import AnchoredLogistic
 from .auto import Auto
@@ -15,6 +17,7 @@ from .naive_mean import NaiveMean
 from .online import Online
 from .published import PublishedWeaver
 from .rank_mean import RankMean
+from .table import ScoreTable
 from .triplets import MedianTriplets
 
 METHODS: dict[str, type[Aggregator]] = {
@@ -30,6 +33,13 @@ METHODS: dict[str, type[Aggregator]] = {
     "triplets": MedianTriplets,
     "weaver": PublishedWeaver,
 }
+
+
+def check_one_right(table: ScoreTable) -> None:
+    """ValueError: by the table's labels, problems have none or several right responses."""
+    known = [] if table.labels is None else table.labels[~np.isnan(table.labels).any(1)]
+    if wrong := sum(labels.sum() != 1 for labels in known):
+        raise ValueError(f"{wrong} of {len(known)} labelled problems have none or several right responses, not one")
 
 
 def make(method: str, class_balance: float | None = None, one_right: bool = False) -> Aggregator:
