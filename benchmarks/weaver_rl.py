@@ -135,7 +135,7 @@ def draw(path: Path, runs: dict[str, dict[int, list[dict[str, float]]]]) -> None
     for (name, seeds), above, below in zip(runs.items(), *axes, strict=True):
         for rows in seeds.values():
             above.plot(*zip(*held_out(rows), strict=True), lw=1.2)
-            trained = [row for row in rows if "reward" in row]
+            trained = [row for row in rows if {"reward", "accuracy"} <= row.keys()]
             proxy, truth = (smooth([row[key] for row in trained]) for key in ("reward", "accuracy"))
             (line,) = below.plot(proxy, truth, lw=1.2)
             below.plot(proxy[0], truth[0], "o", ms=4, color=line.get_color())
