@@ -14,6 +14,7 @@ import asyncio
 import random
 import statistics
 import string
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ async def saved(folder: Path, problems: int) -> None:
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # the ensemble's rules are in apps/
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ensemble", type=Path, help="folder that apps/weaver left, with a distilled verifier")
     parser.add_argument("--problems", type=int, default=250)

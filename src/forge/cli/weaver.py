@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ def _step(steps: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser
     )
 
     def guarded(args: argparse.Namespace) -> None:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it: rules are modules of the user's
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what a fit warns of is in its report
