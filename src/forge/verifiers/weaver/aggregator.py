@@ -9,6 +9,7 @@ import os
 import warnings
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -59,11 +60,17 @@ class Data:
         )
 
 
-class Aggregator:
+def check_balance(balance: float | None) -> None:
+    """ValueError: it is given and is no share."""
+    if balance is not None and not 0 < balance < 1:
+        raise ValueError(f"class_balance is the share of right responses, between 0 and 1: it is {balance}")
+
+
+class Aggregator(ABC):
     """Many weak verifiers made into one probability of being right.
 
     A subclass is a dataclass: its fields are settings, saved as JSON. What it learns are arrays, named in `LEARNED`, or
-    other aggregators. It has `learn` and `posterior`, and `update` if it can go on learning.
+    other aggregators. It has `learn`, `update` and `posterior`.
 
     Attributes:
         report: what the fit found.
@@ -85,9 +92,7 @@ class Aggregator:
             ValueError: no verifier is left, the method lacks something that it needs (answers, labels), or
                 `class_balance` is no share.
         """
-        balance = getattr(self, "class_balance", None)
-        if balance is not None and not 0 < balance < 1:
-            raise ValueError(f"class_balance is the share of right responses, between 0 and 1: it is {balance}")
+        check_balance(getattr(self, "class_balance", None))
         fresh = copy.copy(self)
         fresh._fit(table)
         vars(self).update(vars(fresh))
@@ -141,15 +146,17 @@ class Aggregator:
             out[data.rows] = self.posterior(data)
         return table.spread(out)
 
+    @abstractmethod
     def learn(self, data: Data) -> None:
-        raise NotImplementedError
+        """From a table, for the first time."""
 
+    @abstractmethod
     def update(self, data: Data) -> None:
-        raise NotImplementedError(f"{type(self).__name__} cannot go on learning: fit it anew")
+        """Go on from what was learned."""
 
+    @abstractmethod
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probabilities."""
-        raise NotImplementedError
 
     def scored(self, data: Data) -> np.ndarray:
         """[responses] whether there is anything to judge by."""

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from .aggregator import Aggregator
+from .aggregator import Aggregator, check_balance
 from .anchored import AnchoredLogistic
 from .auto import Auto
 from .binned import BinnedDawidSkene
@@ -53,8 +53,7 @@ def make(method: str, class_balance: float | None = None, one_right: bool = Fals
     """
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}: take one of {', '.join(METHODS)}")
-    if class_balance is not None and not 0 < class_balance < 1:
-        raise ValueError(f"the share of right responses must lie between 0 and 1, got {class_balance}")
+    check_balance(class_balance)
     if class_balance is not None and one_right:
         raise ValueError("one right response of each problem is a share of its own: leave the share out")
     given = {"class_balance": class_balance} if class_balance is not None else {"one_right": True} if one_right else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import numpy as np
@@ -77,10 +78,10 @@ class VerdictModel(Aggregator):
         mu = np.clip(self.estimate(), CLIP, 1 - CLIP)
         self.mu = mu[:, ::-1] if self.swapped else mu
 
+    @abstractmethod
     def estimate(self) -> np.ndarray:
         """mu [2 used verifiers, 2] from `moments`, `known` and `balance`: P(verdict | class), rows (a verifier says no,
         it says yes), columns (wrong, right)."""
-        raise NotImplementedError
 
     def _tell(self, data: Data) -> None:
         names = [name for name, used in zip(data.names, self.used, strict=True) if used]
