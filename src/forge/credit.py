@@ -15,13 +15,15 @@ from .types import Batch, Episode, Group
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
-    """The groups' episodes with their advantages, in the order of the data."""
+    """The groups' episodes with their advantages, in the order of the data. All branches of one have the same."""
     for group, advantages in zip(groups, algorithm.advantages([group.rewards for group in groups]), strict=True):
         for episode, advantage in zip(group.episodes, advantages, strict=True):
-            episode.advantage = advantage
+            for branch in (*episode.branches, episode):
+                branch.advantage = advantage
     if algorithm.within_group:
         record_metric("groups_without_signal", sum(len(set(group.rewards)) == 1 for group in groups) / len(groups))
-    return [episode for group in sorted(groups, key=lambda g: g.index) for episode in group.episodes]
+    in_order = sorted(groups, key=lambda group: group.index)
+    return [branch for group in in_order for episode in group.episodes for branch in (*episode.branches, episode)]
 
 
 def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:

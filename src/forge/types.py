@@ -6,6 +6,7 @@ rewards, training only ever reads token ids.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -98,6 +99,20 @@ class Origin(NamedTuple):
     sampled_by: str = ""
 
 
+class Turn(NamedTuple):
+    """What the policy wrote in one go: the tokens from `start` to `end` of an episode.
+
+    `version` is the oldest that drew one of them, `finish` that of the completion, `reward` what the environment gave
+    for it.
+    """
+
+    start: int
+    end: int
+    version: int
+    finish: str
+    reward: float = 0.0
+
+
 @dataclass(slots=True, init=False)
 class Episode:
     """A token sequence to learn from, with what is known about every token.
@@ -107,9 +122,13 @@ class Episode:
     An episode built without `logprobs` says that its behaviour policy is unknown: the trainer then takes its own
     current policy for it. `weight` multiplies its share of the loss.
 
+    Where it was played in several turns, `turns` has them; what of `reward` is not theirs came at the end. `branches`
+    are the episodes that came before it where the conversation was rewritten; each one's reward is what was still to
+    come when it began.
+
     Call forms: `Episode(completion, reward)`,
-    `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)` and, for tokens that somebody
-    else wrote, `Episode.given(tokens, mask)`.
+    `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)`; for tokens that somebody else
+    wrote, `Episode.given(tokens, mask)`; and `Episode.played(...)` for one of several turns.
     """
 
     tokens: list[int]
@@ -122,6 +141,8 @@ class Episode:
     text: str
     info: dict[str, Any]
     origins: frozenset[Origin]  # one for each version among `versions`
+    turns: tuple[Turn, ...]
+    branches: tuple[Episode, ...]
 
     def __init__(
         self,
@@ -159,6 +180,7 @@ class Episode:
         self.info = dict(info or {})
         stated, sampled_by = ({}, "") if completion is None else (completion.identities, completion.sampled_by)
         self.origins = frozenset(Origin(v, stated.get(v, ""), sampled_by) for v in {*(versions or ())})
+        self.turns = self.branches = ()
         if completion is not None:
             self.info.setdefault("finish", completion.finish)
 
@@ -175,10 +197,49 @@ class Episode:
         episode.mask = list(mask)
         return episode
 
+    @classmethod
+    def played(
+        cls,
+        tokens: list[int],
+        mask: list[bool],
+        logprobs: list[float],
+        versions: list[int],
+        *,
+        turns: Iterable[Turn] = (),
+        reward: float | None = None,
+        origins: Iterable[Origin] = (),
+        text: str = "",
+        info: dict[str, Any] | None = None,
+    ) -> Episode:
+        """An episode of several turns. Without a turn it has no reward: there is nothing in it to learn from.
+
+        ValueError: the arrays differ in length, or say different things of a token.
+        """
+        if not len(tokens) == len(mask) == len(logprobs) == len(versions):
+            raise ValueError(f"{len(tokens)} tokens, {len(mask)} mask, {len(logprobs)} logprobs, {len(versions)} versions")
+        if any((version < 0) == own for version, own in zip(versions, mask, strict=True)):
+            raise ValueError("mask and versions differ about which tokens the policy wrote")
+        if any(logprob and not own for logprob, own in zip(logprobs, mask, strict=True)):
+            raise ValueError("a token that the policy did not write has a logprob")
+        episode = cls.__new__(cls)
+        episode.tokens, episode.mask, episode.logprobs, episode.versions = tokens, mask, logprobs, versions
+        episode.turns, episode.branches, episode.origins = tuple(turns), (), frozenset(origins)
+        if sum(turn.end - turn.start for turn in episode.turns) != sum(mask) or (reward is not None and not any(mask)):
+            raise ValueError("the turns are not the tokens that the policy wrote, or a reward has no turn")
+        episode.reward, episode.advantage, episode.weight = reward, None, 1.0
+        episode.text, episode.info = text, dict(info or {})
+        return episode
+
     @property
     def version(self) -> int:
         """The oldest policy version among the tokens the policy wrote; -1 where it is not known."""
-        return min(v for v, own in zip(self.versions, self.mask, strict=True) if own)
+        own = [v for v, own in zip(self.versions, self.mask, strict=True) if own]
+        return min([*own, *(branch.version for branch in self.branches)], default=-1)
+
+    @property
+    def outcome(self) -> float | None:
+        """The reward of all that was played, earlier branches included."""
+        return self.branches[0].reward if self.branches else self.reward
 
 
 @dataclass(slots=True)
@@ -201,8 +262,8 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """The episodes' rewards; ValueError if one is unscored (the replay buffer lets none of those in)."""
-        rewards = [episode.reward for episode in self.episodes if episode.reward is not None]
+        """The episodes' outcomes; ValueError if one is unscored (the replay buffer lets none of those in)."""
+        rewards = [outcome for episode in self.episodes if (outcome := episode.outcome) is not None]
         if len(rewards) < len(self.episodes):
             raise ValueError(f"group {self.index} has an unscored episode")
         return rewards
@@ -216,7 +277,7 @@ class Batch:
     to the number of tokens. Only tokens with mask True are trained on. `logprobs` is NaN where the behaviour policy is
     unknown. `origins` says what the versions among the trained tokens stand for. `weights` holds each token's share of
     the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch gives the same loss and
-    gradient. `rewards`, where all sequences are scored, has each one's reward at its last trained token. `ref_logprobs`
+    gradient. `rewards`, where all sequences are scored, has what each trained token earned: a turn's at its last one, an episode's at its end. `ref_logprobs`
     is filled in by a reference model, `proximal_logprobs` by the trainer where a step makes several updates: those of
     the policy that it starts from; `values` by a critic, `returns` is what that critic should have said.
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.controller import ReplicaDied
-from forge.controller.dispatch import Dispatcher
+from forge.controller.dispatch import ISOLATION, LINE_PATIENCE, Dispatcher
 from forge.controller.replica import suspects
 from forge.controller.request import Request
 from forge.controller.routers import PrefixAffine, RoundRobin, least_loaded, resolve_router
@@ -43,8 +43,8 @@ class Place:
     def has_line_for(self, request):
         return False
 
-    def isolated(self, now, within):
-        return sum(flight.isolated(now) and now - flight.sent < within for flight in self.flights)
+    def isolated(self, now, within, patience):
+        return sum(flight.isolated(now, within, patience) for flight in self.flights)
 
 
 def request(*args, session=None, limit=60.0):
@@ -237,6 +237,29 @@ def test_of_a_crowd_that_saw_a_death_only_the_killer_is_ever_alone_with_one(seed
         assert deaths <= 3 if crowd > 16 else deaths == 2
 
     asyncio.run(main())
+
+
+@given(st.floats(0.0, 7.5), st.floats(0.0, 0.3))
+def test_a_killer_does_not_start_when_one_that_only_waits_would_be_accused_with_it(age, needs):
+    """Whatever the age at which the waiting one saw a death first: about the length of the isolation was the trap."""
+    waiting = request()
+    waiting.send()
+    waiting.began = waiting.sent
+    waiting.saw_death(waiting.sent + age, 2)
+    moments = (waiting.sent + tenth / 10 for tenth in range(200))
+    start = next(now for now in moments if not waiting.isolated(now, ISOLATION, LINE_PATIENCE))
+    assert start - waiting.sent >= min(ISOLATION, age)
+    assert not waiting.accused(start + needs)
+
+
+def test_one_that_is_old_when_it_kills_is_not_waited_for():
+    waiting = request()
+    waiting.send()
+    waiting.began = waiting.sent
+    waiting.saw_death(waiting.sent + 3600.0, 2)
+    assert waiting.isolated(waiting.sent + 0.9, ISOLATION, LINE_PATIENCE)
+    assert not waiting.isolated(waiting.sent + 1.1, ISOLATION, LINE_PATIENCE)
+    assert not waiting.isolated(waiting.sent + 3600.0, ISOLATION, LINE_PATIENCE)
 
 
 def test_a_closed_dispatcher_answers_everyone():

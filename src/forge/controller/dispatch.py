@@ -43,8 +43,8 @@ class Place(Protocol):
     def has_line_for(self, request: Request) -> bool:
         """Whether the request would have to wait there for the component's thread."""
 
-    def isolated(self, now: float, within: float) -> int:
-        """Requests that are being found out about in the same process, sent at most so many seconds ago."""
+    def isolated(self, now: float, within: float, patience: float) -> int:
+        """Requests that are being found out about in the same process, see `Request.isolated`."""
 
 
 class Dispatcher:
@@ -176,7 +176,7 @@ class Dispatcher:
         if request.deaths:
             together = 1 if request.crowd <= SMALL_CROWD else request.crowd // 8
             now = time.monotonic()
-            alone = [place for place in free if place.isolated(now, ISOLATION) < together]
+            alone = [place for place in free if place.isolated(now, ISOLATION, LINE_PATIENCE) < together]
             # Behind another call in a component's thread nobody could tell which of the two it was that killed.
             at_once = [place for place in alone if not place.has_line_for(request)]
             free = at_once or (alone if now - request.lost > LINE_PATIENCE else [])

@@ -123,10 +123,10 @@ class Replica:
         """Whether the request would have to wait here for the component's thread."""
         return request.endpoint in self.component.plain and bool(self._in_line)
 
-    def isolated(self, now: float, within: float) -> int:
+    def isolated(self, now: float, within: float, patience: float) -> int:
         """Requests in these processes, this component's or another's, that are being found out about."""
         flights = (flight for member in self.group.members for flight in member.flights)
-        return sum(flight.isolated(now) and now - flight.sent < within for flight in flights)
+        return sum(flight.isolated(now, within, patience) for flight in flights)
 
     async def serve(self, request: Request, limit: float | None = None) -> list[Any]:
         """Call the endpoint of a request that has entered on every rank; their values in rank order.

@@ -58,9 +58,15 @@ class Request:
         """Seconds of work on it at this replica."""
         return 0.0 if self.began is None else now - self.began
 
-    def isolated(self, now: float) -> bool:
-        """Whether it is being found out if it kills: it saw a death, and is not yet older than it was then."""
-        return self.deaths > 0 and self.age(now) < self.fatal_age + self._tolerance
+    def isolated(self, now: float, within: float, patience: float) -> bool:
+        """Whether it is being found out if it kills: it saw a death, was sent at most `within` seconds ago, and is not
+        yet older than it was then. Near that age also later, if it is past it within `patience`: beside another that
+        kills it would be accused once more."""
+        past = self.fatal_age + self._tolerance - self.age(now)
+        if self.deaths == 0 or past <= 0:
+            return False
+        near = self.began is not None and past < min(patience, 2 * self._tolerance + MARGIN)
+        return near or now - self.sent < within
 
     def accused(self, now: float) -> bool:
         """Whether, if its replica dies now, it is the likely cause: what it does kills at about the same age again."""

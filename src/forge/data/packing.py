@@ -105,13 +105,18 @@ def _shares(episodes: Sequence[Episode], aggregation: str, horizon: int | None) 
 
 
 def _final(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """Rewards at the last trained tokens; None if an episode has no reward."""
-    if any(episode.reward is None for episode in episodes):
+    """Rewards at the last tokens of the turns that they are for, and what is left at the last trained one; None if an
+    episode has no reward."""
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    if len(rewards) < len(episodes):
         return None
     rows = [np.zeros(len(episode.tokens), np.float32) for episode in episodes]
-    for row, episode in zip(rows, episodes, strict=True):
+    for row, episode, left in zip(rows, episodes, rewards, strict=True):
+        for turn in episode.turns:
+            row[turn.end - 1] += turn.reward
+            left -= turn.reward
         if any(episode.mask):
-            row[max(i for i, own in enumerate(episode.mask) if own)] = episode.reward
+            row[max(i for i, own in enumerate(episode.mask) if own)] += left
     return np.concatenate(rows)
 
 

@@ -1,0 +1,82 @@
+"""Environments as a service of replicas: each holds the episodes of many callers, in processes of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..controller import CallTimeout, ForgeActor, ReplicaDied, Service, endpoint
+from ..envs.environment import Action, Environment, InfrastructureError, Step
+
+_numbers = itertools.count()
+
+
+class EnvironmentActor(ForgeActor):
+    """Hosts environments of one kind, one for each episode that is under way.
+
+    Args:
+        make: makes one; called here, for each new episode.
+    """
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        self.make = make
+        self.playing: dict[str, Environment] = {}
+
+    @endpoint
+    async def reset(self, episode: str, task: Any, seed: int) -> Step:
+        """Begin an episode under this name, which no other has."""
+        await self.close(episode)
+        env = self.playing[episode] = self.make()
+        return await env.reset(task, seed=seed)
+
+    @endpoint
+    async def step(self, episode: str, action: Action) -> Step:
+        """Go on with it. InfrastructureError: it is not here, and was lost with another replica."""
+        if episode not in self.playing:
+            raise InfrastructureError(f"{self.context} does not hold episode {episode}: it was lost with its replica")
+        return await self.playing[episode].step(action)
+
+    @endpoint
+    async def close(self, episode: str) -> None:
+        """Let go of an episode, if it is here."""
+        if (env := self.playing.pop(episode, None)) is not None:
+            await env.close()
+
+    @endpoint
+    async def count(self) -> int:
+        """How many episodes are under way."""
+        return len(self.playing)
+
+    async def teardown(self) -> None:
+        for episode in list(self.playing):
+            await self.close(episode)
+
+
+class RemoteEnvironment(Environment):
+    """An environment that lives in a service of `EnvironmentActor`: its episodes stay with the replica they began on.
+    One that is lost with its replica is an `InfrastructureError`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.episode = service, ""
+
+    async def reset(self, task: Any, *, seed: int) -> Step:
+        await self.close()
+        self.episode = f"{os.getpid()}-{next(_numbers)}"
+        return await self._ask("reset", task, seed)
+
+    async def step(self, action: Action) -> Step:
+        return await self._ask("step", action)
+
+    async def close(self) -> None:
+        if self.episode:
+            await self._ask("close")
+            self.episode = ""
+
+    async def _ask(self, endpoint: str, *args: Any) -> Any:
+        try:
+            async with self.service.session(self.episode):
+                return await getattr(self.service, endpoint).route(self.episode, *args)
+        except (ReplicaDied, CallTimeout) as error:
+            raise InfrastructureError(f"the environment was lost: {error}") from error

@@ -1,0 +1,24 @@
+"""Environments and tools: what a policy acts in, and episodes of several turns with it."""
+
+from .calls import read_action
+from .dialogue import Dialogue
+from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
+from .rollout import rollout
+from .tool_environment import ToolEnvironment
+from .tools import Toolbox, ToolError, schema_of
+
+__all__ = [
+    "Action",
+    "Dialogue",
+    "Environment",
+    "InfrastructureError",
+    "Message",
+    "Step",
+    "ToolCall",
+    "ToolEnvironment",
+    "ToolError",
+    "Toolbox",
+    "read_action",
+    "rollout",
+    "schema_of",
+]

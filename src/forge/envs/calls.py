@@ -1,0 +1,152 @@
+"""Tool calls in what a policy wrote, in three ways of writing them. Reading never raises: what cannot be read is told.
+
+- "hermes" (Qwen, Hermes): `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`
+- "llama3": the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several of them separated by `;`
+- "plain": `add(a=1, b=2)` anywhere in the text; of a tool with one parameter also `search(what is in here)`
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from .environment import Action, ToolCall
+
+Syntax = Literal["hermes", "llama3", "plain"]
+SYNTAXES: tuple[str, ...] = get_args(Syntax)
+Schema = Mapping[str, Any]
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_MOST = 64  # calls of one turn that are looked at
+_LONGEST = 1 << 16  # characters of one call
+
+
+def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
+    """What was said in a turn, with the calls in it. Without tools nothing is a call.
+
+    Args:
+        text: of the turn, without the token that ends it.
+        tools: schemas of what may be called, as OpenAI writes them.
+    """
+    if not tools:
+        return Action(text, text.strip(), truncated=truncated)
+    read = {"hermes": _hermes, "llama3": _llama3, "plain": _plain}[syntax]
+    content, calls, errors = read(text, {tool["function"]["name"]: tool["function"] for tool in tools})
+    if len(calls) > _MOST:
+        errors.append(f"more than {_MOST} calls in one turn: the rest was left out")
+    numbered = (ToolCall(call.name, call.arguments, call.id or f"call_{n}") for n, call in enumerate(calls[:_MOST]))
+    return Action(text, content.strip(), tuple(numbered), tuple(errors), truncated)
+
+
+Read = tuple[str, list[ToolCall], list[str]]
+
+
+def _hermes(text: str, tools: Mapping[str, Schema]) -> Read:
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    for found in _HERMES.finditer(text):
+        if not found[0].endswith("</tool_call>"):
+            errors.append("a call is not closed by </tool_call>")
+            continue
+        _from_json(found[1], "arguments", calls, errors)
+    return _HERMES.sub("", text), calls, errors
+
+
+def _llama3(text: str, tools: Mapping[str, Schema]) -> Read:
+    body = text.strip()
+    tagged = body.startswith(_PYTHON_TAG)
+    body = body.removeprefix(_PYTHON_TAG).strip()
+    if not tagged and not body.startswith("{"):
+        return text, [], []
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    decoder = json.JSONDecoder()
+    while body:
+        try:
+            _, end = decoder.raw_decode(body)
+        except (ValueError, RecursionError):
+            end = len(body)
+        _from_json(body[:end], "parameters", calls, errors)
+        body = body[end:].lstrip(" \n\t;,")
+        if len(calls) + len(errors) > _MOST:
+            break
+    return "", calls, errors
+
+
+def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    left, position = [], 0
+    names = "|".join(sorted(map(re.escape, tools), key=len, reverse=True))
+    for found in re.finditer(rf"(?<![\w.])({names})\(", text):
+        if found.start() < position:
+            continue  # within the arguments of another
+        end = _closing(text, found.end())
+        left.append(text[position : found.start()])
+        if end is None:
+            errors.append(f"the call of {found[1]} is not closed by )")
+            position = len(text)
+            break
+        position = end + 1
+        try:
+            calls.append(ToolCall(found[1], _arguments(text[found.end() : end], tools[found[1]])))
+        except ValueError as error:
+            errors.append(f"the call of {found[1]} cannot be read: {error}")
+    return "".join([*left, text[position:]]), calls, errors
+
+
+def _closing(text: str, start: int) -> int | None:
+    depth = 1
+    for at in range(start, min(len(text), start + _LONGEST)):
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        if depth == 0:
+            return at
+    return None
+
+
+def _arguments(text: str, function: Schema) -> dict[str, Any]:
+    """`a=1, b="x"` as Python writes it, values alone in the order of the parameters, or the text of the only one."""
+    names = list(function.get("parameters", {}).get("properties", {}))
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call):
+            raise ValueError("it is no list of arguments")
+        values = {names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)}
+        for keyword in call.keywords:
+            if keyword.arg is None or keyword.arg in values:
+                raise ValueError("an argument is given twice, or has no name")
+            values[keyword.arg] = ast.literal_eval(keyword.value)
+    except (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError) as error:
+        if len(names) == 1:
+            return {names[0]: text}
+        raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
+    only = names[0] if len(names) == 1 else None
+    if only in values and _is_text(function, only) and not isinstance(values[only], str):
+        return {only: text}  # 1+2 of a parameter that is text is not 3
+    return values
+
+
+def _is_text(function: Schema, name: str) -> bool:
+    return function["parameters"]["properties"][name].get("type") == "string"
+
+
+def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) -> None:
+    """Add the call that the JSON says, or what is wrong with it."""
+    try:
+        if len(text) > _LONGEST:
+            raise ValueError(f"it has more than {_LONGEST} characters")
+        call = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError('it must be an object with a "name"')
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):  # as OpenAI's answers have it
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError(f'its "{key}" must be an object')
+        calls.append(ToolCall(call["name"], arguments))
+    except (ValueError, RecursionError) as error:
+        errors.append(f"a call cannot be read: {error}")

@@ -1,0 +1,39 @@
+"""A question, tools to work on it over several turns, and an answer that is scored."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..types import Sample
+from .environment import Action, Environment, Message, Step
+from .tools import Toolbox
+
+
+class ToolEnvironment(Environment):
+    """The policy calls tools as long as it likes; the first turn without a call is its answer, and ends the episode.
+
+    Args:
+        tools: what may be called.
+        score: `score(prompt, response, target) -> float | None`, plain or async, such as those of `forge.data.rewards`;
+            `response` is the answer.
+        system: a system message before the question.
+        turn_reward: for each turn that calls a tool; below 0 it is the price of one.
+    """
+
+    def __init__(
+        self, tools: Toolbox, score: Callable[..., Any], *, system: str | None = None, turn_reward: float = 0.0
+    ) -> None:
+        self.tools, self.score, self.system, self.turn_reward = tools, score, system, turn_reward
+
+    async def reset(self, task: Sample, *, seed: int) -> Step:
+        self.task = task
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return Step((*system, {"role": "user", "content": task.prompt.text}), tools=self.tools.schemas)
+
+    async def step(self, action: Action) -> Step:
+        if action.calls or action.errors:
+            return Step(tuple(await self.tools.answer(action)), self.turn_reward)
+        reward = self.score(self.task.prompt.text, action.content, self.task.target)
+        return Step(reward=await reward if inspect.isawaitable(reward) else reward, terminated=True)

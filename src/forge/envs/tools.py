@@ -1,0 +1,201 @@
+"""Python functions as tools: a schema from the signature, and calls that are run with limits and never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, Union
+
+from ..verifiers.threads import in_thread, within
+from ..verifiers.verifier import Unscored
+from .environment import Action, InfrastructureError, Message, ToolCall
+
+Schema = dict[str, Any]
+Tool = Callable[..., Any]
+
+_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
+
+
+class ToolServer(Protocol):
+    """Tools that live elsewhere, such as behind `forge.envs.mcp`. What `call` raises of its own class `ToolError` is
+    the tool's answer; an InfrastructureError is nobody's."""
+
+    def schemas(self) -> Sequence[Mapping[str, Any]]: ...
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str: ...
+
+
+class ToolError(Exception):
+    """A tool says that a call was wrong: its text goes back to the policy."""
+
+
+class Toolbox:
+    """Tools by name, run as the policy asks for them: the calls of one turn at the same time.
+
+    Whatever a tool does, its call is answered by one message: its result, cut to `max_chars`, or what went wrong. Only
+    an InfrastructureError is raised.
+
+    Args:
+        tools: functions, plain (they run in a thread) or async, with annotated parameters; what they return is shown as
+            text, or as JSON if it is none.
+        servers: tools that live elsewhere.
+        timeout: seconds for one call.
+        max_chars: of an answer.
+        max_calls: of one turn; the others are refused.
+
+    Raises:
+        ValueError: a function of which no schema can be made, or two tools of one name.
+    """
+
+    def __init__(
+        self,
+        *tools: Tool,
+        servers: Sequence[ToolServer] = (),
+        timeout: float = 30.0,
+        max_chars: int = 8192,
+        max_calls: int = 16,
+    ) -> None:
+        if timeout <= 0 or max_chars < 1 or max_calls < 1:
+            raise ValueError(f"timeout, max_chars and max_calls must be above 0: {timeout}, {max_chars}, {max_calls}")
+        self._timeout, self._max_chars, self._max_calls = timeout, max_chars, max_calls
+        self._functions = {tool.__name__: tool for tool in tools}
+        self._servers: dict[str, ToolServer] = {}
+        named: dict[str, Schema] = {}
+        offered = [schema_of(tool) for tool in tools]
+        for server in servers:
+            theirs = [dict(schema) for schema in server.schemas()]
+            self._servers |= {schema["function"]["name"]: server for schema in theirs}
+            offered += theirs
+        for schema in offered:
+            if named.setdefault(schema["function"]["name"], schema) is not schema:
+                raise ValueError(f"two tools have the name {schema['function']['name']}")
+        self._schemas = named
+
+    @property
+    def schemas(self) -> tuple[Schema, ...]:
+        """What may be called, as OpenAI writes it."""
+        return tuple(self._schemas.values())
+
+    async def answer(self, action: Action) -> list[Message]:
+        """A message for each call of the turn, in order, and one for each that could not be read."""
+        texts = await asyncio.gather(*map(self._run, action.calls[: self._max_calls]))
+        refused = f"error: not run: a turn may make {self._max_calls} calls"
+        texts += [refused] * (len(action.calls) - len(texts))
+        answers = [
+            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+            for call, text in zip(action.calls, texts, strict=True)
+        ]
+        return [*answers, *({"role": "tool", "name": "error", "content": f"error: {e}"} for e in action.errors)]
+
+    async def _run(self, call: ToolCall) -> str:
+        if call.name not in self._schemas:
+            return f"error: there is no tool {call.name!r}: there is {', '.join(self._schemas)}"
+        if wrong := mismatch(call.arguments, self._schemas[call.name]["function"]):
+            return f"error: {call.name}: {wrong}"
+        try:
+            result = await self._result(call)
+            return self._cut(result if isinstance(result, str) else _as_json(result))
+        except InfrastructureError:
+            raise
+        except Unscored as late:
+            return f"error: {late}"
+        except ToolError as told:
+            return self._cut(f"error: {told}")
+        except Exception as error:
+            return self._cut(f"error: {call.name} raised {type(error).__name__}: {error}")
+
+    async def _result(self, call: ToolCall) -> Any:
+        if server := self._servers.get(call.name):
+            return await within(self._timeout, server.call(call.name, call.arguments), call.name)
+        function = self._functions[call.name]
+        if inspect.iscoroutinefunction(function):
+            return await within(self._timeout, function(**call.arguments), call.name)
+        return await in_thread(lambda: function(**call.arguments), limit=self._timeout, what=call.name)
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._max_chars:
+            return text
+        return f"{text[: self._max_chars]}... ({len(text) - self._max_chars} more characters)"
+
+
+def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> Schema:
+    """The schema of a function, from its name, the first paragraph of its docstring and its annotated parameters.
+
+    Raises:
+        ValueError: a parameter without an annotation, of a type that JSON does not have, or that takes any number.
+    """
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ValueError(f"tool {function.__name__}: parameter {name} must be one that can be given by name")
+        if name not in hints:
+            raise ValueError(f"tool {function.__name__}: parameter {name} needs an annotation, such as {name}: str")
+        try:
+            properties[name] = _type(hints[name])
+        except ValueError as error:
+            raise ValueError(f"tool {function.__name__}: parameter {name}: {error}") from None
+        if parameter.default is parameter.empty:
+            required.append(name)
+    about = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": function.__name__, "description": about, "parameters": parameters}}
+
+
+def _type(hint: Any) -> dict[str, Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _TYPES:
+        return {"type": _TYPES[hint]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if hint is list or origin is list:
+        return {"type": "array", **({"items": _type(arguments[0])} if arguments else {})}
+    if origin is dict:
+        return {"type": "object"}
+    if origin in (Union, types.UnionType):
+        kinds = [_type(argument) for argument in arguments if argument is not type(None)]
+        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    raise ValueError(f"{hint} has no JSON form: use str, int, float, bool, list, dict, Literal or a union of them")
+
+
+def mismatch(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> str:
+    """What is wrong with the arguments of a call; "" if they fit the function's schema as far as that is checked: names,
+    and the types of values on the top level."""
+    parameters = function.get("parameters", {})
+    properties = parameters.get("properties", {})
+    if missing := [name for name in parameters.get("required", ()) if name not in arguments]:
+        return f"missing {', '.join(missing)}"
+    if unknown := [name for name in arguments if name not in properties]:
+        return f"no parameter {', '.join(map(repr, unknown))}: it has {', '.join(properties) or 'none'}"
+    for name, value in arguments.items():
+        wanted = properties[name].get("type")
+        if wanted in _CHECKS and not _CHECKS[wanted](value) and not (value is None and name not in required(function)):
+            return f"{name} must be of type {wanted}, got {json.dumps(value, default=str)[:60]}"
+        if (choices := properties[name].get("enum")) is not None and value not in choices:
+            return f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+    return ""
+
+
+def required(function: Mapping[str, Any]) -> Sequence[str]:
+    return function.get("parameters", {}).get("required", ())
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "boolean": lambda value: isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
