@@ -1,6 +1,9 @@
 """The components of a run: thin shells that join the plain libraries to the controller."""
 
+from .agent import Agent
+from .coder import SandboxedPythonCoder
 from .dataset import DatasetActor
+from .environments import EnvironmentActor, RemoteEnvironment
 from .evaluation import evaluate, evaluate_pairs
 from .generator import Generator
 from .reference import ReferenceModel
@@ -12,12 +15,16 @@ from .verifiers import RemotePanel, VerifierActor
 from .window import Window
 
 __all__ = [
+    "Agent",
     "DatasetActor",
+    "EnvironmentActor",
     "Generator",
     "ReferenceModel",
+    "RemoteEnvironment",
     "RemotePanel",
     "ReplayBuffer",
     "RewardActor",
+    "SandboxedPythonCoder",
     "Trainer",
     "VerifierActor",
     "Window",

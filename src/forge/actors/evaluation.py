@@ -11,15 +11,21 @@ import numpy as np
 from ..controller import Service
 from ..observability import phase
 from ..types import Batch, Sample
+from .agent import Agent
 
 
-async def evaluate(policy: Service, reward: Service, samples: Sequence[Sample], **sampling: Any) -> dict[str, float]:
+async def evaluate(
+    policy: Service, reward: Service | Agent, samples: Sequence[Sample], **sampling: Any
+) -> dict[str, float]:
     """`{"eval/accuracy": share}` of `samples` whose greedy completion is right by the reward service's accuracy
     function; empty if there are no samples.
 
     Args:
+        reward: or an agent, which plays its own episodes: see `Agent.evaluate`.
         sampling: what differs from greedy decoding under the policy's defaults.
     """
+    if isinstance(reward, Agent):
+        return await reward.evaluate(policy, samples, **sampling)
     if not samples:
         return {}
 

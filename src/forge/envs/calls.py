@@ -124,14 +124,11 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
         if len(names) == 1:
             return {names[0]: text}
         raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
-    only = names[0] if len(names) == 1 else None
-    if only in values and _is_text(function, only) and not isinstance(values[only], str):
-        return {only: text}  # 1+2 of a parameter that is text is not 3
+    for name in names[:1] if len(names) == 1 else ():
+        wanted = function["parameters"]["properties"][name].get("type")
+        if wanted == "string" and not isinstance(values.get(name, ""), str):
+            return {name: text}  # 12 of a parameter that is text is no number
     return values
-
-
-def _is_text(function: Schema, name: str) -> bool:
-    return function["parameters"]["properties"][name].get("type") == "string"
 
 
 def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) -> None:

@@ -92,14 +92,15 @@ class Dialogue:
         return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=True))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema], *, more: bool = True) -> str:
-        chat = self._chat(json.dumps(list(tools), sort_keys=True) if tools else "")
+        chat = self._chat(json.dumps(list(tools)) if tools else "")
         return chat.render(messages, add_generation_prompt=more)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _plain(self, message: Message) -> Message:
-        return {**message, "content": self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", message["content"])}
+        content = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", message["content"])
+        return {**message, "content": content}
 
     def _find_closer(self) -> int:
         text = self._render(_ASKED, (), more=False)

@@ -163,25 +163,22 @@ def _type(hint: Any) -> dict[str, Any]:
 
 
 def mismatch(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call; "" if they fit the function's schema as far as that is checked: names,
-    and the types of values on the top level."""
+    """What is wrong with the arguments of a call; "" if they fit the function's schema as far as that is checked:
+    names, and the types of values on the top level."""
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {})
     if missing := [name for name in parameters.get("required", ()) if name not in arguments]:
         return f"missing {', '.join(missing)}"
     if unknown := [name for name in arguments if name not in properties]:
         return f"no parameter {', '.join(map(repr, unknown))}: it has {', '.join(properties) or 'none'}"
+    optional = properties.keys() - parameters.get("required", ())
     for name, value in arguments.items():
         wanted = properties[name].get("type")
-        if wanted in _CHECKS and not _CHECKS[wanted](value) and not (value is None and name not in required(function)):
+        if wanted in _CHECKS and not _CHECKS[wanted](value) and not (value is None and name in optional):
             return f"{name} must be of type {wanted}, got {json.dumps(value, default=str)[:60]}"
         if (choices := properties[name].get("enum")) is not None and value not in choices:
             return f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
     return ""
-
-
-def required(function: Mapping[str, Any]) -> Sequence[str]:
-    return function.get("parameters", {}).get("required", ())
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from .verifier import Scores, Unscored, collect
 
@@ -19,9 +19,14 @@ _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*
 class Result(Protocol):
     """How a program ended. status: "ok" if it ended by itself with exit code 0; any other word is how it failed."""
 
-    status: str
-    stdout: str
-    seconds: float
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def stdout(self) -> str: ...
+
+    @property
+    def seconds(self) -> float: ...
 
 
 class Sandbox(Protocol):
@@ -35,8 +40,8 @@ class Case:
     """One test of a program: what it prints for an input, or the value of an expression once it has run, or statements
     that must not raise. One of the three.
 
-    Expected output and value stay outside the sandbox. Statements run inside it, where a program made to cheat could
-    see them.
+    Expected output and value stay outside the sandbox, and so do those of statements that are nothing but
+    `assert expression == literal`. Other statements run inside it, where a program made to cheat could see them.
     """
 
     stdin: str | None = None
@@ -80,7 +85,8 @@ class CodeVerifier:
         credit: "all" or "share".
         cases: the tests from the target of a call.
         program: the program from a response, None where it has none.
-        time_limit: seconds for each case.
+        time_limit: seconds for an execution: of a case with input, or of all calls and statements together. Those
+            that one of them keeps from their turn, as it never ends, are executed again without it.
         concurrency: most cases of a call at a time.
 
     Raises:
@@ -123,33 +129,156 @@ class CodeVerifier:
         program = self._program(response)
         if program is None:
             return 0.0
-        passed = 0
-        for case in cases:
-            async with turn:
-                right = await self._passes(program, case)
-            if not right and self._credit == "all":
+        right = await self._checked(program, cases, turn)
+        for number, case in enumerate(cases):
+            if self._credit == "all" and False in right.values():
                 return 0.0
-            passed += right
-        return passed / len(cases)
+            if case.stdout is not None:
+                result = await self._run(program, case.stdin or "", turn)
+                right[number] = result.status == "ok" and _lines(result.stdout) == _lines(case.stdout)
+        return float(all(right.values())) if self._credit == "all" else sum(right.values()) / len(cases)
 
-    async def _passes(self, program: str, case: Case) -> bool:
-        # Told after the tests have run: a program that ends early, with exit code 0, has not passed them.
-        mark, added = secrets.token_hex(8), ""
-        if case.call is not None:
-            added = f"print({mark!r} + repr({case.call}))"
-        elif case.test is not None:
-            added = f"{case.test}\nprint({mark!r})"
-        whole = f"{program}\n{added}\n" if added else program
+    async def _checked(self, program: str, cases: Sequence[Case], turn: asyncio.Semaphore) -> dict[int, bool]:
+        """Which cases with calls and statements pass; with credit for all of them alone, the first that does not is the
+        last that is known."""
+        checks = [check for number, case in enumerate(cases) for check in _checks(number, case)]
+        right = {check.case: True for check in checks}
+        while checks:
+            mark = secrets.token_hex(16)
+            result = await self._run(_harness(program, checks, mark), "", turn)
+            told = _told(result.stdout, mark)
+            # What was not told had not its turn, but for the first, which is what ended it all.
+            done = next((place for place in range(len(checks)) if place not in told), len(checks) - 1) + 1
+            if _BEGUN not in told:
+                done = len(checks)
+            for place, check in enumerate(checks[:done]):
+                if not _passes(check, told.get(place)):
+                    right[check.case] = False
+                    if self._credit == "all":
+                        return right
+            checks = checks[done:]
+        return right
+
+    async def _run(self, program: str, stdin: str, turn: asyncio.Semaphore) -> Result:
+        async with turn:
+            try:
+                return await self._sandbox.run(program, stdin=stdin, time_limit=self._time_limit)
+            except Exception as error:
+                raise Unscored(f"the sandbox failed ({type(error).__name__}: {error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A call and the value that it should have, or statements without one; of which case."""
+
+    case: int
+    text: str
+    value: str | None
+
+
+def _checks(number: int, case: Case) -> list[_Check]:
+    if case.call is not None:
+        return [_Check(number, case.call, case.value)]
+    if case.test is None:
+        return []
+    try:
+        found = [_comparison(number, statement) for statement in ast.parse(case.test).body]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        found = []
+    return [check for check in found if check] if found and all(found) else [_Check(number, case.test, None)]
+
+
+def _comparison(number: int, statement: ast.stmt) -> _Check | None:
+    """Of `assert expression == literal`; None of anything else."""
+    match statement:
+        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
+            for call, value in ((left, right), (right, left)):
+                if _literal(ast.unparse(value)) is not None:
+                    return _Check(number, ast.unparse(call), ast.unparse(value))
+    return None
+
+
+_BEGUN = -1
+# What it needs is bound before the program runs, which may exchange anything by name. Values are written by the methods
+# of Python's own types, whatever those of a subclass say, and compared outside.
+_HARNESS = r"""
+def harness(program, checks, mark):
+    import json, os, sys, types
+    execute, evaluate, dumps, write, number, show = exec, eval, json.dumps, os.write, enumerate, repr
+    scalars = [(kind, kind.__repr__) for kind in (bool, int, float, complex, str, bytes, type(None))]
+    lists = [(list, "[", "]"), (tuple, "(", ",)"), (set, "{", "}")]
+    subclass, kind_of, join, entries, Failure = issubclass, type, str.join, dict.items, BaseException
+
+    def plain(value):
+        kind = kind_of(value)
+        for base, text in scalars:
+            if subclass(kind, base):
+                return text(value)
+        if subclass(kind, dict):
+            return "{" + join(", ", [plain(key) + ": " + plain(item) for key, item in entries(value)]) + "}"
+        for base, opening, closing in lists:
+            if subclass(kind, base):
+                items = [plain(item) for item in base.__iter__(value)]
+                return opening + join(", ", items) + closing if items else base.__name__ + "()"
+        raise TypeError
+
+    def attempt(what, value):
         try:
-            result = await self._sandbox.run(whole, stdin=case.stdin or "", time_limit=self._time_limit)
-        except Exception as error:
-            raise Unscored(f"the sandbox failed ({type(error).__name__}: {error})") from error
-        if result.status != "ok":
-            return False
-        if case.stdout is not None:
-            return _lines(result.stdout) == _lines(case.stdout)
-        _, told, value = result.stdout.rpartition(mark)
-        return bool(told) and (case.value is None or _same(value.strip(), case.value))
+            return what(value)
+        except Failure:
+            return None
+
+    def tell(place, *said):
+        write(1, ("\n" + mark + show(place) + " " + dumps(said) + "\n").encode())
+
+    code = compile(program, "program.py", "exec")
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    names = module.__dict__
+    execute(code, names)
+    tell(BEGUN)
+    for place, (text, has_value) in number(checks):
+        try:
+            if has_value:
+                value = evaluate(text, names)
+                tell(place, attempt(plain, value), attempt(show, value))
+            else:
+                execute(text, names)
+                tell(place, None)
+        except Failure:
+            tell(place)
+
+""".replace("BEGUN", str(_BEGUN))
+
+
+def _harness(program: str, checks: Sequence[_Check], mark: str) -> str:
+    given = [(check.text.strip(), check.value is not None) for check in checks]
+    return f"{_HARNESS}harness({program!r}, {given!r}, {mark!r})\n"
+
+
+def _told(stdout: str, mark: str) -> dict[int, list[Any]]:
+    """What was said behind the mark: nothing where a check has failed, else its value, plain and as `repr` has it."""
+    told: dict[int, list[Any]] = {}
+    for line in stdout.split("\n"):
+        if line.startswith(mark):
+            try:
+                place, _, said = line.removeprefix(mark).partition(" ")
+                told.setdefault(int(place), list(json.loads(said)))
+            except (ValueError, TypeError, RecursionError):
+                continue  # the program's own invention
+    return told
+
+
+def _passes(check: _Check, said: list[Any] | None) -> bool:
+    if not said:
+        return False
+    if check.value is None:
+        return said == [None]
+    plain, text = (*said, None)[:2]
+    expected = _literal(check.value)
+    if expected is None:
+        return isinstance(text, str) and text.strip() == check.value.strip()
+    value = _literal(plain) if isinstance(plain, str) else None
+    return value is not None and bool(value[0] == expected[0])
 
 
 def _lines(text: str) -> list[str]:
@@ -157,8 +286,9 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def _same(value: str, expected: str) -> bool:
+def _literal(text: str) -> tuple[Any] | None:
+    """The value that a text writes; None if it is no literal."""
     try:
-        return bool(ast.literal_eval(value) == ast.literal_eval(expected))
+        return (ast.literal_eval(text.strip()),)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return value == expected.strip()
+        return None

@@ -3,6 +3,11 @@
 None of it needs the `openenv` package. It needs aiohttp: pip install 'torchforge[openenv]'.
 """
 
+try:
+    import aiohttp as _aiohttp  # noqa: F401
+except ImportError as error:
+    raise ImportError("OpenEnv needs aiohttp: pip install 'torchforge[openenv]'") from error
+
 from .client import CapacityError, OpenEnvClient, OpenEnvError, Reply, Session
 from .environment import OpenEnvEnvironment
 from .launch import LocalServer

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import aiohttp
+
 from ..environment import InfrastructureError
-from .session import CLOSING, LARGEST, CapacityError, OpenEnvError, Reply, Session, aiohttp
+from .session import CLOSING, LARGEST, CapacityError, OpenEnvError, Reply, Session
 
 __all__ = ["CapacityError", "OpenEnvClient", "OpenEnvError", "Reply", "Session"]
 
@@ -71,11 +73,11 @@ class OpenEnvClient:
 
     async def reset(self, **parameters: Any) -> Reply:
         """Reset over HTTP. OpenEnv's servers make an environment for this request alone: play episodes in a session."""
-        return _reply(await self._http("POST", "/reset", parameters))
+        return Reply.read(await self._http("POST", "/reset", parameters))
 
     async def step(self, action: Mapping[str, Any]) -> Reply:
         """Step over HTTP, to which the same applies."""
-        return _reply(await self._http("POST", "/step", {"action": dict(action)}))
+        return Reply.read(await self._http("POST", "/step", {"action": dict(action)}))
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
@@ -165,6 +167,10 @@ class OpenEnvClient:
                     max_msg_size=LARGEST,
                     timeout=aiohttp.ClientWSTimeout(ws_close=CLOSING),
                 )
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status < 500:
+                raise OpenEnvError(f"HTTP_{error.status}", error.message, f"{self.url}/ws") from error
+            raise InfrastructureError(f"no session with {self.url}: status {error.status}") from error
         except (aiohttp.ClientError, OSError) as error:  # OSError: also TimeoutError
             what = str(error) or f"no connection within {self._connect_timeout:g} s"
             raise InfrastructureError(f"no session with {self.url}: {what}") from error
@@ -183,7 +189,7 @@ class OpenEnvClient:
             raise InfrastructureError(f"{self.url}{path}: {what}") from error
         except ValueError:
             raise InfrastructureError(f"{self.url}{path} answered with no JSON: {text[:80]!r}") from None
-        if status >= 500:
+        if status in (502, 503, 504):  # of a proxy, or of a server that is full
             raise InfrastructureError(f"{self.url}{path} answered with status {status}: {text[:500]}")
         if not isinstance(answer, dict):
             raise OpenEnvError(f"HTTP_{status}", text[:500], f"{self.url}{path}")

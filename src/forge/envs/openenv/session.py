@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+import aiohttp
 
 from ..environment import InfrastructureError
-
-try:
-    import aiohttp
-except ImportError as error:
-    raise ImportError("OpenEnv needs aiohttp: pip install 'torchforge[openenv]'") from error
+from ..mcp.content import function_schema
 
 LARGEST = 100 << 20  # bytes of one message, as in OpenEnv's own client
 CLOSING = 1.0  # seconds in which a server may answer that a connection ends
@@ -47,6 +46,17 @@ class Reply:
     done: bool
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Self:
+        """From the wire."""
+        reward, observation = data.get("reward"), data.get("observation")
+        return cls(
+            observation if isinstance(observation, dict) else {"value": observation},
+            None if reward is None else float(reward),
+            bool(data.get("done")),
+            data.get("metadata") or {},
+        )
+
 
 class Session:
     """Calls one after the other. Whatever leaves a reply outstanding ends the connection: the next call would get it.
@@ -65,13 +75,18 @@ class Session:
     def lost(self) -> bool:
         return self._socket is None or self._socket.closed
 
+    @property
+    def idle(self) -> bool:
+        """It is there, and no call waits."""
+        return not self.lost and not self._busy
+
     async def reset(self, **parameters: Any) -> Reply:
         """Begin an episode, with what the environment's reset takes, such as seed= and episode_id=."""
-        return self._reply(await self._ask("reset", "observation", parameters))
+        return Reply.read(await self._ask("reset", "observation", parameters))
 
     async def step(self, action: Mapping[str, Any]) -> Reply:
         """Take an action of the form that the server's schema names."""
-        return self._reply(await self._ask("step", "observation", dict(action)))
+        return Reply.read(await self._ask("step", "observation", dict(action)))
 
     async def state(self) -> dict[str, Any]:
         """What the environment tells of its state, at least episode_id and step_count."""
@@ -98,24 +113,20 @@ class Session:
 
     async def close(self) -> None:
         """End the session. It may be repeated."""
-        if self._socket is not None and not self._socket.closed and not self._busy:
-            try:
+        if self._socket is not None and self.idle:
+            with suppress(aiohttp.ClientError, ConnectionError, TimeoutError):  # it is lost, which is as good
                 async with asyncio.timeout(CLOSING):
                     await self._socket.send_str('{"type":"close"}')
-            except (aiohttp.ClientError, ConnectionError, TimeoutError):
-                pass  # it is lost, which is as good
-        self._drop()
+        self.drop()
         if self._closing is not None:
             await self._closing
 
-    def _reply(self, data: dict[str, Any]) -> Reply:
-        reward, observation = data.get("reward"), data.get("observation")
-        return Reply(
-            observation if isinstance(observation, dict) else {"value": observation},
-            None if reward is None else float(reward),
-            bool(data.get("done")),
-            data.get("metadata") or {},
-        )
+    def drop(self) -> None:
+        """End the connection, without a word to the server."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            # Not waited for: it takes as long as a server that hangs. The task is kept so that it is not collected.
+            self._closing = asyncio.ensure_future(socket.close())
 
     async def _ask(self, kind: str, expected: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
         if self._busy:
@@ -126,23 +137,22 @@ class Session:
         self._busy = True
         try:
             async with asyncio.timeout(self._timeout) as limit:
-                try:
+                # A server that refuses a session says why and ends it, maybe before it was asked anything.
+                with suppress(aiohttp.ClientError, ConnectionError):
                     await self._socket.send_str(text)
-                except (aiohttp.ClientError, ConnectionError):
-                    pass  # a server that refuses a session says why and ends it, maybe before it was asked anything
                 received = await self._socket.receive()
         except TimeoutError:
-            self._drop()
+            self.drop()
             if not limit.expired():
                 raise
             raise InfrastructureError(f"{self._url} did not answer {kind} within {self._timeout:g} s") from None
         except BaseException:
-            self._drop()
+            self.drop()
             raise
         finally:
             self._busy = False
         if received.type is not aiohttp.WSMsgType.TEXT:
-            self._drop()
+            self.drop()
             raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
         return self._read(received.data, kind, expected)
 
@@ -151,40 +161,27 @@ class Session:
             answer = json.loads(text)
             said, data = answer["type"], answer["data"]
         except (ValueError, KeyError, TypeError):
-            self._drop()
+            self.drop()
             raise InfrastructureError(f"{self._url} answered {kind} with {text[:80]!r}") from None
         if said == "error":
             raise self._refusal(data)
         if said != expected or not isinstance(data, dict):
-            self._drop()
+            self.drop()
             raise InfrastructureError(f"{self._url} answered {kind} with a message of type {said!r}")
         return data
 
     def _refusal(self, data: dict[str, Any]) -> Exception:
         code, message = str(data.get("code")), str(data.get("message"))
         if code == "CAPACITY_REACHED":
-            self._drop()
+            self.drop()
             most = data.get("max_sessions", "its limit of")
             return CapacityError(
                 f"{self._url} takes {most} sessions at a time and has them: start it with a higher max_concurrent_envs "
                 "(1 unless it is set), or lower `sessions` of the client"
             )
         if code in _ENDING:
-            self._drop()
+            self.drop()
             if code == "INFRASTRUCTURE_ERROR":
                 return InfrastructureError(f"{self._url}: {message}")
         details = f" {json.dumps(data['errors'])[:500]}" if data.get("errors") else ""
         return OpenEnvError(code, message + details, self._url)
-
-    def _drop(self) -> None:
-        socket, self._socket = self._socket, None
-        if socket is not None:
-            # Not waited for: it takes as long as a server that hangs. The task is kept so that it is not collected.
-            self._closing = asyncio.ensure_future(socket.close())
-
-
-def function_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as MCP describes it, as OpenAI does."""
-    parameters = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
-    about = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": about}

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Self
 
-from ..environment import InfrastructureError
+from .environment import InfrastructureError
 
 TAIL = 2000  # characters of a log that an error shows
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
@@ -68,9 +68,7 @@ class Program:
 
         InfrastructureError: no process can be had. A program that is not there ends at once with exit code 1.
         """
-        if not command or isinstance(command, str):
-            raise ValueError(f"the command must be a list of its words, got {command!r}")
-        log = tempfile.TemporaryFile("w+b")
+        log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it is closed with the program
         reading, lifeline = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -84,10 +82,12 @@ class Program:
                 start_new_session=True,
                 pass_fds=(reading,),
             )
-        except OSError as error:
+        except BaseException as error:
             os.close(lifeline)
             log.close()
-            raise InfrastructureError(f"{command[0]} could not be started: {error}") from error
+            if isinstance(error, OSError):
+                raise InfrastructureError(f"{command[0]} could not be started: {error}") from error
+            raise
         finally:
             os.close(reading)
         return cls(process, command[0], lifeline, log)
@@ -149,6 +149,13 @@ class Program:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+
+def words(command: Sequence[str]) -> list[str]:
+    """The words of a command. ValueError: it is one text, or nothing."""
+    if not command or isinstance(command, str):
+        raise ValueError(f"a command must be a list of its words, got {command!r}")
+    return list(command)
 
 
 def _ending(code: int) -> str:

@@ -1,0 +1,73 @@
+"""The program `bwrap` in place of namespaces of our own, where it may do what we may not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from . import confine, namespaces, program, wire
+from .place import DEVICES, readable
+from .syscalls import die_with_parent, prctl
+
+
+def execute(
+    settings: dict[str, Any], modules: dict[str, str], source: bytes, cells: Sequence[int] | None, told: int
+) -> None:
+    """Become bwrap with a program in it, or with a session that reads its cells from and answers to `cells`."""
+    try:
+        os.setsid()
+        places = readable(settings)
+        if not os.geteuid():
+            confine.become_user(namespaces.NOBODY)
+        die_with_parent()
+        header = {"modules": modules, "main": "bubblewrap", "settings": settings, "cells": cells, "told": told}
+        given = os.memfd_create("given")
+        os.write(given, wire.pack(header, source))
+        os.lseek(given, 0, os.SEEK_SET)
+        for descriptor in (given, told, *(cells or ())):
+            os.set_inheritable(descriptor, True)
+        words = [settings["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
+        words += ["--clearenv", "--cap-drop", "ALL"]
+        for path in places:
+            words += ["--dev-bind" if path in DEVICES else "--ro-bind", path, path]
+        for link in ("/bin", "/lib", "/lib64"):
+            words += ["--symlink", os.readlink(link), link] if os.path.islink(link) else []
+        words += ["--proc", "/proc", "--remount-ro", "/", "--chdir", "/", "--"]
+        words += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8"]
+        os.execv(words[0], [*words, "-c", settings["boot"], str(given)])
+    except BaseException as error:
+        os.write(told, f"{type(error).__name__}: {error}".encode())
+        os._exit(confine.SETUP_FAILED)
+
+
+def main(given: int, header: dict[str, Any], source: bytes) -> None:
+    """In bwrap: the rest of what confines, then the program."""
+    os.close(given)
+    program_pid = os.fork()
+    if program_pid:
+        _first(program_pid)
+    settings, cells = header["settings"], header["cells"]
+    sys.path.extend(settings["path"])
+
+    def run() -> None:
+        if cells is None:
+            program.run_program(source.decode("utf-8", "surrogatepass"))
+        else:
+            program.run_cells(*cells)
+
+    confine.confine(settings, None, cells or (), run, header["told"])
+
+
+def _first(program_pid: int) -> None:
+    """Be the first process, to which signals mean nothing, so that the program need not be; end as it does."""
+    prctl(confine.DUMPABLE, 0)  # its memory and files are closed to the program
+    confine.close_all_but()
+    for descriptor in range(3):
+        os.close(descriptor)
+    while True:
+        pid, status = os.wait()
+        if pid == program_pid:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)

@@ -1,0 +1,262 @@
+"""The process above a program: reads what is to be run, forks it, watches it, answers, and ends.
+
+Each request has a keeper of its own, so that no program can find in its memory what others were or wrote.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import resource
+import select
+import signal
+import struct
+import time
+from contextlib import suppress
+from typing import Any
+
+from . import bubblewrap, confine, limits, program, wire
+from .place import Place
+from .syscalls import prctl
+
+_PATIENCE = 5.0  # seconds for processes that were killed to be gone
+_TICK = 0.05  # seconds from one look at what all processes have taken to the next
+_SUBREAPER = 36
+_NO_MEMORY = re.compile(r"^[\w.]*MemoryError\b")
+
+
+def keep(control: int, settings: dict[str, Any], place: Place, modules: dict[str, str]) -> None:
+    """Answer one request from `control`, or all those of a session; this process is to end then."""
+    looks = place.own(settings) if settings["level"] == "namespaces" else settings["level"] != "landlock"
+    prctl(_SUBREAPER, 1)  # what a program leaves behind comes to this process
+    header, bodies = wire.unpack(lambda size: os.read(control, size))
+    if header["kind"] == "run":
+        running = Running(control, settings, place, modules, looks, bodies)
+        status = running.watch(header["time_limit"])
+        _answer(control, running, status)
+        return
+    running = Running(control, settings, place, modules, looks, None)
+    _send(control, {})
+    while running.pid:
+        header, bodies = wire.unpack(lambda size: os.read(control, size))
+        running.clear()
+        _answer(control, running, running.watch(header["time_limit"], bodies[0]))
+
+
+class Running:
+    """A program, or a session without `given`, with what it writes.
+
+    Attributes:
+        pid: 0 once it has ended. begun: it was confined.
+    """
+
+    def __init__(
+        self,
+        control: int,
+        settings: dict[str, Any],
+        place: Place,
+        modules: dict[str, str],
+        looks: bool,
+        given: list[bytes] | None,
+    ) -> None:
+        self.control, self.settings, self.looks = control, settings, looks
+        self.most = settings["output_kb"] << 10
+        out, error, told, answers, cells = (os.pipe() for _ in range(5))
+        source, stdin = given or (b"", b"")
+        self.began = time.monotonic()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                for descriptor, number in ((_sealed(stdin), 0), (out[1], 1), (error[1], 2)):
+                    os.dup2(descriptor, number)
+                kept = (*place.kept, *(() if given else (cells[0], answers[1])))
+                if settings["level"] == "bubblewrap":
+                    bubblewrap.execute(settings, modules, source, None if given else kept, told[1])
+
+                def run() -> None:
+                    if given:
+                        program.run_program(source.decode("utf-8", "surrogatepass"))
+                    else:
+                        program.run_cells(cells[0], answers[1])
+
+                confine.confine(settings, place.rules, kept, run, told[1])
+            finally:
+                os._exit(confine.SETUP_FAILED)
+        for descriptor in (out[1], error[1], told[1], answers[1], cells[0]):
+            os.close(descriptor)
+        self.out, self.error, self.told, self.answers, self.cells = out[0], error[0], told[0], answers[0], cells[1]
+        for descriptor in (self.out, self.error, self.told, self.answers, self.cells):
+            os.set_blocking(descriptor, False)
+        self.exited = os.pidfd_open(self.pid)
+        self.texts = {self.out: bytearray(), self.error: bytearray(), self.told: bytearray()}
+        self.ended: int | None = None
+        self.cpu_before = 0.0
+
+    @property
+    def begun(self) -> bool:
+        return bytes(self.texts[self.told]) == confine.BEGUN
+
+    def clear(self) -> None:
+        self.began, self.cpu_before = time.monotonic(), _cpu()
+        self.texts[self.out], self.texts[self.error] = bytearray(), bytearray()
+
+    def watch(self, limit: float, cell: bytes | None = None) -> str:
+        """Until it has exited ("exited"), has answered a cell ("0", "1"), or may not go on: it has ended then."""
+        deadline = self.began + limit
+        waiting = b"" if cell is None else struct.pack("I", len(cell)) + cell
+        poll = select.poll()
+        for descriptor in (self.control, self.exited, *self.texts, *(() if cell is None else (self.answers,))):
+            poll.register(descriptor, select.POLLIN)
+        status, look = "", self.began + _TICK
+        while not status:
+            if waiting:
+                poll.register(self.cells, select.POLLOUT)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                status = "timeout"
+                break
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * (min(left, _TICK) if self.looks else left))}
+            if self.control in ready:
+                self._end()
+                os._exit(0)  # whoever asked has gone, as nothing is sent while a program runs
+            if self.cells in ready:
+                waiting = waiting[_write(self.cells, waiting[:4096]) :]
+                if not waiting:
+                    poll.unregister(self.cells)
+            for descriptor in ready & self.texts.keys():
+                if not self._read(descriptor):
+                    poll.unregister(descriptor)
+            status = self._overrun() or ("exited" if self.exited in ready else "")
+            if not status and self.answers in ready and (said := _read(self.answers, 1)):
+                self._drain()
+                status = self._overrun() or ("memory" if said == b"m" else "")
+                if not status:
+                    return "0" if said == b"0" else "1"
+            if self.looks and time.monotonic() > look:
+                look = time.monotonic() + _TICK
+                self._reap()
+                status = status or self._greed()
+        self._end()
+        self._drain()
+        return self._overrun() or status
+
+    def _greed(self) -> str:
+        """What all its processes together have taken too much of."""
+        processes = limits.below(os.getpid())
+        memory, seconds = limits.taken(processes)
+        if seconds > self.settings["cpu_seconds"]:
+            return "timeout"
+        most = self.settings["memory_mb"] << 20
+        return "memory" if memory > most and limits.shared_out(processes) > most else ""
+
+    def _overrun(self) -> str:
+        return "output" if max(len(self.texts[self.out]), len(self.texts[self.error])) > self.most else ""
+
+    def _read(self, descriptor: int) -> bool:
+        """Take what is there, up to one byte more than may be. Whether there may be more to come."""
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return True
+        text = self.texts[descriptor]
+        text += part[: self.most + 1 - len(text)]
+        return bool(part)
+
+    def _drain(self) -> None:
+        for descriptor in self.texts:
+            size = -1
+            while size != (size := len(self.texts[descriptor])):
+                self._read(descriptor)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):  # there are no more
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] == self.pid:
+                    self.ended = found[1]
+
+    def _end(self) -> None:
+        """Kill it with all that it started, and wait until nothing of it is left but what ends with this process."""
+        until = time.monotonic() + _PATIENCE
+        strays = self.settings["level"] in ("bubblewrap", "none")
+        while True:
+            self._reap()
+            left = {*(limits.below(os.getpid()) if strays else ()), *(() if self.ended is not None else (self.pid,))}
+            if not left:
+                break
+            if time.monotonic() > until:
+                raise TimeoutError(f"a program was killed and has not ended within {_PATIENCE:g} s")
+            for child in left:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(0.0005)
+        self.pid = 0
+
+
+def _answer(control: int, running: Running, status: str) -> None:
+    seconds = time.monotonic() - running.began
+    if not running.begun and status != "timeout":
+        texts = (running.texts[descriptor] for descriptor in (running.told, running.error))
+        _send(control, {"failed": b" ".join(texts).decode("utf-8", "replace") or f"{status} before it began"})
+        running.pid = 0
+        return
+    code = os.waitstatus_to_exitcode(running.ended) if running.ended is not None else int(status != "0")
+    out, error = (bytes(running.texts[descriptor][: running.most]) for descriptor in (running.out, running.error))
+    if status == "exited":
+        status = _status(code, error.decode("utf-8", "replace"))
+        if status == "killed" and _cpu() >= running.settings["cpu_seconds"]:
+            status = "timeout"
+    elif status in ("0", "1"):
+        status = "ok" if status == "0" else "error"
+    cpu = max(0.0, _cpu() - running.cpu_before)
+    header = {"status": status, "exit_code": code, "seconds": seconds, "cpu_seconds": cpu}
+    _send(control, header | {"ended": not running.pid, "truncated": status == "output"}, out, error)
+
+
+def _status(code: int, error: str) -> str:
+    if code == 0:
+        return "ok"
+    # bubblewrap tells of a signal as shells do
+    if code in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+        return "timeout"
+    if code < 0 or code > 128:
+        return "killed"
+    return "memory" if _NO_MEMORY.match(error.rstrip().rpartition("\n")[2]) else "error"
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _sealed(content: bytes) -> int:
+    """A file in memory that cannot be written to any more."""
+    descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 0xF)
+    return descriptor
+
+
+def _read(descriptor: int, size: int) -> bytes:
+    try:
+        return os.read(descriptor, size)
+    except BlockingIOError:
+        return b""
+
+
+def _write(descriptor: int, content: bytes) -> int:
+    try:
+        return os.write(descriptor, content)
+    except BlockingIOError:
+        return 0
+    except BrokenPipeError:  # it does not read any more: its end is told otherwise
+        return len(content)
+
+
+def _send(control: int, header: dict[str, Any], *bodies: bytes) -> None:
+    view = memoryview(wire.pack(header, *bodies))
+    while view:
+        view = view[os.write(control, view) :]

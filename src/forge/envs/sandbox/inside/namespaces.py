@@ -1,0 +1,129 @@
+"""Namespaces: a root of its own with nothing but Python in it, no network, no other process to be seen."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterable
+
+from .syscalls import call, checked, libc
+
+NEW_PID = 0x20000000
+_NEW_MOUNTS = 0x20000
+_ALL = _NEW_MOUNTS | NEW_PID | 0x4000000 | 0x8000000 | 0x10000000 | 0x40000000  # hosts' names, IPC, users, network
+_NO_SUID, _NO_DEVICE, _NO_EXEC, _READ_ONLY = 2, 4, 8, 1
+_BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
+_MOVE, _DETACH = 8192, 2
+_HERE, _ALL_BELOW = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
+NOBODY = 65534
+_SCRATCH = "/.tmp"
+_PLACE = "/sys"  # the new root is made over it: Python is never there
+
+
+def enter() -> None:
+    """Leave the namespaces of the caller; the next process that is forked is the first of its own. OSError: the machine
+    does not allow it."""
+    uid, gid = os.geteuid(), os.getegid()
+    if uid:
+        _unshare(_ALL)
+        _map(os.getpid(), f"{NOBODY} {uid} 1", f"{NOBODY} {gid} 1", "deny")
+        return
+    # Root reads folders that are closed to others, and programs run as nobody: two users, which someone must map who
+    # is still root outside.
+    pid, (ready, go) = os.getpid(), os.pipe()
+    helper = os.fork()
+    if not helper:
+        os.close(go)
+        os.read(ready, 1)
+        both = f"0 0 1\n{NOBODY} {NOBODY} 1"
+        try:
+            _map(pid, both, both, "allow")
+        except OSError as error:
+            os._exit(error.errno or 1)
+        os._exit(0)
+    try:
+        _unshare(_ALL)
+    finally:
+        os.close(go)
+        os.close(ready)
+        _, status = os.waitpid(helper, 0)
+    if status:
+        raise OSError(os.waitstatus_to_exitcode(status), f"user {NOBODY} cannot be mapped into a namespace")
+
+
+def new_root(readable: Iterable[str]) -> None:
+    """Exchange the root for one with these files and folders alone, to be read, and empty /tmp and /proc.
+
+    OSError: says which mount has failed.
+    """
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    _mount("tmpfs", _PLACE, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
+    for path in readable:
+        target = _PLACE + path
+        _make(target, os.path.isdir(path))
+        _mount(path, target, None, _BIND | _RECURSIVE)
+        flags = _NO_SUID if path.startswith("/dev/") else _NO_SUID | _NO_DEVICE | _READ_ONLY
+        call("mount_setattr", _HERE, target.encode(), _ALL_BELOW, struct.pack("QQQQ", flags, 0, 0, 0), 32)
+    for link in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(link) and not os.path.lexists(_PLACE + link):
+            os.symlink(os.readlink(link), _PLACE + link)
+    for folder in ("/tmp", _SCRATCH, "/proc"):
+        os.makedirs(_PLACE + folder, exist_ok=True)
+    # A program's own /proc can be mounted only by those who have a whole one already.
+    mount_proc(f"{_PLACE}/proc")
+    call("mount_setattr", _HERE, _PLACE.encode(), 0, struct.pack("QQQQ", _READ_ONLY, 0, 0, 0), 32)
+    os.chdir(_PLACE)
+    call("pivot_root", b".", b".")
+    checked(libc.umount2(b".", _DETACH), "umount")
+    os.chdir("/")
+
+
+def own_mounts(scratch_mb: int, readable: Iterable[str]) -> bool:
+    """Give this process, the first of its namespace, a /tmp of its own, and a /proc. Whether there is a /proc.
+
+    Args:
+        readable: those of `new_root`; the ones in /tmp stay.
+    """
+    _unshare(_NEW_MOUNTS)
+    settings = f"size={scratch_mb}m,nr_inodes=1024,mode=1777"
+    _mount("tmpfs", _SCRATCH, "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, settings)
+    for path in readable:
+        if path.startswith("/tmp/"):
+            target = _SCRATCH + path.removeprefix("/tmp")
+            _make(target, os.path.isdir(path))
+            _mount(path, target, None, _BIND | _RECURSIVE)
+    _mount(_SCRATCH, "/tmp", None, _MOVE)
+    return mount_proc("/proc")
+
+
+def _make(target: str, folder: bool) -> None:
+    if folder:
+        os.makedirs(target, exist_ok=True)
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    os.close(os.open(target, os.O_CREAT))
+
+
+def mount_proc(place: str) -> bool:
+    """Whether it could be done. Containers that hide parts of /proc do not allow it: programs go without."""
+    try:
+        _mount("proc", place, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY)
+    except PermissionError:
+        return False
+    return True
+
+
+def _unshare(what: int) -> None:
+    checked(libc.unshare(what), "unshare (new namespaces)")
+
+
+def _map(pid: int, users: str, groups: str, setgroups: str) -> None:
+    for name, text in (("setgroups", setgroups), ("uid_map", users), ("gid_map", groups)):
+        with open(f"/proc/{pid}/{name}", "w") as file:
+            file.write(text)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
+    words = [None if text is None else text.encode() for text in (source, target, kind, settings)]
+    checked(libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount {target}")

@@ -1,0 +1,129 @@
+"""What runs in a confined process: a program from its beginning to its end, or the cells of a session."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import linecache
+import os
+import random
+import signal
+import struct
+import sys
+import threading
+import traceback
+import types
+from _sitebuiltins import Quitter  # type: ignore[import-not-found]
+from typing import Any
+
+NAME = "program.py"
+
+
+def run_program(source: str) -> None:
+    """Run it as the main program and end this process with its exit code."""
+    module = _fresh()
+    code = _execute(module, source, show=False)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+        code = code or 1
+    os._exit(_flushed(code))
+
+
+def run_cells(asked: int, answered: int) -> None:
+    """Run the cells that come through one pipe, each behind its length; a byte through the other ends each: "0" for ok,
+    "1" for an error, "m" for no memory, "x" and its exit code where it asked to end. They share their names; the value
+    of a last expression is printed."""
+    module = _fresh()
+    while True:
+        source = _exactly(asked, struct.unpack("I", _exactly(asked, 4))[0])
+        try:
+            code = _flushed(_execute(module, source.decode("utf-8", "surrogatepass"), show=True, leave=False))
+            answer = b"1" if code else b"0"
+        except SystemExit as asked_for:
+            os._exit(_flushed(_exit_code(asked_for)))
+        except MemoryError:
+            answer = b"m"
+            _flushed(1)
+        os.write(answered, answer)
+
+
+def _fresh() -> types.ModuleType:
+    """An empty main module, and a process with nothing of its own from the one that it was forked from."""
+    os.environ.clear()
+    os.environ.update(HOME="/tmp", LANG="C.UTF-8", PATH="/usr/bin:/bin")
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "inside"]:
+        del sys.modules[name]
+    builtins.exit = builtins.quit = Quitter("exit", "its end")  # type: ignore[assignment]
+    sys.argv = [NAME]
+    # The streams of before were made for other files.
+    for number, name, mode, errors in (
+        (0, "stdin", "r", "replace"),
+        (1, "stdout", "w", "backslashreplace"),
+        (2, "stderr", "w", "backslashreplace"),
+    ):
+        stream = open(number, mode, 1 if number == 2 else -1, "utf-8", errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    return module
+
+
+def _execute(module: types.ModuleType, source: str, *, show: bool, leave: bool = True) -> int:
+    """The exit code. Without `leave`, SystemExit and MemoryError are raised, the latter once it is told."""
+    try:
+        tree = ast.parse(source, NAME)
+        last: Any = tree.body.pop() if show and tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        linecache.cache[NAME] = (len(source), None, source.splitlines(True), NAME)
+        exec(compile(tree, NAME, "exec"), module.__dict__)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), NAME, "eval"), module.__dict__)
+            if value is not None:
+                print(repr(value))
+        return 0
+    except SystemExit as asked_for:
+        if not leave:
+            raise
+        return _exit_code(asked_for)
+    except BaseException as error:
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename != NAME:
+            own = own.tb_next
+        traceback.print_exception(type(error), error, own)
+        if isinstance(error, MemoryError) and not leave:
+            raise
+        return 1
+
+
+def _exit_code(asked_for: SystemExit) -> int:
+    if asked_for.code is None or isinstance(asked_for.code, int):
+        return (asked_for.code or 0) & 255
+    print(asked_for.code, file=sys.stderr)
+    return 1
+
+
+def _flushed(code: int) -> int:
+    """The code; 1 where it was 0 and the output could not be written."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:
+            code = code or 1
+    return code
+
+
+def _exactly(pipe: int, size: int) -> bytes:
+    parts = b""
+    while len(parts) < size:
+        part = os.read(pipe, size - len(parts))
+        if not part:
+            os._exit(0)
+        parts += part
+    return parts

@@ -1,0 +1,114 @@
+"""A filter of system calls: those that reach beyond a program, or that have been the way out of other sandboxes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import struct
+
+from .syscalls import MACHINE, checked, libc, number
+
+_DENIED = (
+    # sockets; a pair of connected ones is let through below
+    *("socket", "connect", "bind", "listen", "accept", "accept4", "sendmmsg"),
+    # other processes
+    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd"),
+    *("pidfd_open", "pidfd_send_signal", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "tkill", "setpriority", "ioprio_set"),
+    *("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "migrate_pages", "move_pages"),
+    # mounts and namespaces
+    *("mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "fspick"),
+    *("mount_setattr", "unshare", "setns", "open_by_handle_at", "name_to_handle_at", "fanotify_init"),
+    # the machine
+    *("acct", "bpf", "perf_event_open", "keyctl", "add_key", "request_key", "userfaultfd", "quotactl", "quotactl_fd"),
+    *("kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "reboot", "swapon", "swapoff"),
+    *("syslog", "vhangup", "sethostname", "setdomainname", "settimeofday", "clock_settime", "adjtimex"),
+    *("clock_adjtime", "personality", "iopl", "ioperm", "modify_ldt", "vmsplice", "nfsservctl", "lookup_dcookie"),
+    *("uselib", "ustat", "sysfs"),
+    # memory that no limit counts, and that may outlive its process
+    *("shmget", "shmat", "semget", "msgget", "mq_open", "memfd_create", "memfd_secret"),
+)
+# Landlock says nothing of what a file is called, who owns it, and whether it is watched.
+_OF_FILES = (
+    *("chmod", "fchmod", "fchmodat", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat"),
+    *("utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr", "truncate"),
+    *("inotify_init", "inotify_init1", "inotify_add_watch"),
+)
+_OF_PROCESSES = ("fork", "vfork", "execve", "execveat")
+# Callers have another way where these are not known; io_uring is a way around this filter.
+_UNKNOWN = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
+_NEWEST = 449  # futex_waitv: what has come since then cannot be judged here
+
+_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_X32 = 0x40000000
+_NEW_NAMESPACES, _THREAD = 0x7E020080, 0x10000
+_UNIX, _STREAM = 1, 1
+_PARENT_DEATH = 1
+# Signals of the sender's choice to a process of the sender's choice, once there is something to read.
+_SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY = 8, 10, 15, 1026
+_IOCTLS = (0x8901, 0x8902, 0x5412, 0x541C)  # the same by ioctl; input typed into a terminal
+
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x50000
+_LOAD, _AND, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+Instruction = tuple[int, int, int, int]
+_PERMIT, _REFUSE = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+
+
+def _argument(index: int) -> Instruction:
+    return (_LOAD, 0, 0, 16 + 8 * index)  # its lower half: all of them are of 32 bits
+
+
+def program(*, forks: bool, only: int | None = None) -> bytes:
+    """The filter as BPF.
+
+    Args:
+        forks: it may start processes and execute files.
+        only: the one process that it may send signals to. None where it is alone with its own, files among them.
+    """
+    code: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)]
+    code += [(_LOAD, 0, 0, 0)]
+    if MACHINE == "x86_64":
+        code += [(_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    code += [(_ABOVE, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+
+    def rule(name: str, *then: Instruction) -> None:
+        """What becomes of a call. The last of these must return."""
+        if (known := number(name)) is not None:
+            code.extend([(_EQUAL, 0, len(then), known), *then])
+
+    def only_if(name: str, index: int, value: int) -> None:
+        rule(name, _argument(index), (_EQUAL, 1, 0, value), _REFUSE, _PERMIT)
+
+    def unless(name: str, index: int, *values: int) -> None:
+        left = range(len(values), 0, -1)  # jumps to the last instruction
+        tests = [(_EQUAL, jump, 0, value) for jump, value in zip(left, values, strict=True)]
+        rule(name, _argument(index), *tests, _PERMIT, _REFUSE)
+
+    denied = [*_DENIED, *(_OF_FILES if only is not None else ()), *(() if forks else _OF_PROCESSES)]
+    for name in denied:
+        rule(name, _REFUSE)
+    for name in _UNKNOWN:
+        rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
+    only_if("prlimit64", 0, 0)
+    # A datagram socket of a pair could still send to any name.
+    kind = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), _REFUSE, _PERMIT]
+    rule("socketpair", _argument(0), (_EQUAL, 1, 0, _UNIX), _REFUSE, *kind)
+    unless("prctl", 0, _PARENT_DEATH)
+    unless("fcntl", 1, _SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY)
+    unless("ioctl", 1, *_IOCTLS)
+    flags = (_ANY_BIT, 0, 1, _NEW_NAMESPACES) if forks else (_ANY_BIT, 1, 0, _THREAD)
+    rule("clone", _argument(0), flags, _REFUSE, _PERMIT)
+    if only is not None:
+        only_if("kill", 0, only)
+        only_if("tgkill", 0, only)
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*code, _PERMIT])
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+
+def install(code: bytes) -> None:
+    """This process, and all that it starts, keeps to the filter from now on. OSError: the kernel does not take it."""
+    buffer = ctypes.create_string_buffer(code, len(code))
+    given = _Filter(len(code) // 8, ctypes.addressof(buffer))
+    checked(libc.prctl(22, ctypes.c_long(2), ctypes.byref(given), 0, 0), "seccomp")

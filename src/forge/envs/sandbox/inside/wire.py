@@ -1,0 +1,35 @@
+"""Messages: a JSON header behind its length, and as many bodies of bytes as it says."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+
+def pack(header: dict[str, Any], *bodies: bytes) -> bytes:
+    text = json.dumps([header, [len(body) for body in bodies]]).encode()
+    return b"".join([struct.pack("I", len(text)), text, *bodies])
+
+
+def unpack(read: Callable[[int], bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    """The next message.
+
+    Args:
+        read: gives at most so many bytes, none at the end.
+
+    EOFError: it ends before the message does.
+    """
+
+    def exactly(size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            part = read(min(size - len(parts), 1 << 20))
+            if not part:
+                raise EOFError("the other side has ended")
+            parts += part
+        return bytes(parts)
+
+    header, sizes = json.loads(exactly(struct.unpack("I", exactly(4))[0]))
+    return header, [exactly(size) for size in sizes]

@@ -1,0 +1,99 @@
+"""The process that programs are forked from: fresh, with an empty environment, and with nothing that they must not see.
+
+It reads no request: whoever it forks for each of them does.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+from . import keeper, namespaces, wire
+from .place import Place, prepare
+from .syscalls import checked, die_with_parent, libc
+
+# Imported once here, not by each program.
+_PRELOADED = (
+    *("math", "re", "json", "random", "string", "collections", "itertools", "functools", "operator", "heapq", "bisect"),
+    *("copy", "datetime", "decimal", "fractions", "statistics", "typing", "dataclasses", "enum", "io", "textwrap"),
+    *("contextlib", "abc", "array", "queue", "threading", "traceback", "linecache", "time", "hashlib", "struct"),
+)
+_LOOK = 1.0  # seconds from one look at whether the parent is alive to the next
+
+
+def main(control: int, settings: dict[str, Any], modules: dict[str, str]) -> None:
+    """Answer requests until nobody is there to ask."""
+    os.set_inheritable(control, False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        if settings["level"] == "namespaces":
+            namespaces.enter()
+        _guard(control)
+        _serve(control, settings, modules)
+    except (OSError, ImportError, EOFError) as error:
+        os.write(control, wire.pack({"failed": f"{type(error).__name__}: {error}"}))
+        sys.exit(1)
+
+
+def _guard(control: int) -> None:
+    """Go on in a child. This process waits for it, and kills it if the one that started all this has ended: a closed
+    socket would say so too, unless another of its children has inherited it."""
+    parent = os.getppid()
+    child = os.fork()
+    if not child:
+        die_with_parent()
+        return
+    os.close(control)
+    exited = os.pidfd_open(child)
+    while not select.select([exited], [], [], _LOOK)[0]:
+        if os.getppid() != parent:
+            os.kill(child, signal.SIGKILL)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+
+
+def _serve(control: int, settings: dict[str, Any], modules: dict[str, str]) -> None:
+    sys.path.extend(settings["path"])
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY) if settings["level"] == "namespaces" else None
+    place = prepare(settings)
+    die_with_parent()  # a change of the user takes it back
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    for name in (*_PRELOADED, *settings["imports"]):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=control) as asked:
+        asked.sendall(wire.pack({}))
+        while asked.recv(1, socket.MSG_PEEK):
+            status = _fork_keeper(control, settings, place, modules, own)
+            if status:
+                raise OSError(f"the process above a program ended with {os.waitstatus_to_exitcode(status)}")
+            asked.sendall(wire.pack({"over": True}))
+
+
+def _fork_keeper(control: int, settings: dict[str, Any], place: Place, modules: dict[str, str], own: int | None) -> int:
+    """How it ended, as of `waitpid`. With it all has ended that runs in its namespace."""
+    if own is not None:
+        checked(libc.unshare(namespaces.NEW_PID), "unshare (processes)")
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            die_with_parent()
+            keeper.keep(control, settings, place, modules)
+            status = 0
+        except EOFError:  # nobody asks any more
+            status = 0
+        except BaseException as error:
+            os.write(control, wire.pack({"failed": f"{type(error).__name__}: {error}"}))
+        finally:
+            os._exit(status)
+    if own is not None:
+        checked(libc.setns(own, namespaces.NEW_PID), "setns (processes)")
+    return os.waitpid(pid, 0)[1]

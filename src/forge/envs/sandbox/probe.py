@@ -1,0 +1,76 @@
+"""Which level holds on this machine: found out by a program that tries what it must not be able to do."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from .worker import SandboxError, Worker
+
+AUTO = ("namespaces", "landlock", "bubblewrap")
+LEVELS = (*AUTO, "none")
+
+_CANARY = """
+import colorsys, os, socket, sys
+def works(what):
+    try:
+        what()
+    except (OSError, MemoryError):
+        return False
+    return True
+own, parent = os.getpid(), {parent}
+tried = dict(
+    file=lambda: open({file!r}).read(),
+    network=lambda: socket.socket(),
+    signal=lambda: os.kill(parent, 0) if own > 2 or parent > 2 else None,
+    memory=lambda: bytearray({memory}),
+)
+works(lambda: open({file!r} + ".new", "w"))
+print(*(name for name, what in tried.items() if works(what)), *(sorted({{*os.environ}} - {{"HOME", "LANG", "PATH"}})))
+"""
+
+
+def holding(levels: Sequence[str], settings: dict[str, Any], python: str, user: int | None) -> str:
+    """The first of these levels at which a canary is held back. SandboxError: there is none; says why for each."""
+    reasons = []
+    for level in levels:
+        reason = _why_not(settings | {"level": level}, python, user)
+        if not reason:
+            return level
+        reasons.append(f"{level}: {reason}")
+    raise SandboxError(
+        f"programs cannot be held back here. {'; '.join(reasons)}. Allow user namespaces, use a kernel with landlock "
+        "(Linux 6.2), install bubblewrap, or accept with level='none' and allow_unsafe=True that programs can do all "
+        "that you can"
+    )
+
+
+def _why_not(settings: dict[str, Any], python: str, user: int | None) -> str:
+    level = settings["level"]
+    if level == "bubblewrap" and not settings["bubblewrap"]:
+        return "bwrap is not installed"
+    with tempfile.NamedTemporaryFile() as file:
+        os.chmod(file.name, 0o644)
+        # Many times what it may have, and none of it touched.
+        memory = (settings["memory_mb"] << 20) * 4
+        canary = _CANARY.format(parent=os.getpid(), file=file.name, memory=memory)
+        try:
+            worker = Worker(settings, python, user)
+            try:
+                header, bodies = worker.ask({"kind": "run", "time_limit": 10.0}, canary.encode(), b"", limit=10.0)
+                worker.settle()
+            finally:
+                worker.kill()
+        except SandboxError as error:
+            return str(error)
+        escaped = os.path.exists(beside := file.name + ".new")
+        if escaped:
+            os.unlink(beside)
+    out, said = (body.decode(errors="replace").strip() for body in bodies)
+    if header["status"] != "ok":
+        return f"a program could not run ({header['status']}: {said[-300:]})"
+    if (out or escaped) and level != "none":
+        return f"a program was not held back from: {out or 'write'}"
+    return ""

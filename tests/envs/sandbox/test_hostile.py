@@ -1,0 +1,43 @@
+"""Programs that try to get out do not, at any level, whether root or an ordinary user runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+
+import pytest
+
+from .conftest import CASES, ORDINARY, python_of
+from .programs import ESCAPES
+
+
+@pytest.mark.parametrize(("level", "user"), CASES)
+@pytest.mark.parametrize("name", ESCAPES)
+def test_held(name, level, user, sandboxes, neighbourhoods):
+    sandbox, around = sandboxes(level, user), neighbourhoods(user)
+    result = asyncio.run(sandbox.run(around.fill(ESCAPES[name][0]), time_limit=5.0))
+    assert "ESCAPED" not in result.stdout
+    assert around.harm() == ""
+    assert "SyntaxError" not in result.stderr
+    assert "NameError" not in result.stderr
+
+
+COSTLY = {"greed", "greed_of_many", "fork_bomb", "many_files"}
+PROOFS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in COSTLY else [])
+    for name, (_, succeeds) in ESCAPES.items()
+    if succeeds and name != "foreign_messages"
+]
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_not_held_without_a_sandbox(name, neighbourhoods):
+    """What the programs do can be done, and is seen."""
+    around = neighbourhoods("user")
+    as_user = {} if os.geteuid() else {"user": ORDINARY, "group": ORDINARY}
+    words = [python_of(None if os.geteuid() else ORDINARY), "-I", "-c", around.fill(ESCAPES[name][0])]
+    result = subprocess.run(
+        words, capture_output=True, text=True, timeout=30, close_fds=False, env={"SECRET": around.text}, **as_user
+    )
+    assert "ESCAPED" in result.stdout or around.harm(), result.stderr

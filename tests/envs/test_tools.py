@@ -1,0 +1,146 @@
+"""Tools: schemas from signatures, and calls that always have an answer."""
+
+import asyncio
+import threading
+import time
+from typing import Literal
+
+import pytest
+
+from forge.envs import Action, InfrastructureError, Toolbox, ToolCall, ToolError, schema_of
+
+
+def weather(city: str, unit: Literal["C", "F"] = "C", days: int = 1, detail: list[str] | None = None) -> dict:
+    """How the weather is.
+
+    More than the model needs to know.
+    """
+    return {"city": city, "unit": unit, "days": days}
+
+
+def answer(toolbox, *calls, errors=()):
+    numbered = tuple(ToolCall(name, arguments, f"c{n}") for n, (name, arguments) in enumerate(calls))
+    return asyncio.run(toolbox.answer(Action("", "", numbered, errors)))
+
+
+def test_a_schema_says_what_the_signature_says():
+    assert schema_of(weather) == {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "How the weather is.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "unit": {"enum": ["C", "F"]},
+                    "days": {"type": "integer"},
+                    "detail": {"type": "array", "items": {"type": "string"}},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+
+
+def test_functions_of_which_no_schema_can_be_made():
+    def bare(x):
+        return x
+
+    def strange(x: set[int]) -> None: ...
+    def many(*x: int) -> None: ...
+
+    for function, problem in ((bare, "needs an annotation"), (strange, "no JSON form"), (many, "given by name")):
+        with pytest.raises(ValueError, match=problem):
+            Toolbox(function)
+    with pytest.raises(ValueError, match="two tools have the name weather"):
+        Toolbox(weather, weather)
+
+
+def test_calls_are_answered_in_order_with_what_came_of_them():
+    def broken(x: int) -> int:
+        return 1 // x
+
+    async def refused(x: int) -> str:
+        raise ToolError("there is no such thing")
+
+    def huge() -> str:
+        return "x" * 10_000_000
+
+    def odd() -> object:
+        return {1, 2}.__class__
+
+    box = Toolbox(weather, broken, refused, huge, odd, max_chars=100)
+    messages = answer(
+        box,
+        ("weather", {"city": "Bern"}),
+        ("broken", {"x": 0}),
+        ("refused", {"x": 1}),
+        ("huge", {}),
+        ("odd", {}),
+        ("wether", {}),
+        ("weather", {}),
+        ("weather", {"city": "Bern", "when": 1}),
+        ("weather", {"city": 3}),
+        ("weather", {"city": "Bern", "unit": "K"}),
+        ("weather", {"city": "Bern", "days": True}),
+        errors=("a call is not closed",),
+    )
+    texts = [message["content"] for message in messages]
+    assert texts[0] == '{"city": "Bern", "unit": "C", "days": 1}'
+    assert texts[1] == "error: broken raised ZeroDivisionError: integer division or modulo by zero"
+    assert texts[2] == "error: there is no such thing"
+    assert texts[3] == "x" * 100 + "... (9999900 more characters)"
+    assert texts[4] == "<class 'set'>"
+    assert texts[5].startswith("error: there is no tool 'wether': there is weather, broken")
+    assert texts[6:11] == [
+        "error: weather: missing city",
+        "error: weather: no parameter 'when': it has city, unit, days, detail",
+        "error: weather: city must be of type string, got 3",
+        "error: weather: unit must be one of 'C', 'F', got 'K'",
+        "error: weather: days must be of type integer, got true",
+    ]
+    assert texts[11] == "error: a call is not closed"
+    assert [message["role"] for message in messages] == ["tool"] * 12
+    assert messages[1]["tool_call_id"] == "c1"
+
+
+def test_calls_of_a_turn_run_at_the_same_time():
+    meeting = threading.Barrier(3, timeout=10)
+
+    def meet() -> int:
+        return meeting.wait()
+
+    assert sorted(m["content"] for m in answer(Toolbox(meet), *[("meet", {})] * 3)) == ["0", "1", "2"]
+
+
+def test_a_tool_that_hangs_is_an_error_to_the_policy_and_holds_nobody_up():
+    gone = threading.Event()
+
+    def hangs() -> None:
+        gone.wait(30)
+
+    async def sleeps() -> None:
+        await asyncio.sleep(30)
+
+    began = time.monotonic()
+    texts = [m["content"] for m in answer(Toolbox(hangs, sleeps, timeout=0.2), ("hangs", {}), ("sleeps", {}))]
+    gone.set()
+    assert texts == ["error: hangs took more than 0.2 s", "error: sleeps took more than 0.2 s"]
+    assert time.monotonic() - began < 25
+
+
+def test_a_turn_may_not_make_any_number_of_calls():
+    def one() -> int:
+        return 1
+
+    texts = [m["content"] for m in answer(Toolbox(one, max_calls=2), *[("one", {})] * 3)]
+    assert texts == ["1", "1", "error: not run: a turn may make 2 calls"]
+
+
+def test_what_a_tool_stands_on_is_nobodys_mistake():
+    def lost() -> None:
+        raise InfrastructureError("the server is gone")
+
+    with pytest.raises(InfrastructureError, match="the server is gone"):
+        answer(Toolbox(lost), ("lost", {}))
