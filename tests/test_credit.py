@@ -23,7 +23,7 @@ from forge.losses import (
     gae,
 )
 from forge.losses.algorithm import OwnLoss
-from forge.types import Batch, Episode, Group
+from forge.types import Batch, Episode, Group, Turn
 
 
 def episode(length: int, reward: float | None, seed: int = 0) -> Episode:
@@ -194,3 +194,78 @@ def test_advantages_of_the_batch():
     assert [e.advantage for e in found] == pytest.approx([r - mean for r in (0.0, 0.5, 1.0, 1.0, 1.0, 0.0)])
     baseline = credit.learnable(groups(), ReinforcePlusPlusLoss(group_baseline=True))
     assert [e.advantage for e in baseline] == pytest.approx([-0.25, 0.25, 0.0, 0.0, 0.5, -0.5])
+
+
+def turns(rewards: list[float], final: float, *, lengths: tuple[int, ...] = (2, 3), branches=()) -> Episode:
+    """An episode of turns of these lengths with two tokens of the environment before each."""
+    tokens, mask, made = [], [], []
+    for length, reward in zip(lengths, rewards, strict=True):
+        start = len(tokens) + 2
+        made.append(Turn(start, start + length, 0, "stop", reward))
+        tokens += range(2 + length)
+        mask += [False, False] + [True] * length
+    logprobs, versions = [-1.0 if own else 0.0 for own in mask], [0 if own else -1 for own in mask]
+    played = Episode.played(tokens, mask, logprobs, versions, turns=made, reward=sum(rewards) + final)
+    played.branches = tuple(branches)
+    return played
+
+
+def test_rewards_of_turns_come_at_their_ends_and_the_critic_passes_over_what_the_environment_wrote():
+    algorithm = PPOLoss(discount=0.9, trace=0.8)
+    packed = pack(credit.learnable([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 1.0)], 0)], algorithm))
+    values = np.linspace(-1, 1, len(packed.tokens)).astype(np.float32)
+    packed.values = values.copy()
+    credit.assign(packed, algorithm)
+    earned = [[0, 0.5, 0, 0, 1.0], [0, 0, 0, 0, 1.0]]  # the end of an episode is the end of its last turn too
+    for number, rewards in enumerate(earned):
+        own = [9 * number + t for t in (2, 3, 6, 7, 8)]
+        assert [packed.rewards[t] for t in own] == rewards
+        advantage = following = 0.0
+        for t, reward in zip(reversed(own), reversed(rewards), strict=True):
+            advantage = reward + 0.9 * following - values[t] + 0.9 * 0.8 * advantage
+            following = values[t]
+            assert packed.returns[t] == pytest.approx(advantage + values[t], abs=1e-5)
+    assert not packed.returns[~packed.mask].any()
+    assert not packed.advantages[~packed.mask].any()
+
+
+def test_groups_of_turns_are_compared_by_all_that_was_earned():
+    algorithm = RLOOLoss()
+    packed = pack(credit.learnable([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 0.5)], 0)], algorithm))
+    first, second = rows(packed, "advantages")
+    assert first.tolist() == [1.0] * 5
+    assert second.tolist() == [-1.0] * 5
+    assert packed.advantages[~packed.mask].tolist() == [0.0] * 8
+
+
+def test_branches_share_the_advantage_of_what_all_of_them_earned():
+    # The first branch earned 0.5 and saw 1.0 still to come.
+    earlier = turns([0.5, 0.0], 1.0)
+    both = turns([0.0, 0.0], 1.0, branches=[earlier])
+    assert both.outcome == 1.5
+    group = Group([both, turns([0.0, 0.0], 0.0)], 0)
+    assert group.rewards == [1.5, 0.0]
+    learnt = credit.learnable([group], RLOOLoss())
+    assert [episode.advantage for episode in learnt] == [1.5, 1.5, -1.5]
+    assert learnt[0] is earlier
+    assert len(pack(learnt)) == 3
+
+
+def test_the_age_of_an_episode_is_that_of_its_oldest_branch():
+    old, new = turns([0.0, 0.0], 1.0), turns([0.0, 0.0], 1.0)
+    new.versions = [4 if v == 0 else v for v in new.versions]
+    assert new.version == 4
+    new.branches = (old,)
+    assert new.version == 0
+
+
+def test_an_episode_whose_arrays_disagree_is_refused():
+    for tokens, mask, logprobs, versions, made, problem in (
+        ([1, 2], [False, True], [0.0, -1.0], [-1], [Turn(1, 2, 0, "stop")], "one length"),
+        ([1, 2], [False, True], [0.0, -1.0], [-1, -1], [Turn(1, 2, 0, "stop")], "mask and versions"),
+        ([1, 2], [False, True], [-1.0, -1.0], [-1, 0], [Turn(1, 2, 0, "stop")], "has a logprob"),
+        ([1, 2], [False, True], [0.0, -1.0], [-1, 0], [], "the turns are not"),
+        ([1, 2], [False, False], [0.0, 0.0], [-1, -1], [], "a reward has no turn"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            Episode.played(tokens, mask, logprobs, versions, turns=made, reward=1.0)

@@ -12,6 +12,7 @@ README = (ROOT / "README.md").read_text()
 
 
 PAGES = ["README", "docs/services", "docs/weights", "docs/algorithms", "docs/verifiers", "docs/weaver"]
+PAGES += ["docs/sandbox", "docs/openenv", "docs/agents"]
 EXAMPLES = [
     pytest.param(code, id=f"{page.stem} {number}")
     for page in (ROOT / f"{name}.md" for name in PAGES)

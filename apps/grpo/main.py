@@ -8,15 +8,16 @@ may run ahead: at 0 the two take turns, above it they overlap; the code below is
 """
 
 import asyncio
+from typing import Any
 
 from apps.grpo.config import GRPOConfig
 from forge import actors, credit, start
-from forge.actors import Window, evaluate
+from forge.actors import Agent, Window, evaluate
 from forge.controller import drain_metrics, first_to_end
 from forge.data.packing import pack
 from forge.data.rewards import overlong_penalty
 from forge.losses import Algorithm, ValueLoss
-from forge.observability import Reduce, Run, phase, record_metric
+from forge.observability import Run, phase
 from forge.recipe import launch
 from forge.store import VersionStore
 from forge.types import Episode, Group, Sample
@@ -29,20 +30,22 @@ async def main(
     record: Run,
     store: VersionStore,
     algorithm: Algorithm | None = None,
+    agent: Agent | None = None,  # plays in an environment, which scores in place of `reward`
 ) -> None:
     algorithm = algorithm or cfg.load_algorithm()
     algo, batch_size, max_policy_age = cfg.grpo, cfg.training.batch_size, cfg.async_.max_policy_age
-    (dataset, policy, trainer, reward, buffer), (reference, critic) = await asyncio.gather(
+    reward: Any  # None where an agent plays
+    (dataset, policy, trainer, buffer), (reward, reference, critic) = await asyncio.gather(
         asyncio.gather(
             start.dataset(cfg, model, record),
             start.generator(cfg, model, store, temperature=algo.temperature, max_tokens=algo.max_tokens),
             start.trainer(
                 cfg, model, record, algorithm, store=store, temperature=algo.temperature, max_policy_age=max_policy_age
             ),
-            start.reward(cfg),
             start.replay_buffer(cfg, record, batch_size, replace=algorithm.dynamic_sampling),
         ),
         asyncio.gather(
+            start.if_needed(agent is None, start.reward(cfg)),
             start.if_needed(algorithm.needs_reference, start.reference(cfg, algo.reference or model, algo.temperature)),
             start.if_needed(algorithm.needs_critic, start.critic(cfg, model, record, ValueLoss(cfg.critic.clip))),
         ),
@@ -51,10 +54,14 @@ async def main(
     window = Window(batch_size, max_policy_age, cfg.training.steps, record.start, held)
 
     async def rollout() -> None:
-        prompt, target = await dataset.sample.route()
-        completions = await policy.generate.route(prompt, n=algo.n_samples, seed=cfg.seed + 1_000_003 * prompt.index)
-        rewards = await reward.evaluate_group.route(prompt, [c.text for c in completions], target)
-        episodes = [Episode(completion, r) for completion, r in zip(completions, rewards, strict=True)]
+        prompt, target = sample = await dataset.sample.route()
+        seed = cfg.seed + 1_000_003 * prompt.index
+        if agent is not None:
+            episodes = await agent.group(policy, sample, algo.n_samples, seed)
+        else:
+            completions = await policy.generate.route(prompt, n=algo.n_samples, seed=seed)
+            rewards = await reward.evaluate_group.route(prompt, [c.text for c in completions], target)
+            episodes = [Episode(completion, r) for completion, r in zip(completions, rewards, strict=True)]
         if not await buffer.add.route(Group(episodes, prompt.index, target, prompt.text)):
             await window.refund(1)
 
@@ -74,16 +81,14 @@ async def main(
             if last or step % cfg.training.sync_interval == 0:
                 await publish(step)
             if last or (cfg.eval.every and step % cfg.eval.every == 0):
-                metrics |= await evaluate(policy, reward, held_out)
+                metrics |= await evaluate(policy, agent or reward, held_out)
             record.log(step, await drain_metrics(), **metrics)
             if cfg.checkpoint.due(step, last):
                 await actors.save(record, trainer, dataset, buffer, critic, **cfg.checkpoint.how)
 
     async def learn(groups: list[Group], version: int) -> dict[str, float]:
         with phase("pack"):
-            for age in (version - group.version for group in groups):
-                record_metric("policy_age", age)
-                record_metric("policy_age", age, Reduce.MAX)
+            credit.record_age(groups, version)
             overlong_penalty([e for g in groups for e in g.episodes], algo.max_tokens, algo.overlong_buffer)
             batch = pack(credit.learnable(groups, algorithm), **cfg.shares(algorithm))
             batch = credit.skip_idle(batch, algorithm)
@@ -105,7 +110,7 @@ async def main(
 
     await publish(record.start)
     if record.start == 0:
-        before = await evaluate(policy, reward, held_out)
+        before = await evaluate(policy, agent or reward, held_out)
         record.log(0, await drain_metrics(), **before)
     await first_to_end(continuous_training(), continuous_rollouts())
     await trainer.export_model.call(record.model)

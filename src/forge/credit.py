@@ -10,8 +10,15 @@ import torch
 from .losses import Algorithm
 from .losses.common import kl
 from .losses.gae import gae, packed, padded, whiten
-from .observability import record_metric
+from .observability import Reduce, record_metric
 from .types import Batch, Episode, Group
+
+
+def record_age(groups: Sequence[Group], version: int) -> None:
+    """How many versions before `version`, which is to be trained, the groups' oldest tokens were sampled."""
+    for group in groups:
+        record_metric("policy_age", version - group.version)
+        record_metric("policy_age", version - group.version, Reduce.MAX)
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:

@@ -216,7 +216,8 @@ class Episode:
         ValueError: the arrays differ in length, or say different things of a token.
         """
         if not len(tokens) == len(mask) == len(logprobs) == len(versions):
-            raise ValueError(f"{len(tokens)} tokens, {len(mask)} mask, {len(logprobs)} logprobs, {len(versions)} versions")
+            lengths = [len(array) for array in (tokens, mask, logprobs, versions)]
+            raise ValueError(f"tokens, mask, logprobs and versions must have one length, not {lengths}")
         if any((version < 0) == own for version, own in zip(versions, mask, strict=True)):
             raise ValueError("mask and versions differ about which tokens the policy wrote")
         if any(logprob and not own for logprob, own in zip(logprobs, mask, strict=True)):
@@ -273,13 +274,14 @@ class Group:
 class Batch:
     """Sequences back to back, with what a loss needs to know about every token. All arrays are numpy.
 
-    `tokens`, `mask`, `logprobs`, `versions`, `advantages` and `weights` are [tokens]; `lengths` is [sequences] and sums
-    to the number of tokens. Only tokens with mask True are trained on. `logprobs` is NaN where the behaviour policy is
-    unknown. `origins` says what the versions among the trained tokens stand for. `weights` holds each token's share of
-    the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch gives the same loss and
-    gradient. `rewards`, where all sequences are scored, has what each trained token earned: a turn's at its last one, an episode's at its end. `ref_logprobs`
-    is filled in by a reference model, `proximal_logprobs` by the trainer where a step makes several updates: those of
-    the policy that it starts from; `values` by a critic, `returns` is what that critic should have said.
+    `tokens`, `mask`, `logprobs`, `versions`, `advantages` and `weights` are [tokens]; `lengths` is [sequences] and
+    sums to the number of tokens. Only tokens with mask True are trained on. `logprobs` is NaN where the behaviour
+    policy is unknown. `origins` says what the versions among the trained tokens stand for. `weights` holds each
+    token's share of the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch
+    gives the same loss and gradient. `rewards`, where all sequences are scored, has what each trained token earned:
+    a turn's at its last one, an episode's at its end. `ref_logprobs` is filled in by a reference model,
+    `proximal_logprobs` by the trainer where a step makes several updates: those of the policy that it starts from;
+    `values` by a critic, `returns` is what that critic should have said.
 
     `unit` neighbouring sequences belong together (2: the pairs of preference data) and are never separated.
     """

@@ -11,7 +11,7 @@ await counter.add.route(1)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, overload
 
 from .context import ActorContext
@@ -106,12 +106,12 @@ class ForgeActor:
                 raise TypeError(f"{cls.__name__}.{name} cannot be an endpoint: a service has a {name} of its own")
         return found
 
-    def setup(self) -> None:
+    def setup(self) -> Coroutine[Any, Any, None] | None:
         """Prepare to serve; called once in the component's process. May be async."""
 
-    def on_respawn(self) -> None:
+    def on_respawn(self) -> Coroutine[Any, Any, None] | None:
         """Take up the state of the lost process; called after `setup` in a process that replaces another, before it
         serves. May be async. Raise `Unrecoverable` if nothing can be taken up: the run then ends with that error."""
 
-    def teardown(self) -> None:
+    def teardown(self) -> Coroutine[Any, Any, None] | None:
         """Give back what `setup` took; called once at shutdown. May be async."""

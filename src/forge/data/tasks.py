@@ -1,7 +1,7 @@
 """Procedural tasks: endless question and answer rows from a seed, split into train and test by the question itself.
 
 Questions are bare payloads ("12+7", "hello"); wording is the prompt template's business. `difficulty` is the length
-of a word, or the digits of a number: an int d means 1 to d, a pair (low, high) means low to high.
+of a word, the digits of a number or the steps of a program: an int d means 1 to d, a pair (low, high) low to high.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from random import Random
 from typing import NamedTuple
+
+from forge.data import expressions, programs
 
 SPLITS = ("train", "test")
 _ATTEMPTS = 1000
@@ -78,6 +80,8 @@ TASKS: dict[str, _Task] = {
     "sort_digits": _Task(_sort(string.digits), _words(10)),
     "add": _Task(_add, _pairs),
     "gcd": _Task(_gcd, _pairs),
+    "expression": _Task(lambda *how: Row(*expressions.draw(*how)), expressions.size),
+    "program": _Task(lambda *how: Row(*programs.draw(*how)), programs.size),
 }
 
 

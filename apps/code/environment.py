@@ -1,0 +1,28 @@
+"""A programming task, and so many attempts at it."""
+
+from forge.data import programs
+from forge.envs import Action, Environment, Step
+from forge.types import Sample
+from forge.verifiers import CodeVerifier
+
+
+class Programming(Environment):
+    """The policy writes the lines of a function f(x). A program that fails a test is answered by the share that it
+    passes; that of the last attempt is the reward."""
+
+    def __init__(self, verifier: CodeVerifier, attempts: int = 1) -> None:
+        self.verifier, self.attempts = verifier, attempts
+
+    async def reset(self, task: Sample, *, seed: int) -> Step:
+        self.task, self.left = task, self.attempts
+        return Step(({"role": "user", "content": task.prompt.text},))
+
+    async def step(self, action: Action) -> Step:
+        self.left -= 1
+        scores = await self.verifier.score(self.task.prompt.text, [programs.function(action.text)], self.task.target)
+        share = float(scores.values[0, 0])
+        if scores.reasons:
+            return Step(reward=None, terminated=True, info={"unscored": scores.reasons[0, 0]})
+        if share == 1.0 or not self.left:
+            return Step(reward=share, terminated=True)
+        return Step(({"role": "user", "content": f"{share:.0%} of the tests pass"},))
