@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from apps.code.config import CodeConfig
 from apps.distill.config import DistillConfig
 from apps.dpo.config import DPOConfig
+from apps.grpo.agents import AgentConfig
 from apps.grpo.config import GRPOConfig
 from apps.reward_model.config import RewardModelConfig
 from apps.sft.config import SFTConfig
@@ -19,11 +21,13 @@ from forge.config import ConfigError, build, load, to_dict
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {
+    "code": CodeConfig,
     "distill": DistillConfig,
     "dpo": DPOConfig,
     "grpo": GRPOConfig,
     "reward_model": RewardModelConfig,
     "sft": SFTConfig,
+    "tools": AgentConfig,
     "weaver": WeaverConfig,
 }
 
@@ -248,7 +252,7 @@ def test_files_that_cannot_be_read(config, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("apps/*/*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_shipped_file_loads_and_round_trips(path):
-    cls = GRPOConfig if path.name == "grpo.yaml" else CONFIGS[path.parent.name]
+    cls = {"grpo": GRPOConfig, "warmup": SFTConfig}.get(path.stem, CONFIGS[path.parent.name])
     cfg = load(cls, ["--config", str(path)])
     assert build(cls, yaml.safe_load(yaml.safe_dump(to_dict(cfg)))) == cfg
 

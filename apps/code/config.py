@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Literal
 
 from apps.grpo.agents import AgentConfig
 from forge.config import ConfigError, Section
+from forge.envs.sandbox import SandboxError
 from forge.envs.sandbox.config import SandboxConfig
 
 
@@ -24,6 +26,18 @@ class TestsConfig(Section):
 class CodeConfig(AgentConfig):
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tests: TestsConfig = field(default_factory=TestsConfig)
+
+    def check_reward(self) -> None:
+        """ValueError: programs cannot be held back here."""
+
+        async def probe() -> None:
+            async with self.sandbox.open():
+                pass
+
+        try:
+            asyncio.run(probe())
+        except SandboxError as error:
+            raise ConfigError(f"sandbox: {error}") from None
 
     def validate(self) -> None:
         super().validate()

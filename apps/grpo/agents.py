@@ -34,6 +34,12 @@ class AgentConfig(GRPOConfig):
             if bad:
                 raise ConfigError(message)
 
+    def check_tokenizer(self, model: str) -> None:
+        self.episode.dialogue(model)
+
+    def check_reward(self) -> None:
+        """The environment's is its own."""
+
     @property
     def files(self) -> list[str]:
         return [*super().files, *self.episode.files]

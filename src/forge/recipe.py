@@ -78,6 +78,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     check_model(cfg, model)
     for key, other in zip(cfg.others(), others, strict=True):
         check_vocabulary(key, other, model)
+    cfg.check_tokenizer(model)
     cfg.check_reward()
     held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
     if overwrite:

@@ -370,6 +370,9 @@ class TrainingRecipe(Section):
     def check_reward(self) -> None:
         """ValueError: what the recipe's reward names is not there."""
 
+    def check_tokenizer(self, model: str) -> None:
+        """ValueError: the tokenizer in a model's folder has not what the recipe needs."""
+
     def placement(self, name: str) -> dict[str, Any]:
         """Options of service `name`, see `forge.controller.Options`."""
         return {**self.services[name]}

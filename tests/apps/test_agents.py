@@ -1,0 +1,111 @@
+"""The recipes of agents as a user runs them, with small models that know nothing yet."""
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from apps.code.config import CodeConfig
+from apps.code.demonstrate import body
+from apps.grpo.agents import AgentConfig
+from apps.tools.demonstrate import conversation
+from apps.tools.main import calc
+from forge.config import ConfigError, load
+from forge.data import expressions, programs, tasks
+from forge.envs import ToolError
+from forge.recipe import launch
+from tests.apps.test_recipes import finish
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
+
+
+def config(folder, task, **more):
+    path = folder / "run.yaml"
+    settings = {
+        "from_scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 128},
+        "run": {"name": "run", "root": str(folder)},
+        "dataset": {"task": task, "difficulty": [2, 2]},
+        "episode": {"max_turns": 3, "max_tokens": 96, "template": TEMPLATE},
+        "training": {"batch_size": 2, "steps": 2, "learning_rate": 1e-3, "seq_len": 256},
+        "grpo": {"n_samples": 3, "max_tokens": 8},
+        "eval": {"problems": 4},
+        **more,
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+@pytest.mark.parametrize(("app", "task"), [("tools", "expression"), ("code", "program")])
+def test_a_run_is_whole(tmp_path, app, task):
+    code, output = finish(sys.executable, "-m", f"apps.{app}.main", "--config", config(tmp_path, task))
+    assert code == 0, output
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert 0 <= rows[0]["eval/accuracy"] <= 1
+    assert rows[0]["eval/unscored"] == 0
+    played = [row for row in rows if "episode/turns" in row]
+    assert played
+    assert all(1 <= row["episode/turns"] <= 3 for row in played)
+    assert all(row["episode/unscored"] == row["episode/infrastructure"] == 0 for row in played)
+    rollout = json.loads((tmp_path / "run/rollouts.jsonl").read_text().splitlines()[0])
+    assert rollout["response"].startswith("[assistant]")
+    assert (tmp_path / "run/model/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        (["--episode.max_turns", "0"], "episode.max_turns must be at least 1"),
+        (["--episode.max_tokens", "512"], "episode.max_tokens must be from 2 to training.seq_len = 256"),
+        (["--episode.syntax", "xml"], "episode.syntax must be null or one of hermes, llama3, plain"),
+        (["--reward.functions", "[ExactMatch]"], "reward does nothing: the environment scores"),
+        (["--dataset.chat_template", "true"], "dataset.chat_template must be false"),
+        (["--sandbox.level", "cellar"], "sandbox: level must be"),
+        (["--sandbox.level", "none"], "allow_unsafe"),
+        (["--tests.attempts", "9"], "tests.attempts at least 1 and at most episode.max_turns"),
+    ],
+)
+def test_settings_that_cannot_be_or_do_nothing(tmp_path, setting, problem):
+    cls = CodeConfig if setting[0].startswith(("--sandbox", "--tests")) else AgentConfig
+    with pytest.raises(ConfigError, match=problem):
+        load(cls, ["--config", config(tmp_path, "expression"), *setting])
+
+
+def test_a_template_without_turns_ends_the_program_before_it_starts_anything(tmp_path):
+    path = config(tmp_path, "expression", episode={"template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
+    with pytest.raises(SystemExit, match="error: the chat template does not end an assistant's turn"):
+        launch(None, AgentConfig, ["--config", path])
+
+
+def test_demonstrations_are_right_and_programs_with_bugs_are_not():
+    from random import Random
+
+    for index in range(50):
+        question, answer = tasks.row("expression", index, difficulty=[1, 3])
+        assert int(answer) == eval(question)
+        for calculated in range(3):
+            *steps, last = conversation(question, calculated)
+            assert last == {"role": "assistant", "content": answer}
+            for call, result in zip(steps[1::2], steps[2::2], strict=True):
+                assert calc(call["content"].removeprefix("calc(").removesuffix(")")) == result["content"]
+    for text in ("1+2+3", "12", "2**9", "a+1", "1+" * 50 + "1", "(1", "__import__('os')", "1.5+2"):
+        with pytest.raises(ToolError):
+            calc(text)
+    for word, operation in programs.OPERATIONS.items():
+        right, wrong = (programs.function(body(word, bugs, Random(0))) for bugs in (0.0, 1.0))
+        assert operation.right in right
+        seen = set()
+        for seed in range(20):
+            for case in programs.cases([word], Random(seed)):
+                for name, text in (("right", right), ("wrong", wrong)):
+                    names: dict = {}
+                    exec(text, names)
+                    seen.add((name, repr(eval(case["call"], names)) == case["value"]))
+        assert ("right", False) not in seen
+        assert ("wrong", False) in seen
+
+
+def test_expressions_of_every_difficulty_have_an_end():
+    assert expressions.size(1, 1) >= 100
+    assert len({tasks.row("expression", n, difficulty=1).question for n in range(200)}) > 100
