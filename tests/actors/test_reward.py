@@ -1,6 +1,7 @@
 """Rewards of all kinds behind one actor."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from forge.actors import RewardActor, VerifierActor
 from forge.config import ConfigError
 from forge.observability.metrics import drain
-from forge.verifiers.spec import VerifiersConfig
+from forge.verifiers.spec import CodeSpec, VerifiersConfig
 from forge.verifiers.weaver import BinnedDawidSkene, EnsembleConfig, ScoreTable, save_ensemble
 from tests.actors.respawn import started
 
@@ -96,3 +97,14 @@ def test_an_ensemble_is_checked_before_anything_is_started(ensemble, tmp_path, s
     (tmp_path / "verifiers.yaml").write_text("rules: [a, ")
     with pytest.raises(ConfigError, match="is not valid YAML"):
         EnsembleConfig(str(tmp_path)).check()
+
+
+def test_programs_are_run_in_the_sandbox():
+    verifiers = VerifiersConfig(code=CodeSpec(credit="share"))
+    verifiers.validate()
+    actor = started(RewardActor(verifiers=verifiers))
+    tests = json.dumps([{"call": "f(2)", "value": "4"}, {"call": "f(3)", "value": "9"}])
+    programs = ["def f(x):\n    return x * x", "def f(x):\n    return x + x", "print(1"]
+    assert rewards(actor, [f"```python\n{program}\n```" for program in programs], tests) == [1.0, 0.5, 0.0]
+    with pytest.raises(ConfigError, match="credit must be all or share"):
+        VerifiersConfig(code=CodeSpec(credit="some")).validate()

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from ..config import ConfigError, Section
 from ..data.rewards.load import load_reward
+from ..envs.sandbox.config import SandboxConfig
 from .cache import Cache
+from .code import CodeVerifier
 from .math import MathVerifier
 from .panel import Panel
 from .rules import AnswerFrequency, Rule
@@ -173,11 +175,27 @@ class JudgeSpec(Section):
 
 
 @dataclass
+class CodeSpec(Section):
+    """Programs in responses, run on the tests in the target, see `forge.verifiers.CodeVerifier`."""
+
+    credit: Literal["all", "share"] = "all"
+    time_limit: float = 5.0
+    concurrency: int = 4
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+
+    def verifier(self) -> Verifier:
+        """Its sandbox starts with the first program. ValueError: a setting that cannot be."""
+        settings = {**self}
+        return CodeVerifier(settings.pop("sandbox").open(), **settings)
+
+
+@dataclass
 class VerifiersConfig(Section):
     """A panel of verifiers.
 
     rules: functions, as `package.module:Name` or a name of `forge.data.rewards`.
     math: compare final answers with the target, see `forge.verifiers.MathVerifier`.
+    code: run programs on tests in the sandbox, see `forge.verifiers.CodeVerifier`; null: not asked.
     answer_frequency: the function that tells a response's answer, such as `final_answer`; null: not asked.
     distilled: verifiers that `forge.verifiers.weaver.distil` left.
     timeout: seconds that each verifier has for one call, where models and judges only have to get on with some call in
@@ -190,6 +208,7 @@ class VerifiersConfig(Section):
     process_reward_models: list[ProcessRewardModelSpec] = field(default_factory=list)
     judges: list[JudgeSpec] = field(default_factory=list)
     math: bool = False
+    code: CodeSpec | None = None
     answer_frequency: str | None = None
     distilled: list[DistilledSpec] = field(default_factory=list)
     timeout: float = 60.0
@@ -241,6 +260,8 @@ class VerifiersConfig(Section):
         found: list[Verifier] = [Rule(load_reward(name), time_limit=self.rule_timeout) for name in self.rules]
         if self.math:
             found.append(MathVerifier(time_limit=self.rule_timeout))
+        if self.code is not None:
+            found.append(self.code.verifier())
         if self.answer_frequency is not None:
             found.append(AnswerFrequency(load_reward(self.answer_frequency, "answer function")))
         return found
