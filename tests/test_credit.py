@@ -269,3 +269,14 @@ def test_an_episode_whose_arrays_disagree_is_refused():
     ):
         with pytest.raises(ValueError, match=problem):
             Episode.played(tokens, mask, logprobs, versions, turns=made, reward=1.0)
+
+
+def test_an_episode_of_an_older_checkpoint_has_no_turns():
+    import pickle
+
+    whole = turns([0.5, 0.0], 1.0)
+    assert pickle.loads(pickle.dumps(whole)) == whole
+    old = Episode.__new__(Episode)
+    state = {name: getattr(whole, name) for name in Episode.__slots__ if name not in ("turns", "branches")}
+    old.__setstate__((None, state))
+    assert (old.turns, old.branches, old.outcome, old.version) == ((), (), 1.5, 0)

@@ -1,7 +1,7 @@
 """A programming task, and so many attempts at it."""
 
 from forge.data import programs
-from forge.envs import Action, Environment, Step
+from forge.envs import Action, Environment, InfrastructureError, Step
 from forge.types import Sample
 from forge.verifiers import CodeVerifier
 
@@ -14,7 +14,7 @@ class Programming(Environment):
         self.verifier, self.attempts = verifier, attempts
 
     async def reset(self, task: Sample, *, seed: int) -> Step:
-        self.task, self.left = task, self.attempts
+        self.task, self.left, self.earned = task, self.attempts, 0.0
         return Step(({"role": "user", "content": task.prompt.text},))
 
     async def step(self, action: Action) -> Step:
@@ -22,7 +22,8 @@ class Programming(Environment):
         scores = await self.verifier.score(self.task.prompt.text, [programs.function(action.text)], self.task.target)
         share = float(scores.values[0, 0])
         if scores.reasons:
-            return Step(reward=None, terminated=True, info={"unscored": scores.reasons[0, 0]})
+            raise InfrastructureError(scores.reasons[0, 0])
+        reward, self.earned = share - self.earned, share
         if share == 1.0 or not self.left:
-            return Step(reward=share, terminated=True)
-        return Step(({"role": "user", "content": f"{share:.0%} of the tests pass"},))
+            return Step(reward=reward, terminated=True)
+        return Step(({"role": "user", "content": f"{share:.0%} of the tests pass"},), reward)

@@ -23,7 +23,7 @@ async def main(cfg: CodeConfig, model: str, held_out: list[Sample], record: Run,
         record.say(f"programs run at level {sandbox.level}")
         verifier = CodeVerifier(sandbox, credit=cfg.tests.credit, program=str, time_limit=cfg.tests.time_limit)
         dialogue = cfg.episode.dialogue(model)
-        agent = Agent(lambda: Programming(verifier, cfg.tests.attempts), dialogue, **cfg.episode.limits())
+        agent = Agent(lambda: Programming(verifier, cfg.tests.attempts), dialogue, **cfg.limits())
         await grpo.main(cfg, model, held_out, record, store, agent=agent)
 
 

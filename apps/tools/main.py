@@ -34,7 +34,7 @@ def environment() -> ToolEnvironment:
 
 
 async def main(cfg: AgentConfig, model: str, held_out: list[Sample], record: Run, store: VersionStore) -> None:
-    agent = Agent(environment, cfg.episode.dialogue(model), **cfg.episode.limits())
+    agent = Agent(environment, cfg.episode.dialogue(model), **cfg.limits())
     await grpo.main(cfg, model, held_out, record, store, agent=agent)
 
 

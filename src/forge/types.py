@@ -184,6 +184,11 @@ class Episode:
         if completion is not None:
             self.info.setdefault("finish", completion.finish)
 
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        self.turns = self.branches = ()  # a checkpoint may be older than they are
+        for name, value in state[1].items():
+            setattr(self, name, value)
+
     @classmethod
     def given(cls, tokens: list[int], mask: list[bool], *, weight: float = 1.0) -> Episode:
         """An episode of given tokens, to be imitated where `mask` is True; its advantage is 1.

@@ -78,6 +78,13 @@ def test_a_template_without_turns_ends_the_program_before_it_starts_anything(tmp
         launch(None, AgentConfig, ["--config", path])
 
 
+def test_limits_of_a_recipe_reach_the_policy_and_fit_the_model(tmp_path):
+    path = config(tmp_path, "expression")
+    assert load(AgentConfig, ["--config", path]).limits()["max_turn_tokens"] == 8
+    with pytest.raises(SystemExit, match=r"episode\.max_tokens = 200 .* more than the 128 tokens"):
+        launch(None, AgentConfig, ["--config", path, "--episode.max_tokens", "200"])
+
+
 def test_demonstrations_are_right_and_programs_with_bugs_are_not():
     from random import Random
 

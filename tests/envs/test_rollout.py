@@ -151,6 +151,21 @@ def test_a_mistake_in_an_environment_reaches_the_user(scripted, dialogue):
         play(scripted("the fox"), Chat(TimeoutError("its own")), dialogue)
 
 
+@pytest.mark.parametrize("error", [InfrastructureError("gone"), None])
+def test_an_environment_that_cannot_be_closed_takes_nothing_back(scripted, dialogue, error, caplog):
+    env = Chat(Step(reward=1.0, terminated=True, info={"won": True}))
+
+    async def close():
+        if error:
+            raise error
+        await asyncio.sleep(60)
+
+    env.close = close
+    episode = play(scripted("the fox"), env, dialogue, step_timeout=0.1)
+    assert (episode.reward, episode.info["environment"]) == (1.0, {"won": True})
+    assert "Chat.close" in caplog.text
+
+
 def test_what_could_not_be_scored_is_unscored(scripted, dialogue):
     episode = play(scripted("a", "b"), Chat(says("on", reward=None), Step(reward=1.0, terminated=True)), dialogue)
     assert episode.reward is None
@@ -228,3 +243,10 @@ def test_a_question_worked_on_with_tools(scripted, bpe):
     assert (episode.reward, episode.info["calls"], episode.info["unread_calls"]) == (0.5, 3, 1)
     assert '"name": "add"' in bpe.decode(episode.tokens[: episode.turns[0].start])
     check(episode)
+
+
+def test_an_answer_that_was_cut_off_is_none(scripted, bpe):
+    env = ToolEnvironment(Toolbox(max_calls=1), lambda prompt, response, target: 1.0)
+    task = Sample(Prompt("12 + 34?", (1,)), "46")
+    episode = asyncio.run(rollout(scripted(("46", "length")), env, task, dialogue=Dialogue(bpe, "chatml")))
+    assert (episode.reward, episode.info["stop"]) == (0.0, "truncated")

@@ -98,7 +98,7 @@ def test_calls_are_answered_in_order_with_what_came_of_them():
         "error: weather: no parameter 'when': it has city, unit, days, detail",
         "error: weather: city must be of type string, got 3",
         "error: weather: unit must be one of 'C', 'F', got 'K'",
-        "error: weather: days must be of type integer, got true",
+        "error: weather: days must be of type integer, got True",
     ]
     assert texts[11] == "error: a call is not closed"
     assert [message["role"] for message in messages] == ["tool"] * 12
@@ -144,3 +144,28 @@ def test_what_a_tool_stands_on_is_nobodys_mistake():
 
     with pytest.raises(InfrastructureError, match="the server is gone"):
         answer(Toolbox(lost), ("lost", {}))
+
+
+def test_no_arguments_end_a_run():
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    deep: list = []
+    for _ in range(3000):
+        deep = [deep]
+    strange = [{(1, 2): 3}, int("f" * 5000, 16), deep, "\ud83d", {1: {2}}]
+    for message in answer(Toolbox(add), *(("add", {"a": value, "b": "x"}) for value in strange)):
+        assert message["content"].startswith("error: ")
+
+
+def test_tools_that_hang_do_not_keep_others_from_their_turn():
+    gone = threading.Event()
+
+    def hangs() -> None:
+        gone.wait(30)
+
+    began = time.monotonic()
+    texts = [m["content"] for m in answer(Toolbox(hangs, timeout=1.0, max_calls=32), *[("hangs", {})] * 32)]
+    gone.set()
+    assert texts == ["error: hangs took more than 1 s"] * 32
+    assert time.monotonic() - began < 7.9  # one after the other, by fours, would be 8

@@ -11,6 +11,8 @@ from ..envs import Dialogue, Environment, rollout
 from ..observability import Reduce, phase, record_metric
 from ..types import Episode, Sample
 
+IN_VAIN = 64
+
 
 class Agent:
     """Plays episodes on the samples of a dataset.
@@ -23,14 +25,22 @@ class Agent:
 
     def __init__(self, environment: Callable[[], Environment], dialogue: Dialogue, **limits: Any) -> None:
         self.environment, self.dialogue, self.limits = environment, dialogue, limits
+        self._in_vain = 0
 
     async def group(self, policy: Service, task: Sample, n: int, seed: int) -> list[Episode]:
-        """n episodes of the same task, from the same start. One that could not be scored has no reward, and its reason
-        is counted."""
+        """n episodes of the same task, from the same start. One that could not be scored has no reward, and is counted.
+
+        RuntimeError: none could be scored for `IN_VAIN` groups, so that the run would never end.
+        """
         plays = (self._play(policy, task, seed=seed, sample=sample) for sample in range(n))
         episodes = await asyncio.gather(*plays)
         for episode in episodes:
             _record(episode)
+        scored = any(episode.outcome is not None for episode in episodes)
+        self._in_vain = 0 if scored else self._in_vain + 1
+        if self._in_vain == IN_VAIN:
+            info = {name: value for name, value in episodes[0].info.items() if name != "messages"}
+            raise RuntimeError(f"no episode of {IN_VAIN} groups in a row could be scored; of the last one: {info}")
         return episodes
 
     async def evaluate(self, policy: Service, tasks: Sequence[Sample], **sampling: Any) -> dict[str, float]:
@@ -63,7 +73,7 @@ def _record(episode: Episode) -> None:
         record_metric("reward", outcome, Reduce.STD)
         record_metric("accuracy", outcome >= 1.0)
     record_metric("episode/turns", info["turns"])
-    record_metric("episode/tokens", len(episode.tokens))
+    record_metric("episode/tokens", sum(len(branch.tokens) for branch in (*episode.branches, episode)))
     record_metric("episode/calls", info["calls"])
     record_metric("episode/unread_calls", info["unread_calls"])
     record_metric("episode/unscored", outcome is None)

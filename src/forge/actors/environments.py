@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
-from ..controller import CallTimeout, ForgeActor, ReplicaDied, Service, endpoint
+from ..controller import CallTimeout, ForgeActor, PoisonRequest, ReplicaDied, Service, endpoint
 from ..envs.environment import Action, Environment, InfrastructureError, Step
-
-_numbers = itertools.count()
 
 
 class EnvironmentActor(ForgeActor):
@@ -63,20 +60,20 @@ class RemoteEnvironment(Environment):
 
     async def reset(self, task: Any, *, seed: int) -> Step:
         await self.close()
-        self.episode = f"{os.getpid()}-{next(_numbers)}"
-        return await self._ask("reset", task, seed)
+        self.episode = uuid4().hex
+        return await self._ask(self.episode, "reset", task, seed)
 
     async def step(self, action: Action) -> Step:
-        return await self._ask("step", action)
+        return await self._ask(self.episode, "step", action)
 
     async def close(self) -> None:
         if self.episode:
-            await self._ask("close")
-            self.episode = ""
+            episode, self.episode = self.episode, ""
+            await self._ask(episode, "close")
 
-    async def _ask(self, endpoint: str, *args: Any) -> Any:
+    async def _ask(self, episode: str, endpoint: str, *args: Any) -> Any:
         try:
-            async with self.service.session(self.episode):
-                return await getattr(self.service, endpoint).route(self.episode, *args)
-        except (ReplicaDied, CallTimeout) as error:
+            async with self.service.session(episode):
+                return await getattr(self.service, endpoint).route(episode, *args)
+        except (ReplicaDied, CallTimeout, PoisonRequest) as error:
             raise InfrastructureError(f"the environment was lost: {error}") from error

@@ -83,7 +83,7 @@ class ChatFormat:
                 "the tokenizer has no chat template: use a chat model's, or set chat_template to a jinja template"
             )
         else:
-            self.template = tokenizer.get_chat_template()
+            self.template = tokenizer.get_chat_template(tools=self.options.get("tools"))
         self._special = set(tokenizer.all_special_ids)
         self._checked: set[tuple] = set()
 

@@ -85,7 +85,8 @@ def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
     for found in re.finditer(rf"(?<![\w.])({names})\(", text):
         if found.start() < position:
             continue  # within the arguments of another
-        end = _closing(text, found.end())
+        end = _closing(text, found.end(), quotes="'\"")
+        end = _closing(text, found.end(), quotes="") if end is None else end  # an apostrophe
         left.append(text[position : found.start()])
         if end is None:
             errors.append(f"the call of {found[1]} is not closed by )")
@@ -99,10 +100,17 @@ def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
     return "".join([*left, text[position:]]), calls, errors
 
 
-def _closing(text: str, start: int) -> int | None:
-    depth = 1
+def _closing(text: str, start: int, quotes: str) -> int | None:
+    depth, quote, escaped = 1, "", False
     for at in range(start, min(len(text), start + _LONGEST)):
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        if escaped or (quote and text[at] == "\\"):
+            escaped = not escaped
+        elif quote:
+            quote = "" if text[at] == quote else quote
+        elif text[at] in quotes:
+            quote = text[at]
+        else:
+            depth += {"(": 1, ")": -1}.get(text[at], 0)
         if depth == 0:
             return at
     return None
@@ -122,13 +130,18 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
             values[keyword.arg] = ast.literal_eval(keyword.value)
     except (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError) as error:
         if len(names) == 1:
-            return {names[0]: text}
+            return {names[0]: _bare(names[0], text)}
         raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
     for name in names[:1] if len(names) == 1 else ():
         wanted = function["parameters"]["properties"][name].get("type")
         if wanted == "string" and not isinstance(values.get(name, ""), str):
-            return {name: text}  # 12 of a parameter that is text is no number
+            return {name: _bare(name, text)}  # 12 of a parameter that is text is no number
     return values
+
+
+def _bare(name: str, text: str) -> str:
+    """The text of the only argument, with or without its name."""
+    return re.sub(rf"^\s*{re.escape(name)}\s*=\s*", "", text)
 
 
 def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) -> None:

@@ -57,18 +57,22 @@ class Dialogue:
             )
         )
         self.syntax: Syntax = syntax or _syntax(self._chat("").template)
-        special = (text for text in tokenizer.all_special_tokens if len(text) > 1)
+        # Some tokenizers have special tokens that they do not name among those.
+        added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special_ids = {*tokenizer.all_special_ids, *added}
+        special = (text for text in {*tokenizer.all_special_tokens, *added.values()} if len(text) > 1)
         self._special = re.compile("|".join(sorted(map(re.escape, special), key=len, reverse=True)) or r"(?!)")
         self._closer = self._find_closer()
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self._closer, *eos]))
-        for messages in ([{"role": "user", "content": "more"}], [{"role": "tool", "name": "t", "content": "more"}]):
-            self._between(messages, ())
+        self._between([{"role": "user", "content": "more"}], ())
 
     def initial(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """The tokens before the policy's first turn. ValueError: no messages, or the template refuses them."""
         if not messages:
             raise ValueError("an episode begins with at least one message: what is the policy to answer?")
+        if tools:
+            self._check_tools()
         return self._encode(self._render(list(map(self._plain, messages)), tools))
 
     def extend(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
@@ -88,8 +92,8 @@ class Dialogue:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of one turn, without what ends it."""
-        ended = bool(tokens) and tokens[-1] in self.stop_ids
-        return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=True))
+        ended = bool(tokens) and tokens[-1] in self._special_ids
+        return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema], *, more: bool = True) -> str:
         chat = self._chat(json.dumps(list(tools)) if tools else "")
@@ -99,18 +103,28 @@ class Dialogue:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _plain(self, message: Message) -> Message:
-        content = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", message["content"])
+        # Half a character, as JSON can write it, has no tokens.
+        whole = message["content"].encode("utf-8", "replace").decode()
+        content = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", whole)
         return {**message, "content": content}
 
     def _find_closer(self) -> int:
         text = self._render(_ASKED, (), more=False)
         after = self._encode(text[text.index(_MARK) + len(_MARK) :]) if _MARK in text else []
-        if not after or after[0] not in self._tokenizer.all_special_ids:
+        if not after or after[0] not in self._special_ids:
             raise ValueError(
                 "the chat template does not end an assistant's turn with a special token, so generation would not stop "
                 "there: take another, such as chatml, or one that writes {{ eos_token }} after it"
             )
         return after[0]
+
+    def _check_tools(self) -> None:
+        try:
+            self._between([{"role": "tool", "name": "tool", "content": "more"}], ())
+        except ValueError as error:
+            raise ValueError(
+                f"the chat template cannot say what tools answer: take chatml or another ({error})"
+            ) from None
 
     def _between(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         before, after = self._render(_ASKED, tools, more=False), self._render([*_ASKED, *messages], tools)

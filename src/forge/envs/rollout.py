@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+from collections.abc import Awaitable, Mapping
 from random import Random
 from typing import Any, Protocol
 
@@ -11,6 +12,9 @@ from ..types import Completion, Episode
 from .dialogue import Dialogue
 from .environment import Environment, InfrastructureError, Message, Step
 from .transcript import Transcript
+
+log = logging.getLogger(__name__)
+_CLOSING = 10.0  # seconds for an environment to let go
 
 
 class Policy(Protocol):
@@ -38,16 +42,17 @@ async def rollout(
 ) -> Episode:
     """Play an episode of `env` on `task`.
 
-    Its tokens are those that the policy was given and that it sampled, one array that only grows; a conversation that
-    the environment rewrites begins a new branch (`Episode.branches` has the earlier ones). `info["stop"]` says why it
-    ended: "terminated" or "truncated" by the environment, "max_turns", "max_tokens", "infrastructure", and
-    `info["messages"]` what was said. What an environment gave counts, whatever ended the episode; one that lost its
-    infrastructure, or that the environment could not score, has no reward.
+    Its tokens are those that the policy was given and that it sampled, one array that only grows; a conversation
+    that the environment rewrites begins a new branch (`Episode.branches` has the earlier ones). `info["stop"]` says
+    why it ended: "terminated" or "truncated" by the environment, "max_turns", "max_tokens", "infrastructure", and
+    `info["messages"]` what was said, `info["environment"]` what its last step told of itself. What an environment
+    gave counts, whatever ended the episode; one that lost its infrastructure, or that the environment could not
+    score, has no reward.
 
     Args:
         seed: of the environment, and with `sample`, the number of this episode among those of the task, of what the
             policy draws.
-        max_tokens: of the whole episode, the first prompt included.
+        max_tokens: of the whole episode, or of each branch, the first prompt included.
         max_turn_tokens: of one turn; None is what is left.
         step_timeout: seconds for each of the environment's answers.
         retries: how often an episode is played anew after an `InfrastructureError`.
@@ -70,7 +75,7 @@ async def rollout(
             raise
         finally:
             played.attempts = attempt + 1
-            await played.answer(env.close(), f"{type(env).__name__}.close", lost=False)
+            await played.close(env)
     return played.episode()
 
 
@@ -83,6 +88,7 @@ class _Played:
         self.messages: list[Message] = []
         self.scored, self.stop, self.error, self.attempts = True, "", "", 0
         self.calls = self.misread = 0
+        self.said: Mapping[str, Any] = {}
 
     async def play(
         self,
@@ -118,6 +124,7 @@ class _Played:
             self.misread += len(action.errors)
             self.messages.append({"role": "assistant", "content": action.text})
             step = await self.answer(env.step(action), f"{name}.step")
+            self.said = step.info
             self._reward(step)
             self.messages += step.messages
             if step.done:
@@ -142,26 +149,35 @@ class _Played:
         else:
             self.transcripts[-1].rewarded(step.reward)
 
-    async def answer(self, asked: Awaitable[Any], what: str, *, lost: bool = True) -> Any:
-        """What the environment says, in time. One that says nothing has failed, unless the episode is over anyway."""
+    async def close(self, env: Environment) -> None:
+        """The episode is over: what does not end in time, or is lost already, cannot take it back."""
+        try:
+            async with asyncio.timeout(min(self.step_timeout, _CLOSING)):
+                await env.close()
+        except (InfrastructureError, TimeoutError) as error:
+            log.warning("%s.close: %s", type(env).__name__, str(error) or f"no answer within {_CLOSING:g} s")
+
+    async def answer(self, asked: Awaitable[Any], what: str) -> Any:
+        """What the environment says. InfrastructureError: it said nothing in time."""
         try:
             async with asyncio.timeout(self.step_timeout) as limit:
                 return await asked
         except TimeoutError:
             if not limit.expired():
                 raise
-            if lost:
-                raise InfrastructureError(f"{what} gave no answer within {self.step_timeout:g} s") from None
+            raise InfrastructureError(f"{what} gave no answer within {self.step_timeout:g} s") from None
 
     def episode(self) -> Episode:
         """The last branch with the earlier ones; each has the reward that was still to come when it began."""
         whole = self.scored and self.stop != "infrastructure"
         branches: list[Episode] = []
         to_come = sum(transcript.reward for transcript in self.transcripts)
+        turns = sum(len(transcript.turns) for transcript in self.transcripts)
         for transcript in [t for t in self.transcripts if t.turns] or self.transcripts[-1:]:
-            info: dict[str, Any] = {"stop": self.stop, "turns": len(transcript.turns), "messages": self.messages}
+            info: dict[str, Any] = {"stop": self.stop, "turns": turns, "messages": self.messages}
             info |= {"calls": self.calls, "unread_calls": self.misread, "attempts": self.attempts}
             info |= {"error": self.error} if self.error else {}
+            info |= {"environment": dict(self.said)} if self.said else {}
             text = "\n".join(f"[{m['role']}] {m['content']}" for m in self.messages[1:])
             branches.append(transcript.episode(to_come if whole and transcript.turns else None, text=text, info=info))
             to_come -= transcript.reward

@@ -13,6 +13,7 @@ from .tools import Toolbox
 
 class ToolEnvironment(Environment):
     """The policy calls tools as long as it likes; the first turn without a call is its answer, and ends the episode.
+    An answer that was cut off earns nothing.
 
     Args:
         tools: what may be called.
@@ -35,5 +36,7 @@ class ToolEnvironment(Environment):
     async def step(self, action: Action) -> Step:
         if action.calls or action.errors:
             return Step(tuple(await self.tools.answer(action)), self.turn_reward)
+        if action.truncated:
+            return Step(truncated=True)
         reward = self.score(self.task.prompt.text, action.content, self.task.target)
         return Step(reward=await reward if inspect.isawaitable(reward) else reward, terminated=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import reprlib
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Union
 
-from ..verifiers.threads import in_thread, within
+from ..verifiers.threads import in_own_thread, within
 from ..verifiers.verifier import Unscored
 from .environment import Action, InfrastructureError, Message, ToolCall
 
@@ -93,9 +94,9 @@ class Toolbox:
     async def _run(self, call: ToolCall) -> str:
         if call.name not in self._schemas:
             return f"error: there is no tool {call.name!r}: there is {', '.join(self._schemas)}"
-        if wrong := mismatch(call.arguments, self._schemas[call.name]["function"]):
-            return f"error: {call.name}: {wrong}"
         try:
+            if wrong := mismatch(call.arguments, self._schemas[call.name]["function"]):
+                return self._cut(f"error: {call.name}: {wrong}")
             result = await self._result(call)
             return self._cut(result if isinstance(result, str) else _as_json(result))
         except InfrastructureError:
@@ -113,7 +114,7 @@ class Toolbox:
         function = self._functions[call.name]
         if inspect.iscoroutinefunction(function):
             return await within(self._timeout, function(**call.arguments), call.name)
-        return await in_thread(lambda: function(**call.arguments), limit=self._timeout, what=call.name)
+        return await in_own_thread(lambda: function(**call.arguments), limit=self._timeout, what=call.name)
 
     def _cut(self, text: str) -> str:
         if len(text) <= self._max_chars:
@@ -175,9 +176,9 @@ def mismatch(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> str:
     for name, value in arguments.items():
         wanted = properties[name].get("type")
         if wanted in _CHECKS and not _CHECKS[wanted](value) and not (value is None and name in optional):
-            return f"{name} must be of type {wanted}, got {json.dumps(value, default=str)[:60]}"
+            return f"{name} must be of type {wanted}, got {reprlib.repr(value)}"
         if (choices := properties[name].get("enum")) is not None and value not in choices:
-            return f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+            return f"{name} must be one of {', '.join(map(repr, choices))}, got {reprlib.repr(value)}"
     return ""
 
 

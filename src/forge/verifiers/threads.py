@@ -46,10 +46,11 @@ async def in_thread(function: Callable[[], A], *, limit: float, what: str) -> A:
     Python cannot end a thread: one that never returns keeps its thread, and what that holds, until the process ends.
     """
     async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE)):
-        return await _in_thread(function, limit, what)
+        return await in_own_thread(function, limit=limit, what=what)
 
 
-async def _in_thread(function: Callable[[], A], limit: float, what: str) -> A:
+async def in_own_thread(function: Callable[[], A], *, limit: float, what: str) -> A:
+    """The same without a turn: for what waits for others more than it computes."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[A] = loop.create_future()
 
