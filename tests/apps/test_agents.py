@@ -1,6 +1,7 @@
 """The recipes of agents as a user runs them, with small models that know nothing yet."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -116,3 +117,23 @@ def test_demonstrations_are_right_and_programs_with_bugs_are_not():
 def test_expressions_of_every_difficulty_have_an_end():
     assert expressions.size(1, 1) >= 100
     assert len({tasks.row("expression", n, difficulty=1).question for n in range(200)}) > 100
+
+
+@pytest.mark.slow
+def test_a_run_in_lock_step_goes_on_from_a_checkpoint_to_the_same_weights(tmp_path):
+    settings = {"async": {"max_policy_age": 0}, "checkpoint": {"every": 2, "keep": 9}}
+    training = {"batch_size": 2, "steps": 4, "learning_rate": 1e-2, "seq_len": 256}
+    path = config(tmp_path, "expression", training=training, **settings)
+    code, output = finish(sys.executable, "-m", "apps.tools.main", "--config", path)
+    assert code == 0, output
+    run = tmp_path / "run"
+    whole = (run / "model/model.safetensors").read_bytes()
+    *_, before, last = sorted(path for path in (run / "checkpoints").iterdir() if path.is_dir())
+    assert (before.name[-1], last.name[-1]) == ("2", "4")
+    shutil.rmtree(last)
+    shutil.rmtree(run / "model")
+    (run / "finished").unlink()
+    code, output = finish(sys.executable, "-m", "apps.tools.main", "--resume", str(run))
+    assert code == 0, output
+    assert "going on from" in output
+    assert (run / "model/model.safetensors").read_bytes() == whole
