@@ -250,3 +250,8 @@ def test_an_answer_that_was_cut_off_is_none(scripted, bpe):
     task = Sample(Prompt("12 + 34?", (1,)), "46")
     episode = asyncio.run(rollout(scripted(("46", "length")), env, task, dialogue=Dialogue(bpe, "chatml")))
     assert (episode.reward, episode.info["stop"]) == (0.0, "truncated")
+
+
+def test_a_reward_that_is_no_number_is_a_mistake(scripted, dialogue):
+    with pytest.raises(ValueError, match="the reward nan: use None"):
+        play(scripted("a"), Chat(Step(reward=float("nan"), terminated=True)), dialogue)

@@ -18,12 +18,13 @@ from .environment import InfrastructureError
 TAIL = 2000  # characters of a log that an error shows
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 
-# It stands between this process and the program. The write end of its lifeline is open in this process alone: whatever
-# way this process ends, even SIGKILL, the lifeline then ends too, and the program's process group is killed. Its own
+# It stands between this process and the program. The write end of its lifeline is open in this process and in none that
+# it executes: whatever way this process ends, even SIGKILL, the lifeline then ends too, and the program's process group
+# is killed. A fork of this process keeps it open, though, so once a second the keeper looks whose child it is. Its own
 # death kills the program: the kernel tells the death of a parent's thread, and this one has but one.
 _KEEPER = """
 import ctypes, os, select, signal, subprocess, sys
-lifeline, command = int(sys.argv[1]), sys.argv[2:]
+lifeline, parent, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 def bound():
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -39,20 +40,23 @@ except OSError as error:
 devnull = os.open(os.devnull, os.O_RDWR)
 os.dup2(devnull, 0), os.dup2(devnull, 1)
 while child.poll() is None:
-    ready = select.select([lifeline, woken], [], [])[0]
-    if lifeline in ready:
+    ready = select.select([lifeline, woken], [], [], 1)[0]
+    if lifeline in ready or os.getppid() != parent:
         os.killpg(0, signal.SIGKILL)
-    os.read(woken, 1024)
+    if woken in ready:
+        os.read(woken, 1024)
 sys.exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 """
 
 
 class Program:
-    """A running program. Its standard error goes to a log; with `pipes` its input and output are `stdin`, `stdout`."""
+    """A running program. With `pipes` its input and output are `stdin`, `stdout`; the rest of what it says is its log,
+    a temporary file of any length. What it leaves running in its process group when it ends is killed."""
 
     def __init__(self, process: Process, name: str, lifeline: int, log: IO[bytes]) -> None:
         self.name, self._process, self._lifeline, self._log = name, process, lifeline, log
         self.stdin, self.stdout = process.stdin, process.stdout
+        self._gone, self._watch = False, asyncio.create_task(self._sweep())
 
     @classmethod
     async def start(
@@ -72,7 +76,7 @@ class Program:
         reading, lifeline = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _KEEPER, str(reading), *command),
+                *(sys.executable, "-I", "-S", "-c", _KEEPER, str(reading), str(os.getpid()), *command),
                 stdin=asyncio.subprocess.PIPE if pipes else asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE if pipes else log,
                 stderr=log,
@@ -138,7 +142,14 @@ class Program:
             self._log.close()
         await self.wait(GRACE)
 
+    async def _sweep(self) -> None:
+        await self._process.wait()
+        self._signal(signal.SIGKILL)
+        self._gone = True  # from now on the group's number may become another's
+
     def _signal(self, number: int) -> None:
+        if self._gone:
+            return
         with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS says so of a group of zombies
             os.killpg(self._process.pid, number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,9 @@ class Transcript:
         self.origins |= {Origin(v, stated.get(v, ""), completion.sampled_by) for v in {*completion.versions}}
 
     def rewarded(self, reward: float) -> None:
-        """The environment's reward for the last turn."""
+        """The environment's reward for the last turn. ValueError: it is no finite number."""
+        if not math.isfinite(reward):
+            raise ValueError(f"an environment gave the reward {reward}: use None for what could not be scored")
         self.turns[-1] = self.turns[-1]._replace(reward=self.turns[-1].reward + reward)
 
     @property

@@ -27,7 +27,7 @@ class Spelling(gymnasium.Env):
 
     def step(self, action):
         if action == "slow":
-            time.sleep(0.5)
+            time.sleep(1.5)
         return "said", float(action == self.word[::-1]), True, False, {"word": self.word}
 
 
@@ -73,10 +73,29 @@ def test_text():
 
 
 def test_a_call_that_hangs_is_an_infrastructure_failure():
-    env = GymnasiumEnvironment(Spelling, timeout=0.1)
-    with pytest.raises(InfrastructureError, match=r"step of a Gymnasium environment took more than 0\.1 s"):
+    env = GymnasiumEnvironment(Spelling, timeout=1.0)
+    with pytest.raises(InfrastructureError, match=r"step of a Gymnasium environment took more than 1 s"):
         played(env, ["slow"])
     assert played(env, ["eert"], {"word": "tree"})[-1].reward == 1.0
+
+
+def test_a_call_that_was_cancelled_keeps_its_environment():
+    made = []
+
+    def make():
+        made.append(Spelling())
+        return made[-1]
+
+    async def main():
+        env = GymnasiumEnvironment(make)
+        await env.reset(None, seed=0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await env.step(Action("slow", "slow"))
+        await env.reset(None, seed=0)
+
+    asyncio.run(main())
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize(

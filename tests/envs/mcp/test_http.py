@@ -11,7 +11,9 @@ from forge.envs.mcp import HTTPTools
 
 
 class Server:
-    """`sessions` are those that it still knows."""
+    """`sessions` are those that it still knows, `unknown` is what it says of others."""
+
+    unknown = 404
 
     def __init__(self, events):
         self.events, self.sessions, self.deleted, self.pongs = events, set(), [], []
@@ -25,7 +27,7 @@ class Server:
             result = {"protocolVersion": message["params"]["protocolVersion"]}
             return await self.say(request, message["id"], result, {"Mcp-Session-Id": session})
         if session not in self.sessions:
-            return web.json_response({"error": "no such session"}, status=404)
+            return web.Response(text="No valid session ID", status=self.unknown)
         if method == "tools/call":
             assert request.headers["MCP-Protocol-Version"] == "2025-06-18"
         if method is None:
@@ -37,6 +39,11 @@ class Server:
         arguments = message["params"]["arguments"]
         if "sleep" in arguments:
             await asyncio.sleep(arguments["sleep"])
+        if "status" in arguments:
+            return web.Response(status=arguments["status"], text="slow down")
+        if "refuse" in arguments:
+            error = {"code": -32602, "message": "no such city"}
+            return web.json_response({"jsonrpc": "2.0", "id": message["id"], "error": error}, status=400)
         if "junk" in arguments:
             return web.Response(text="<html>", content_type="application/json")
         if "cut" in arguments:
@@ -101,11 +108,26 @@ def test_calls(events):
 
 def test_a_call_that_takes_too_long():
     async def work(tools, server):
-        with pytest.raises(ToolError, match=r"add took more than 0\.2 s"):
-            await tools.call("add", {"sleep": 0.5})
+        with pytest.raises(ToolError, match=r"add took more than 1 s"):
+            await tools.call("add", {"sleep": 9})
         assert await tools.call("add", {}) == "é"
 
-    with_tools(work, timeout=0.2)
+    with_tools(work, timeout=1.0)
+
+
+def test_a_call_that_the_server_refuses_leaves_the_others_alone():
+    async def work(tools, server):
+        other = asyncio.create_task(tools.call("add", {"sleep": 0.3}))
+        await asyncio.sleep(0.1)
+        for status in (400, 429, 500):
+            with pytest.raises(InfrastructureError, match=f"status {status}: slow down"):
+                await tools.call("add", {"status": status})
+        with pytest.raises(ToolError, match="no such city"):
+            await tools.call("add", {"refuse": True})
+        assert await other == "é"
+        assert server.sessions == {"s0"}
+
+    with_tools(work)
 
 
 @pytest.mark.parametrize("bad", ["junk", "cut"])
@@ -118,10 +140,11 @@ def test_answers_that_are_none(bad):
     with_tools(work)
 
 
-def test_a_server_that_has_forgotten_the_session():
+@pytest.mark.parametrize("status", [404, 400])
+def test_a_server_that_has_forgotten_the_session(status):
     async def work(tools, server):
-        server.sessions = {"another"}
-        with pytest.raises(InfrastructureError, match="status 404"):
+        server.sessions, server.unknown = {"another"}, status
+        with pytest.raises(InfrastructureError, match=f"status {status}"):
             await tools.call("add", {})
         assert await tools.call("add", {}) == "é"
 

@@ -63,8 +63,11 @@ for line in sys.stdin:
         continue
     if method == "initialize":
         print("this line is not JSON", flush=True)
+        send({"id": [number], "result": {}})  # nor is this one's number one
         version = "1999-01-01" if HOW == "old" else params["protocolVersion"]
         send({"id": number, "result": {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {}}})
+    elif method == "ping" and HOW == "no ping":
+        send({"id": number, "error": {"code": -32601, "message": "Method not found"}})
     elif method == "ping":
         send({"id": number, "result": {}})
     elif method == "tools/list":

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from fractions import Fraction
 
 from forge.envs import Action, Environment, InfrastructureError, Step
 
@@ -45,13 +46,19 @@ class Counting(Environment):
         if action.text == "lose":
             raise InfrastructureError("the sandbox has gone")
         if action.text == "hang":
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.0)
         if action.text == "unscored":
             return Step((said,), reward=None, terminated=True)
         if action.text == "rewrite":
             return Step((said,), rewritten=True)
         if action.text == "cut":
             return Step((said,), reward=2.0, truncated=True, info={"why": "enough", "where": {1, 2}})
+        if action.text == "odd reward":
+            return Step((said,), reward=Fraction(1, 2))
+        if action.text == "odd info":
+            return Step((said,), info={("a", "b"): 1})
+        if action.text == "odd message":
+            return Step(({"role": "user", "content": {1}},))
         return Step((said,), reward=float(self.turns), terminated=action.text == "end")
 
     async def close(self):

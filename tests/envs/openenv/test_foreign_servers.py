@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from forge.envs import Action, InfrastructureError
+from forge.envs import Action, InfrastructureError, ToolCall
 from forge.envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError
 
 STATE = {"type": "state", "data": {}}
@@ -167,6 +167,36 @@ def test_rewards_that_are_missing():
     replies = iter([observed({}), observed({}, 0.5), observed({}, None, done=True)])
     steps = played(["x", "x"], lambda kind, data: next(replies), texts)
     assert [step.reward for step in steps] == [0.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("reward", ["much", [1], float("nan")])
+def test_rewards_that_are_no_numbers(reward):
+    with pytest.raises(InfrastructureError, match="which is no finite number"):
+        played(
+            ["x"],
+            lambda kind, data: observed({}, reward if kind == "step" else None),
+            {"word": {"type": "string"}},
+            to_action=lambda action: {"word": action.text},
+        )
+
+
+def test_a_call_that_the_server_refuses_goes_back_to_the_policy():
+    def answer(kind, data):
+        if kind == "mcp":
+            return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}}
+        if kind == "step" and data["tool_name"] == "dance":
+            return {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no dance here"}}
+        return observed({"result": "seen"}, 1.0)
+
+    async def main():
+        async with server(answer) as url, OpenEnvClient(url) as client:
+            env = OpenEnvEnvironment(client, mcp=True)
+            await env.reset(None, seed=0)
+            return await env.step(Action("", calls=(ToolCall("dance", {}), ToolCall("look", {}))))
+
+    step = asyncio.run(main())
+    assert [message["content"] for message in step.messages] == ["error: no dance here", "seen"]
+    assert (step.reward, step.done) == (1.0, False)
 
 
 def test_an_episode_that_was_cut():

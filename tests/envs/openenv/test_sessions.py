@@ -79,16 +79,16 @@ def test_a_late_reply_is_never_the_next_one():
     async def work(client):
         async with client.session() as session:
             await session.reset(seed=1)
-            with pytest.raises(InfrastructureError, match=r"did not answer step within 0\.2 s"):
+            with pytest.raises(InfrastructureError, match=r"did not answer step within 0\.5 s"):
                 await session.step({"text": "hang"})
             with pytest.raises(InfrastructureError, match="is over"):
                 await session.step({"text": "x"})
         async with client.session() as session:
             await session.reset(seed=2)
-            await asyncio.sleep(0.5)  # the late reply comes
+            await asyncio.sleep(0.6)  # the late reply comes
             return [(await session.step({"text": "x"})).observation["messages"][0]["content"] for _ in range(3)]
 
-    assert with_client(work, {"timeout": 0.2}) == [f"turn {n} of 2: x" for n in (1, 2, 3)]
+    assert with_client(work, {"timeout": 0.5}) == [f"turn {n} of 2: x" for n in (1, 2, 3)]
 
 
 def test_a_cancelled_call_ends_its_session_alone():
@@ -149,13 +149,37 @@ def test_an_idle_session_is_ended_and_replaced():
     async def work(client):
         async with client.session() as session:
             await session.reset(seed=1)
-        await asyncio.sleep(0.4)
-        assert Counting.closed == 1
+        while not Counting.closed:
+            await asyncio.sleep(0.05)
         async with client.session() as session:
             return (await session.reset(seed=2)).observation["messages"]
 
     Counting.closed = 0
-    assert with_client(work, idle=0.2)[0]["content"] == "task None, seed 2"
+    assert with_client(work, idle=0.5)[0]["content"] == "task None, seed 2"
+
+
+def test_a_named_session_lives_as_long_as_its_socket_uses_it():
+    async def main():
+        async with serve(Counting, idle=0.5) as url, aiohttp.ClientSession() as http:
+            create = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
+            async with http.post(f"{url}/mcp", json=create) as response:
+                name = (await response.json())["result"]["session_id"]
+            async with http.ws_connect(f"{url}/ws?session_id={name}") as socket:
+
+                async def said(kind, **data):
+                    await socket.send_json({"type": kind, "data": data})
+                    return (await socket.receive_json())["data"]["observation"]["messages"][0]["content"]
+
+                await said("reset", seed=1)
+                for _ in range(6):
+                    await asyncio.sleep(0.1)
+                    last = await said("step", text="x")
+                await said("step", text="hang")  # for longer than `idle`
+                assert not Counting.closed
+                return last
+
+    Counting.closed = 0
+    assert asyncio.run(main()) == "turn 6 of 1: x"
 
 
 def test_what_the_environment_raises_is_told_and_its_session_goes_on():
@@ -174,6 +198,19 @@ def test_what_the_environment_raises_is_told_and_its_session_goes_on():
     assert with_client(work) == "turn 2 of 1: x"
 
 
+def test_a_step_that_has_no_json_form_is_told_and_its_session_goes_on():
+    async def work(client):
+        async with client.session() as session:
+            await session.reset(seed=1)
+            assert (await session.step({"text": "odd reward"})).reward == 0.5
+            for odd in ("odd info", "odd message"):
+                with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: the environment's step has no JSON form"):
+                    await session.step({"text": odd})
+            return (await session.step({"text": "x"})).observation["messages"][0]["content"]
+
+    assert with_client(work) == "turn 4 of 1: x"
+
+
 @pytest.mark.parametrize(("text", "why"), [("lose", "the sandbox has gone"), ("hang", "step gave no answer within")])
 def test_infrastructure_that_fails_behind_the_server(text, why):
     async def work(client):
@@ -184,7 +221,7 @@ def test_infrastructure_that_fails_behind_the_server(text, why):
         await env.reset(None, seed=2)
         return (await env.step(turn("x"))).messages[0]["content"]
 
-    assert with_client(work, timeout=0.2) == "turn 1 of 2: x"
+    assert with_client(work, timeout=0.5) == "turn 1 of 2: x"
 
 
 def test_an_environment_that_cannot_be_made():

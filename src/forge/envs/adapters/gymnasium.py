@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class GymnasiumEnvironment(Environment):
         prompt: said before the first observation.
         actions: names of the actions of a `Discrete` space, from its first.
         to_text: an observation as text; by default those of `Text` and `Discrete` spaces are what they are.
-        timeout: seconds for one call of it; more is an InfrastructureError, and another is made.
+        timeout: seconds for one call of it; more is an InfrastructureError. After that, or a call that was cancelled,
+            another is made.
 
     Raises:
         ImportError: gymnasium is not installed. ValueError, at the first reset: a space that is no text.
@@ -115,8 +117,11 @@ class GymnasiumEnvironment(Environment):
     async def _call(self, function: Callable[[], Any], what: str) -> Any:
         try:
             return await in_thread(function, limit=self._timeout, what=f"{what} of a Gymnasium environment")
-        except Unscored as late:
+        except asyncio.CancelledError:
             self._env = None  # the thread may still be in it
+            raise
+        except Unscored as late:
+            self._env = None
             raise InfrastructureError(str(late)) from None
 
 

@@ -22,8 +22,9 @@ class TextArenaEnvironment(Environment):
     """What is said to a player is what is new since its last turn; the reward comes at the end of the game.
 
     Games draw from Python's one random generator. Each has its own state of it, so that those played at the same time
-    do not disturb each other or anyone else, and a seed gives one game. A game is played in this thread, without a
-    limit of time: where one may hang, serve it (`forge.envs.openenv`).
+    do not disturb each other or anyone else in this thread, and a seed gives one game. For as long as a call of a game
+    takes, its state is the generator's: another thread that draws meanwhile changes the game, and gets its numbers. A
+    game is played in this thread, without a limit of time: where one may hang, serve it (`forge.envs.openenv`).
 
     Args:
         game: its id, such as "GuessTheNumber-v0". Some load word lists when they are made, which TextArena downloads.

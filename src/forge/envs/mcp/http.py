@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..environment import InfrastructureError
 from .client import Data, MCPTools, TookTooLong, reply_to, result_of
@@ -85,25 +85,36 @@ class HTTPTools(MCPTools):
                 if "method" in answer and "id" in answer:
                     async for _ in self._post(reply_to(answer), limit):
                         pass
-        raise await self._gone(f"{self.name} did not answer {method}")
+        raise InfrastructureError(f"{self.name} did not answer {method}")
 
     async def _notify(self, method: str, params: Data) -> None:
         async for _ in self._post({"jsonrpc": "2.0", "method": method, "params": params}, self._start_timeout):
             pass
 
     async def _post(self, message: Data, limit: float) -> AsyncGenerator[Data]:
-        """Every message that the server sends back. What cannot be sent or read is an InfrastructureError."""
+        """Every message that the server sends back. What cannot be sent or read is an InfrastructureError.
+
+        Only the loss of the session or of a connection ends the session: other calls are made in it at the same time.
+        """
         import aiohttp
 
-        if self._http is None:
+        http = self._http
+        if http is None:
             raise InfrastructureError(f"{self.name} was closed")
         headers, within = self._with_session(self._session), aiohttp.ClientTimeout(total=limit)
         try:
-            async with self._http.post(self.name, json=message, headers=headers, timeout=within) as response:
+            async with http.post(self.name, json=message, headers=headers, timeout=within) as response:
                 self._session = response.headers.get("Mcp-Session-Id", self._session)
                 if response.status >= 400:
-                    said = (await response.text())[:500]
-                    raise await self._gone(f"{self.name} answered with status {response.status}: {said}")
+                    said = await response.text()
+                    why = f"{self.name} answered with status {response.status}: {said[:500]}"
+                    # Of a session that it does not know a server says 404, or 400 in many an implementation.
+                    if response.status == 404 or (response.status == 400 and "session" in said.lower()):
+                        raise await self._gone(why, http)
+                    if (refused := _refusal(said, message.get("id"))) is None:
+                        raise InfrastructureError(why)
+                    yield refused
+                    return
                 if response.content_type == "text/event-stream":
                     async for event in _events(response.content):
                         yield event
@@ -112,17 +123,28 @@ class HTTPTools(MCPTools):
         except TimeoutError:
             raise TookTooLong from None
         except (aiohttp.ClientError, OSError) as error:
-            raise await self._gone(f"{self.name}: {error}") from error
+            raise await self._gone(f"{self.name}: {error}", http) from error
         except ValueError as error:
-            raise await self._gone(f"{self.name} answered with no JSON: {error}") from error
+            raise InfrastructureError(f"{self.name} answered with no JSON: {error}") from error
 
-    async def _gone(self, why: str) -> InfrastructureError:
-        await self.close()
+    async def _gone(self, why: str, http: aiohttp.ClientSession) -> InfrastructureError:
+        if self._http is http:  # else another call has found it out, and there may be a new session
+            await self.close()
         return InfrastructureError(why)
 
     def _with_session(self, session: str) -> dict[str, str]:
         version = {"MCP-Protocol-Version": self.version} if self.version else {}
         return {**version, **({"Mcp-Session-Id": session} if session else {})}
+
+
+def _refusal(text: str, number: Any) -> Data | None:
+    """The JSON-RPC error that answers this request, if the text is one."""
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    mine = isinstance(answer, dict) and number is not None and answer.get("id") == number
+    return answer if mine and answer.get("error") is not None else None
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Data]:

@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..environment import InfrastructureError
 from ..process import Program, words
-from .client import Data, MCPTools, TookTooLong, ToolError, reply_to, result_of
+from .client import Data, MCPTools, RemoteError, TookTooLong, ToolError, reply_to, result_of
 
 LONGEST = 64 << 20  # bytes of one line
 _PING = 5.0  # seconds in which a server that is well answers a ping
@@ -74,7 +75,8 @@ class StdioTools(MCPTools):
     async def _revive(self) -> None:
         self._late = False
         try:
-            await self._request("ping", {}, _PING)
+            with suppress(RemoteError):  # it knows no pings, but answers
+                await self._request("ping", {}, _PING)
         except TookTooLong:
             await self.close()
             await self.open()
@@ -136,10 +138,12 @@ class StdioTools(MCPTools):
                     continue  # a server that prints: nothing that somebody waits for
                 if not isinstance(message, dict):
                     continue
+                number = message.get("id")
+                waiting = self._waiting.get(number) if isinstance(number, int) else None
                 if "method" in message:
                     if "id" in message:
                         program.stdin.write(json.dumps(reply_to(message)).encode() + b"\n")
-                elif (waiting := self._waiting.get(message.get("id", -1))) is not None and not waiting.done():
+                elif waiting is not None and not waiting.done():
                     waiting.set_result(message)
         except ValueError:
             why = f": it wrote a line of more than {LONGEST >> 20} MB"

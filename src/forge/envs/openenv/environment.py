@@ -70,7 +70,10 @@ class OpenEnvEnvironment(Environment):
         return Step(self._messages(reply), tools=tools, terminated=reply.done, info={"metadata": reply.metadata})
 
     async def step(self, action: Action) -> Step:
-        """Take a turn. InfrastructureError: the session was lost. OpenEnvError: the environment raised."""
+        """Take a turn.
+
+        InfrastructureError: the session was lost, or a reward is no number. OpenEnvError: the environment raised.
+        """
         if self._session is None:
             raise RuntimeError("step before reset")
         if self._mcp and (action.calls or action.errors):
@@ -79,9 +82,10 @@ class OpenEnvEnvironment(Environment):
             return self._step((), None, {}, over=True)
         try:
             wanted = self._to_action(action) if self._to_action is not None else self._default_action(action)
-            reply = await self._session.step(wanted)
         except ValueError as error:
             return Step((_said(f"error: {error}"),))
+        try:
+            reply = await self._session.step(wanted)
         except OpenEnvError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
@@ -112,7 +116,13 @@ class OpenEnvEnvironment(Environment):
             if over:
                 messages.append({**about, "content": "error: not run: the episode is over"})
                 continue
-            reply = await session.call_tool(call.name, call.arguments)
+            try:
+                reply = await session.call_tool(call.name, call.arguments)
+            except OpenEnvError as error:
+                if error.code != "VALIDATION_ERROR":
+                    raise
+                messages.append({**about, "content": self._cut(f"error: {error.message}")})
+                continue
             messages.append({**about, "content": self._cut(_result(reply))})
             rewards += [] if reply.reward is None else [reply.reward]
             metadata, over = {**metadata, **reply.metadata}, reply.done

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from ..environment import InfrastructureError
 from ..process import Program, words
-from .client import OpenEnvClient
+from .client import OpenEnvClient, OpenEnvError
 
 _PAUSE = 0.1  # seconds between two looks at its health
+_LEAVING = 2.0  # seconds in which a server that was killed may still have its port
 _PORTS = 3  # ports that are tried: a free one may be taken before the server has it
 
 
@@ -44,18 +46,20 @@ class LocalServer:
 
         Args:
             command: its words; {port} in them is the port that it must listen at, on 127.0.0.1.
-            port: None is a free one.
+            port: None is a free one. One at which somebody listens already is refused.
             cwd: where it runs.
             env: variables in addition to those of this process.
             limit: seconds until it must be healthy.
 
         Raises:
-            ValueError: the command has no {port}. InfrastructureError: it ended, or was not healthy in time; with the
-                end of its log.
+            ValueError: the command has no {port}. InfrastructureError: the port is taken; it ended, or was not healthy
+                in time, with the end of its log.
         """
         pattern = words(command)
         if port is None and not any("{port}" in word for word in pattern):
             raise ValueError("the command must say {port} where the port belongs, or `port` which one it takes")
+        if port is not None:
+            await _until_free(port)
         attempt = 1
         while True:
             number = port if port is not None else _free_port()
@@ -102,22 +106,42 @@ class LocalServer:
         await self.stop()
 
     async def _healthy(self, limit: float) -> None:
+        said = "no answer"
         try:
             async with asyncio.timeout(limit) as deadline, OpenEnvClient(self.url, timeout=limit) as client:
                 while True:
                     self.check()
                     try:
-                        await client.health()
-                        break
-                    except InfrastructureError:
-                        await asyncio.sleep(_PAUSE)
+                        said = await client.health()
+                        if said == "healthy":
+                            break
+                    except (InfrastructureError, OpenEnvError) as error:  # the latter from one that still loads
+                        said = str(error)
+                    await asyncio.sleep(_PAUSE)
         except TimeoutError:
             if not deadline.expired():
                 raise
             raise InfrastructureError(
-                f"no answer from {self.url}/health within {limit:g} s; {self._program.ended()}"
+                f"{self.url}/health was not healthy within {limit:g} s ({said}); {self._program.ended()}"
             ) from None
         self.check()  # else another process has answered at this port
+
+
+async def _until_free(port: int) -> None:
+    """InfrastructureError: somebody listens there, who would answer in place of the server."""
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"port must be from 1 to 65535, got {port}")
+    with socket.socket() as listening:
+        # As servers do: what is left of connections that have ended is in nobody's way, only one that listens.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        last = time.monotonic() + _LEAVING
+        while True:
+            try:
+                return listening.bind(("127.0.0.1", port))
+            except OSError as error:
+                if time.monotonic() > last:
+                    raise InfrastructureError(f"port {port} cannot be had, take another: {error.strerror}") from None
+            await asyncio.sleep(_PAUSE)
 
 
 def _free_port() -> int:

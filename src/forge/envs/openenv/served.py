@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..environment import Environment, InfrastructureError, Step
@@ -36,6 +37,11 @@ class ServedSession:
         self._turn = asyncio.Lock()
 
     @property
+    def busy(self) -> bool:
+        """A call is under way."""
+        return self._turn.locked()
+
+    @property
     def tools(self) -> list[Data]:
         """Those of the episode, as MCP describes them."""
         if self._first is None:
@@ -50,7 +56,7 @@ class ServedSession:
         """The type and the data of the reply to a message. Refused: there is none."""
         async with self._turn:
             if kind == "reset":
-                return "observation", reply_to_json(await self._reset(data))
+                return "observation", _observation(await self._reset(data))
             if kind == "step" and data.get("type") == "list_tools":
                 return "observation", {"observation": {"tools": self.tools}, "reward": None, "done": False}
             if kind == "step":
@@ -83,7 +89,7 @@ class ServedSession:
             raise Refused("EXECUTION_ERROR", "no episode is under way: reset first")
         step = await self._within(self.environment.step(action), "step")
         self._running, self._steps = not step.done, self._steps + 1
-        reply = reply_to_json(step)
+        reply = _observation(step)
         if data.get("type") == "call_tool":
             said = "\n".join(str(message.get("content", "")) for message in step.messages)
             metadata = reply["observation"]["metadata"]
@@ -123,6 +129,25 @@ class ServedSession:
         except Exception as error:
             log.exception("%s of %s failed", what, type(self.environment).__name__)
             raise Refused("EXECUTION_ERROR", f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _as_json() -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise Refused("EXECUTION_ERROR", f"the environment's step has no JSON form: {error}") from error
+
+
+def _observation(step: Step) -> Data:
+    with _as_json():
+        return reply_to_json(step)
+
+
+def write_message(answer: Data) -> str:
+    """Refused: it has no JSON form."""
+    with _as_json():
+        return json.dumps(answer)
 
 
 def read_message(text: str) -> tuple[str, Data]:

@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from ..environment import Environment
-from .served import Data, Refused, ServedSession, read_message
+from .served import Data, Refused, ServedSession, read_message, write_message
 from .session import CLOSING, LARGEST
 from .wire import SCHEMA
 
@@ -100,7 +100,7 @@ class Server:
             return socket
         self._sockets.add(socket)
         try:
-            await self._converse(socket, session)
+            await self._converse(socket, session, name)
         except ConnectionError:
             log.info("a client went away in the middle of an answer")
         finally:
@@ -110,7 +110,7 @@ class Server:
             await socket.close()
         return socket
 
-    async def _converse(self, socket: web.WebSocketResponse, session: ServedSession) -> None:
+    async def _converse(self, socket: web.WebSocketResponse, session: ServedSession, name: str | None) -> None:
         while True:
             try:
                 message = await socket.receive(self._idle)
@@ -122,13 +122,16 @@ class Server:
                 kind, data = read_message(message.data)
                 if kind == "close":
                     return
+                if name is not None:
+                    session = self._of(name)
                 said, answer = await session.answer(kind, data)
+                text = write_message({"type": said, "data": answer})
             except Refused as refused:
                 await socket.send_json({"type": "error", "data": refused.data})
                 if refused.last:
                     return
             else:
-                await socket.send_json({"type": said, "data": answer})
+                await socket.send_str(text)
 
     async def _over_http(self, request: web.Request) -> web.Response:
         kind = request.path.strip("/")
@@ -142,7 +145,7 @@ class Server:
             if "" not in self._named:
                 self._named[""] = self._begin()
             _, answer = await self._of("").answer(kind, data["action"] if kind == "step" else data)
-            return web.json_response(answer)
+            return web.json_response(text=write_message(answer))
         except Refused as refused:
             if refused.last:
                 await self._end_named("")
@@ -166,7 +169,7 @@ class Server:
             if asked.get("method") == "openenv/session/close":
                 await self._end_named(name)
                 return web.json_response({**answer, "result": {"session_id": name, "closed": True}})
-            return web.json_response((await session.answer("mcp", asked))[1])
+            return web.json_response(text=write_message((await session.answer("mcp", asked))[1]))
         except Refused as refused:
             return web.json_response({**answer, "error": {"code": -32000, "message": str(refused)}})
         except (ValueError, AttributeError) as error:
@@ -182,6 +185,9 @@ class Server:
         return self._named[name]
 
     def _reap(self, name: str) -> None:
+        if self._named[name].busy:
+            self._of(name)
+            return
         task = asyncio.ensure_future(self._end_named(name))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,11 +49,17 @@ class Reply:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Self:
-        """From the wire."""
+        """From the wire. InfrastructureError: the reward is no finite number."""
         reward, observation = data.get("reward"), data.get("observation")
+        try:
+            number = None if reward is None else float(reward)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if number is not None and not math.isfinite(number):
+            raise InfrastructureError(f"the server gave the reward {str(reward)[:80]!r}, which is no finite number")
         return cls(
             observation if isinstance(observation, dict) else {"value": observation},
-            None if reward is None else float(reward),
+            number,
             bool(data.get("done")),
             data.get("metadata") or {},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -87,13 +88,19 @@ def _is_call(call: Any) -> bool:
 
 
 def reply_to_json(step: Step) -> dict[str, Any]:
-    """A step as what OpenEnv calls an observation. What of its info has no JSON form goes as text."""
+    """A step as what OpenEnv calls an observation. What of its info has no JSON form goes as text.
+
+    TypeError, ValueError: that cannot be, as of keys that are tuples; or the reward is no finite number.
+    """
+    reward = None if step.reward is None else float(step.reward)
+    if reward is not None and not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
     observation = {"messages": list(step.messages), "tools": list(step.tools), "rewritten": step.rewritten}
     metadata = {
         **json.loads(json.dumps(dict(step.info), default=str)),
         **({"truncated": True} if step.truncated else {}),
     }
-    reply: dict[str, Any] = {"observation": {**observation, "metadata": metadata}, "reward": step.reward}
+    reply: dict[str, Any] = {"observation": {**observation, "metadata": metadata}, "reward": reward}
     return {**reply, "done": step.done, **({"metadata": metadata} if metadata else {})}
 
 
