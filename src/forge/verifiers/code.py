@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import operator
 import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
+from .literals import literal
 from .verifier import Scores, Unscored, collect
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)
@@ -40,8 +43,10 @@ class Case:
     """One test of a program: what it prints for an input, or the value of an expression once it has run, or statements
     that must not raise. One of the three.
 
-    Expected output and value stay outside the sandbox, and so do those of statements that are nothing but
-    `assert expression == literal`. Other statements run inside it, where a program made to cheat could see them.
+    Expected output and value stay outside the sandbox, and so do the constants of a test that is nothing but asserts
+    that compare with them (`assert f(2) == 2 ** 10 and abs(f(3) - 1.5) < 1e-3`). Other comparisons run inside it, where
+    a program made to cheat could see them, or return what says that it equals everything; so do all statements of a
+    test that has others than asserts.
     """
 
     stdin: str | None = None
@@ -77,7 +82,8 @@ class CodeVerifier:
     """Whether the program of a response passes its tests: 1 if all, else 0, or the share that it passes.
 
     A response without a program, and a program that fails, ends in error or takes too long, has passed nothing: 0. If
-    the sandbox fails, or there are no tests, there is no score.
+    the sandbox fails, there are no tests, or what is expected is longer than the output that the sandbox lets through,
+    there is no score. A value that is longer than that where it should not be is wrong.
 
     Args:
         sandbox: runs the programs. There is no default: nothing here would run them safely.
@@ -85,8 +91,9 @@ class CodeVerifier:
         credit: "all" or "share".
         cases: the tests from the target of a call.
         program: the program from a response, None where it has none.
-        time_limit: seconds for an execution: of a case with input, or of all calls and statements together. Those
-            that one of them keeps from their turn, as it never ends, are executed again without it.
+        time_limit: seconds for an execution: of a case with input, or of all calls and statements together. Where time
+            or output were not enough for all, those that had no answer are executed again: each of them has failed
+            only if it had none when it came first.
         concurrency: most cases of a call at a time.
 
     Raises:
@@ -112,7 +119,7 @@ class CodeVerifier:
         self._sandbox, self._credit, self._cases, self._program = sandbox, credit, cases, program
         self._time_limit, self._concurrency = time_limit, concurrency
         known = cases is read_cases and program is code_block
-        self.fingerprint = f"code {credit} {time_limit} {type(sandbox).__qualname__}" if known else None
+        self.fingerprint = f"code 2 {credit} {time_limit} {type(sandbox).__qualname__}" if known else None
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response, in [0, 1]. `target` holds the tests."""
@@ -127,7 +134,7 @@ class CodeVerifier:
 
     async def _passed(self, response: str, cases: Sequence[Case], turn: asyncio.Semaphore) -> float:
         program = self._program(response)
-        if program is None:
+        if program is None or not _writable(program):
             return 0.0
         right = await self._checked(program, cases, turn)
         for number, case in enumerate(cases):
@@ -135,6 +142,7 @@ class CodeVerifier:
                 return 0.0
             if case.stdout is not None:
                 result = await self._run(program, case.stdin or "", turn)
+                _fits(case.stdout, result)
                 right[number] = result.status == "ok" and _lines(result.stdout) == _lines(case.stdout)
         return float(all(right.values())) if self._credit == "all" else sum(right.values()) / len(cases)
 
@@ -147,10 +155,12 @@ class CodeVerifier:
             mark = secrets.token_hex(16)
             result = await self._run(_harness(program, checks, mark), "", turn)
             told = _told(result.stdout, mark)
-            # What was not told had not its turn, but for the first, which is what ended it all.
-            done = next((place for place in range(len(checks)) if place not in told), len(checks) - 1) + 1
+            # The first that was not told may have had too little left, unless it came first.
+            done = next((place for place in range(len(checks)) if place not in told), len(checks)) or 1
             if _BEGUN not in told:
                 done = len(checks)
+            elif 0 not in told:
+                _fits(json.dumps(checks[0].expected), result)
             for place, check in enumerate(checks[:done]):
                 if not _passes(check, told.get(place)):
                     right[check.case] = False
@@ -169,44 +179,97 @@ class CodeVerifier:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """A call and the value that it should have, or statements without one; of which case."""
+    """A part of a case: what is executed or evaluated, what is told of it (a key of `kinds` in the harness), and
+    whether that is right. A value that cannot be written is `_OTHER`."""
 
     case: int
     text: str
-    value: str | None
+    kind: Literal["nothing", "value", "text", "truth"]
+    right: Callable[[Any], bool]
+    expected: str = ""
+
+
+_OTHER = object()
+_Operator = Callable[[Any, Any], Any]
+_OPERATORS: dict[type[ast.cmpop], _Operator] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
 
 
 def _checks(number: int, case: Case) -> list[_Check]:
     if case.call is not None:
-        return [_Check(number, case.call, case.value)]
+        expected = (case.value or "").strip()
+        if (known := literal(expected)) is not None:
+            return [_Check(number, case.call, "value", partial(_equal, known[0]), expected)]
+        return [_Check(number, case.call, "text", partial(_equal, expected), expected)]
     if case.test is None:
         return []
     try:
-        found = [_comparison(number, statement) for statement in ast.parse(case.test).body]
+        body = ast.parse(case.test).body
+        tests = [statement.test for statement in body if isinstance(statement, ast.Assert)]
+        if tests and len(tests) == len(body):
+            return [check for test in tests for check in _asserted(number, test)]
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        found = []
-    return [check for check in found if check] if found and all(found) else [_Check(number, case.test, None)]
+        body = []  # it will fail there
+    return [_Check(number, case.test, "nothing", lambda said: said is None)]
 
 
-def _comparison(number: int, statement: ast.stmt) -> _Check | None:
-    """Of `assert expression == literal`; None of anything else."""
-    match statement:
-        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
-            for call, value in ((left, right), (right, left)):
-                if _literal(ast.unparse(value)) is not None:
-                    return _Check(number, ast.unparse(call), ast.unparse(value))
-    return None
+def _asserted(number: int, test: ast.expr) -> list[_Check]:
+    """An expression that should be true: comparisons with a constant so that it need not go into the sandbox."""
+    match test:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return [check for value in values for check in _asserted(number, value)]
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return [_Check(number, ast.unparse(operand), "truth", lambda value: value is False)]
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+            holds = _OPERATORS[type(op)]
+            for node, constant, turned in ((left, right, False), (right, left, True)):
+                if (known := literal(constant)) is not None:
+                    return [_compared(number, node, partial(_holds, holds, turned, known[0]), ast.unparse(constant))]
+    return [_Check(number, ast.unparse(test), "truth", lambda value: value is True)]
+
+
+def _compared(number: int, node: ast.expr, right: Callable[[Any], bool], expected: str) -> _Check:
+    """Of a value, or of its distance from a constant."""
+    match node:
+        case ast.Call(func=ast.Name("abs"), args=[ast.BinOp(left=one, op=ast.Sub(), right=other)], keywords=[]):
+            for value, constant in ((one, other), (other, one)):
+                if (known := literal(constant)) is not None:
+                    return _Check(number, ast.unparse(value), "value", partial(_near, right, known[0]), expected)
+    return _Check(number, ast.unparse(node), "value", right, expected)
+
+
+def _equal(expected: Any, value: Any) -> bool:
+    return bool(value == expected)
+
+
+def _holds(holds: _Operator, turned: bool, constant: Any, value: Any) -> bool:
+    return bool(holds(constant, value) if turned else holds(value, constant))
+
+
+def _near(right: Callable[[Any], bool], constant: Any, value: Any) -> bool:
+    return right(abs(value - constant))
 
 
 _BEGUN = -1
 # What it needs is bound before the program runs, which may exchange anything by name. Values are written by the methods
-# of Python's own types, whatever those of a subclass say, and compared outside.
+# of Python's own types, whatever those of a subclass say, and compared outside. A class of the program is never true.
 _HARNESS = r"""
 def harness(program, checks, mark):
     import json, os, sys, types
     execute, evaluate, dumps, write, number, show = exec, eval, json.dumps, os.write, enumerate, repr
+    sized = (str, bytes, list, tuple, set, frozenset, dict)
+    truths = [(kind, kind.__bool__) for kind in (int, float, complex)] + [(kind, kind.__len__) for kind in sized]
     scalars = [(kind, kind.__repr__) for kind in (bool, int, float, complex, str, bytes, type(None))]
-    lists = [(list, "[", "]"), (tuple, "(", ",)"), (set, "{", "}")]
+    lists = [(list, "[", "]", "[]"), (tuple, "(", ",)", "()"), (set, "{", "}", "set()")]
+    flags, own, fixed = type.__dict__["__flags__"].__get__, 1 << 9, 1 << 8
     subclass, kind_of, join, entries, Failure = issubclass, type, str.join, dict.items, BaseException
 
     def plain(value):
@@ -216,11 +279,22 @@ def harness(program, checks, mark):
                 return text(value)
         if subclass(kind, dict):
             return "{" + join(", ", [plain(key) + ": " + plain(item) for key, item in entries(value)]) + "}"
-        for base, opening, closing in lists:
+        for base, opening, closing, empty in lists:
             if subclass(kind, base):
                 items = [plain(item) for item in base.__iter__(value)]
-                return opening + join(", ", items) + closing if items else base.__name__ + "()"
+                return opening + join(", ", items) + closing if items else empty
         raise TypeError
+
+    def truth(value):
+        kind = kind_of(value)
+        for base, method in truths:
+            if subclass(kind, base):
+                return method(value) not in (0, False)
+        if flags(kind) & own and not flags(kind) & fixed:
+            raise TypeError
+        return True if value else False
+
+    kinds = {"value": plain, "text": show, "truth": truth}
 
     def attempt(what, value):
         try:
@@ -236,11 +310,10 @@ def harness(program, checks, mark):
     names = module.__dict__
     execute(code, names)
     tell(BEGUN)
-    for place, (text, has_value) in number(checks):
+    for place, (text, kind) in number(checks):
         try:
-            if has_value:
-                value = evaluate(text, names)
-                tell(place, attempt(plain, value), attempt(show, value))
+            if kind in kinds:
+                tell(place, attempt(kinds[kind], evaluate(text, names)))
             else:
                 execute(text, names)
                 tell(place, None)
@@ -251,12 +324,12 @@ def harness(program, checks, mark):
 
 
 def _harness(program: str, checks: Sequence[_Check], mark: str) -> str:
-    given = [(check.text.strip(), check.value is not None) for check in checks]
+    given = [(check.text.strip(), check.kind) for check in checks]
     return f"{_HARNESS}harness({program!r}, {given!r}, {mark!r})\n"
 
 
 def _told(stdout: str, mark: str) -> dict[int, list[Any]]:
-    """What was said behind the mark: nothing where a check has failed, else its value, plain and as `repr` has it."""
+    """What was said behind the mark: nothing where a check has failed, else what its kind says, if it can be said."""
     told: dict[int, list[Any]] = {}
     for line in stdout.split("\n"):
         if line.startswith(mark):
@@ -271,24 +344,32 @@ def _told(stdout: str, mark: str) -> dict[int, list[Any]]:
 def _passes(check: _Check, said: list[Any] | None) -> bool:
     if not said:
         return False
-    if check.value is None:
-        return said == [None]
-    plain, text = (*said, None)[:2]
-    expected = _literal(check.value)
-    if expected is None:
-        return isinstance(text, str) and text.strip() == check.value.strip()
-    value = _literal(plain) if isinstance(plain, str) else None
-    return value is not None and bool(value[0] == expected[0])
+    value = said[0]
+    if check.kind == "value":
+        read = literal(value, fold=False) if isinstance(value, str) else None
+        value = _OTHER if read is None else read[0]
+    elif check.kind == "text" and isinstance(value, str):
+        value = value.strip()
+    try:
+        return check.right(value)
+    except (TypeError, ValueError, OverflowError):  # such values cannot be compared
+        return False
+
+
+def _fits(expected: str, result: Result) -> None:
+    """Unscored: so much as is expected cannot come out of the sandbox."""
+    if result.status == "output" and len(expected) > len(result.stdout):
+        raise Unscored(f"{len(expected)} characters are expected, and the sandbox lets {len(result.stdout)} through")
+
+
+def _writable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _lines(text: str) -> list[str]:
     """What is compared: white space at the ends of lines and of the whole does not count."""
     return [line.rstrip() for line in text.strip().splitlines()]
-
-
-def _literal(text: str) -> tuple[Any] | None:
-    """The value that a text writes; None if it is no literal."""
-    try:
-        return (ast.literal_eval(text.strip()),)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None

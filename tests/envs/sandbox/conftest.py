@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import secrets
 import shutil
@@ -87,14 +88,26 @@ def sandboxes():
     _OPEN.clear()
 
 
+_LIBC = ctypes.CDLL(None)
+_OBJECTS = """
+import ctypes, os, struct, sys
+libc, text = ctypes.CDLL(None), os.environ["SECRET"].encode()
+queue = libc.msgget(0, 0o600)
+libc.msgsnd(queue, struct.pack("l", 1) + text, len(text), 0)
+libc.mq_open(sys.argv[1].encode(), os.O_CREAT | os.O_RDWR, 0o600, None)
+print(queue, libc.semget(0, 1, 0o600), libc.shmget(0, 4096, 0o600))
+"""
+
+
 @dataclass
 class Neighbourhood:
-    """Of one user: a process, files, sockets, and how they should be."""
+    """Of one user: a process, files, sockets, queues, semaphores and shared memory, and how they should be."""
 
     user: int
     folder: Path
     name: str = field(default_factory=lambda: "f" + secrets.token_hex(6))
     text: str = field(default_factory=lambda: secrets.token_hex(16))
+    objects: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.folder.mkdir()
@@ -125,6 +138,10 @@ class Neighbourhood:
     def _start(self) -> None:
         as_user = {} if os.geteuid() else {"user": self.user, "group": self.user}
         self.victim = subprocess.Popen(["sleep", "1000"], env={"SECRET": self.text}, **as_user)
+        self._remove_objects()
+        words = [python_of(None if os.geteuid() else self.user), "-I", "-S", "-c", _OBJECTS, f"/{self.name}"]
+        made = subprocess.run(words, env={"SECRET": self.text}, stdout=subprocess.PIPE, check=True, **as_user).stdout
+        self.objects = [int(number) for number in made.split()]
         self.before = self._state()
 
     def _state(self) -> list[object]:
@@ -134,12 +151,27 @@ class Neighbourhood:
         return [
             *(files, os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid), os.sched_getscheduler(pid)),
             *(file.st_mode, file.st_mtime, file.st_size, os.listxattr(self.owned), self.secret.read_text()),
+            *map(_object, ("msg", "sem", "shm"), self.objects),
+            self._has_queue(),
         ]
+
+    def _has_queue(self) -> bool:
+        if (queue := _LIBC.mq_open(f"/{self.name}".encode(), os.O_RDONLY)) >= 0:
+            os.close(queue)
+        return queue >= 0
+
+    def _remove_objects(self) -> None:
+        remove = (_LIBC.msgctl, lambda number, *_: _LIBC.semctl(number, 0, 0), _LIBC.shmctl)
+        for number, function in zip(self.objects, remove, strict=False):
+            function(number, 0, None)
+        self.objects = []
+        _LIBC.mq_unlink(f"/{self.name}".encode())
 
     def fill(self, program: str) -> str:
         port = self.listening[0].getsockname()[1]
         values = {"victim": self.victim.pid, "secret": self.secret, "folder": self.folder, "name": self.name}
         values |= {"text": self.text, "port": port, "repository": REPOSITORY}
+        values |= dict(zip(("queue", "semaphore", "memory"), self.objects, strict=True))
         for name, value in values.items():
             program = program.replace(f"@{name}@", str(value))
         return program
@@ -191,10 +223,17 @@ class Neighbourhood:
 
     def close(self) -> None:
         self.close_victim()
+        self._remove_objects()
         os.close(self.inherited)
         for each in self.listening:
             each.close()
         shutil.rmtree(self.folder)
+
+
+def _object(kind: str, number: int) -> list[str]:
+    """What the kernel says of it: who used it last, and when, among that."""
+    with open(f"/proc/sysvipc/{kind}") as file:
+        return next((line.split()[1:14] for line in file if line.split()[1] == str(number)), [])
 
 
 @pytest.fixture(scope="session")

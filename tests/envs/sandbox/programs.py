@@ -1,5 +1,6 @@
 """Programs that try to get out, or to take what is not theirs. Each prints ESCAPED, or leaves a trace outside, where
-nothing holds it back: `test_hostile.py` also runs most of them without a sandbox, to see that they can.
+nothing holds it back: `test_hostile.py` also runs most of them without a sandbox, to see that they can. Each prints
+DONE at its end, so that none passes for held that has not tried.
 
 The names in `@...@` are filled in: the neighbourhood that they attack.
 """
@@ -23,6 +24,11 @@ def read(path):
     with open(path, "rb") as file:
         return secret_text in file.read(1 << 20)
 secret_text = b"@text@"
+def fork():
+    try:
+        return os.fork()
+    except OSError:
+        return -1
 def others():
     found = {victim, os.getppid(), 1, *range(2, 9)}
     try:
@@ -71,7 +77,7 @@ def chatter():
 threading.Thread(target=chatter, daemon=True).start()
 ready, told = os.pipe()
 for _ in range(5):
-    if not os.fork():
+    if not fork():
         held = bytearray(b"x") * (300 << 20)
         os.write(told, b"x")
         time.sleep(5)
@@ -133,7 +139,7 @@ attempt(send)
 """
 
 DAEMON = """
-if not os.fork():
+if not fork():
     os.setsid()
     if not os.fork():
         libc.prctl(15, b"@name@")
@@ -371,6 +377,25 @@ made = libc.msgget(@port@, 0o1600)
 if made >= 0:
     escaped(libc.msgctl(made, 0, None))
 """
+QUEUE_OF_A_NEIGHBOUR = """
+message = ctypes.create_string_buffer(64)
+attempt(lambda: libc.msgrcv(@queue@, message, 56, 0, 0o4000) >= 0 and secret_text in message.raw)
+attempt(lambda: libc.msgsnd(@queue@, message, 8, 0o4000) == 0)
+attempt(lambda: libc.msgctl(@queue@, 0, None) == 0)
+"""
+SEMAPHORE_OF_A_NEIGHBOUR = """
+attempt(lambda: libc.semop(@semaphore@, struct.pack("Hhh", 0, 1, 0o4000), 1) == 0)
+attempt(lambda: libc.semctl(@semaphore@, 0, 16, 7) == 0)
+attempt(lambda: libc.semctl(@semaphore@, 0, 0) == 0)
+"""
+MEMORY_OF_A_NEIGHBOUR = """
+attempt(lambda: libc.shmat(@memory@, None, 0))
+attempt(lambda: libc.shmctl(@memory@, 0, None) == 0)
+"""
+POSIX_QUEUE_OF_A_NEIGHBOUR = """
+attempt(lambda: libc.mq_open(b"/@name@", os.O_RDWR) >= 0)
+attempt(lambda: libc.mq_unlink(b"/@name@") == 0)
+"""
 BY_HANDLE = """
 handle, mount = ctypes.create_string_buffer(struct.pack("Ii", 128, 0), 136), ctypes.c_int()
 attempt(lambda: libc.name_to_handle_at(-100, secret.encode(), handle, ctypes.byref(mount), 0) == 0)
@@ -396,7 +421,7 @@ for number in range(3, 256):
 # name: (the program, whether it succeeds for an ordinary user without a sandbox, so that the test can see it)
 ESCAPES = {
     name.lower(): (
-        PRELUDE + text,
+        f"{PRELUDE}{text}\nprint('DONE', flush=True)",
         name not in ("KERNEL_KNOBS", "PACKET", "BPF", "MOUNT", "PERF", "HOST_NAME", "KERNEL_LOG"),
     )
     for name, text in list(globals().items())

@@ -47,11 +47,34 @@ def test_all_calls_cost_one_execution(sandbox):
 
 def test_calls_that_end_everything_cost_their_own_case_alone(sandbox):
     assert score(sandbox, "import os\ndef f(x):\n    return x * x if x != 3 else os._exit(0)") == 7 / 8
-    assert sandbox.runs == 2
-    never = "def f(x):\n    while x in (2, 5): pass\n    return x * x"
-    assert score(sandbox, never, time_limit=0.15) == 6 / 8
-    assert score(sandbox, never, time_limit=0.15, credit="all") == 0.0
-    assert sandbox.runs == 6
+    assert sandbox.runs == 3
+    never = "def f(x):\n    while x == 1: pass\n    return x * x"
+    assert score(sandbox, never, time_limit=1.0) == 7 / 8
+    assert sandbox.runs == 5
+
+
+def test_time_and_output_are_each_calls_own(sandbox):
+    """Together they are more than one execution may have."""
+    slow = "import time\ndef f(x):\n    time.sleep(0.4)\n    return x * x"
+    assert score(sandbox, slow, CASES[:3], time_limit=1.0) == 1.0
+    long = [{"call": f"f({n})", "value": repr("x" * 8000 + str(n))} for n in range(20)]
+    assert score(sandbox, "def f(n): return 'x' * 8000 + str(n)", long, credit="all") == 1.0
+    chatter = "def f(n):\n    print('y' * 9000)\n    return 'x' * 8000 + str(n) if n else ''"
+    assert score(sandbox, chatter, long) == 19 / 20
+
+
+def test_what_is_longer_than_the_output(sandbox):
+    found = asyncio.run(
+        CodeVerifier(sandbox, program=str).score(
+            "", ["def f(): return 'x' * 10 ** 5"], json.dumps([{"call": "f()", "value": repr("x" * 10**5)}])
+        )
+    )
+    assert "100004 characters are expected" in found.reasons[0, 0]
+    assert score(sandbox, "def f(x): return 'x' * 10 ** 5") == 0.0
+
+
+def test_a_program_that_cannot_be_written_is_wrong(sandbox):
+    assert score(sandbox, "print('\ud800')", [{"stdin": "", "stdout": "?"}]) == 0.0
 
 
 def test_a_program_that_does_not_load_is_not_run_again(sandbox):
@@ -84,6 +107,9 @@ def test_kinds_of_cases_together(sandbox):
         ("(1,)", "(1,)"),
         ("'a\\n\\u00e9\\'\\x00'", repr("a\né'\0")),
         ("[float('inf')]", "[inf]"),
+        ("[]", "[]"),
+        ("()", "()"),
+        ("[(), {}]", "[(), {}]"),
         ("range(3)", "range(0, 3)"),
         ("2 ** 200", str(2**200)),
     ],
@@ -91,6 +117,49 @@ def test_kinds_of_cases_together(sandbox):
 def test_values_are_compared_as_python_would(returned, value, sandbox):
     assert score(sandbox, f"def f(): return {returned}", [{"call": "f()", "value": value}]) == 1.0
     assert score(sandbox, f"def f(): return [{returned}, 0]", [{"call": "f()", "value": value}]) == 0.0
+
+
+EQUAL_TO_ALL = (
+    "class E:\n    __hash__ = None\n"
+    + "".join(
+        f"    __{name}__ = lambda *a: True\n" for name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "contains")
+    )
+    + "    __sub__ = __rsub__ = __abs__ = __add__ = __radd__ = lambda s, *a: s\n"
+    "def f(*a): return E()"
+)
+
+
+@pytest.mark.parametrize(
+    ("test", "right"),
+    [
+        ("assert f(3)", "[0]"),
+        ("assert f(3)", "__import__('re').match('a', 'a')"),
+        ("assert not f(3)", "''"),
+        ("assert f(2) == 2 ** 2", "4.0"),
+        ("assert 10 ** 9 + 7 == f(2), 'why'", "10 ** 9 + 7"),
+        ("assert f(1) == float('inf')", "float('inf')"),
+        ("assert f(1) == [1 / 4, -2, None]", "[0.25, -2, None]"),
+        ("assert f(1) is None", "None"),
+        ("assert f(1) is True", "True"),
+        ("assert abs(f(2) - 1.41) < 1e-3", "1.4105"),
+        ("assert 1e-3 >= abs(1.41 - f(2))", "1.41"),
+        ("assert f(2) > 3", "4"),
+        ("assert f(5) == 25 and f(2) <= 25\nassert f(1) != 3 and f(3)", "25"),
+    ],
+)
+def test_asserts_are_judged_by_values(test, right, sandbox):
+    assert score(sandbox, f"def f(*a): return {right}", [{"test": test}]) == 1.0
+    assert score(sandbox, EQUAL_TO_ALL, [{"test": test}]) == 0.0
+    assert (
+        score(sandbox, "def f(*a): return [] if 'not' not in TEST else 1".replace("TEST", repr(test)), [{"test": test}])
+        == 0.0
+    )
+
+
+def test_asserts_that_hold_of_any_object(sandbox):
+    program = "class A: pass\ndef f(*a): return A()"
+    for test in ("assert f(1) is not None", "assert f(1) != 3", "x = f(1)\nassert x", "assert f(1) is not f(1)"):
+        assert score(sandbox, program, [{"test": test}]) == 1.0
 
 
 WRONG = "def f(x):\n    return 0\n"
@@ -143,7 +212,7 @@ def test_the_expected_values_are_not_in_the_process(sandbox):
     search = """
 import gc, sys
 def f(x):
-    return any("7777" + "123" in repr(o) for o in [sys._getframe(1).f_locals, *gc.get_objects()][:200]) or x
+    return any("".join(["7777", "123"]) in repr(o) for o in [sys._getframe(1).f_locals, *gc.get_objects()][:200]) or x
 """
     cases = [{"call": "f(1)", "value": "7777123"}, {"test": "assert f(2) == 7777123"}, {"call": "f(3)", "value": "3"}]
     assert score(sandbox, search, cases) == 1 / 3

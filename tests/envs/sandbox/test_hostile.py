@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import time
 
 import pytest
 
 from .conftest import CASES, ORDINARY, python_of
 from .programs import ESCAPES
 
+ENDED = {"greed_of_many": "memory"}  # before it is done
+
 
 @pytest.mark.parametrize(("level", "user"), CASES)
 @pytest.mark.parametrize("name", ESCAPES)
 def test_held(name, level, user, sandboxes, neighbourhoods):
     sandbox, around = sandboxes(level, user), neighbourhoods(user)
-    result = asyncio.run(sandbox.run(around.fill(ESCAPES[name][0]), time_limit=5.0))
+    result = asyncio.run(sandbox.run(around.fill(ESCAPES[name][0]), time_limit=20.0))
     assert "ESCAPED" not in result.stdout
     assert around.harm() == ""
-    assert "SyntaxError" not in result.stderr
-    assert "NameError" not in result.stderr
+    assert "DONE" in result.stdout or result.status == ENDED.get(name), result
 
 
 COSTLY = {"greed", "greed_of_many", "fork_bomb", "many_files"}
@@ -40,4 +42,9 @@ def test_not_held_without_a_sandbox(name, neighbourhoods):
     result = subprocess.run(
         words, capture_output=True, text=True, timeout=30, close_fds=False, env={"SECRET": around.text}, **as_user
     )
-    assert "ESCAPED" in result.stdout or around.harm(), result.stderr
+    until = time.monotonic() + 10.0
+    seen = [around.harm(), *(["escaped"] if "ESCAPED" in result.stdout else [])]
+    while not any(seen) and time.monotonic() < until:  # a signal takes its time
+        time.sleep(0.01)
+        seen.append(around.harm())
+    assert any(seen), result.stderr

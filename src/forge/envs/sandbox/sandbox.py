@@ -51,6 +51,27 @@ class Result:
     truncated: bool = False
 
 
+class _Asked:
+    """A program that somebody waits for, and the worker that has it, if one does."""
+
+    def __init__(self) -> None:
+        self._lock, self._given_up = Lock(), False
+        self._worker: Worker | None = None
+
+    def hold(self, worker: Worker | None) -> bool:
+        """Exchange the worker. Whether anybody still waits."""
+        with self._lock:
+            self._worker = worker
+            return not self._given_up
+
+    def give_up(self) -> None:
+        """Nobody waits any more."""
+        with self._lock:
+            self._given_up = True
+            if self._worker is not None:
+                self._worker.interrupt()
+
+
 class Sandbox:
     """Runs programs, each in a process of its own that is forked from one kept for that; see docs/sandbox.md.
 
@@ -99,13 +120,18 @@ class Sandbox:
             raise ValueError("level none holds programs back from nothing: set allow_unsafe if that is what you want")
         limits = {"workers": workers, "memory_mb": memory_mb, "cpu_seconds": cpu_seconds, "processes": processes}
         limits |= {"file_mb": file_mb, "output_kb": output_kb}
-        if wrong := [name for name, value in limits.items() if value < 1]:
-            raise ValueError(f"{', '.join(wrong)} must be at least 1")
+        if wrong := [name for name, value in limits.items() if not isinstance(value, int) or value < 1]:
+            raise ValueError(f"{', '.join(wrong)} must be at least 1, and whole numbers")
+        places = {place: os.path.realpath(place) for place in (*path, *readable)}
+        if hidden := [place for place, real in places.items() if os.path.commonpath([real, "/tmp"]) == real]:
+            raise ValueError(
+                f"{', '.join(hidden)} cannot be readable: programs have a /tmp of their own. Name what is in it"
+            )
         self.level = level
         self._levels = (*AUTO, *(("none",) if allow_unsafe else ())) if level == "auto" else (level,)
         self._settings: dict[str, Any] = limits | {
             "imports": list(imports),
-            "path": [os.path.abspath(place) for place in path],
+            "path": [places[place] for place in path],
             "readable": [os.path.abspath(place) for place in (*path, *readable)],
             "bubblewrap": shutil.which("bwrap"),
         }
@@ -116,6 +142,7 @@ class Sandbox:
             self._idle.put(None)
         self._lock = Lock()
         self._started = self._closed = False
+        self._process = 0  # that it started in
         self._all: set[Worker] = set()
 
     async def __aenter__(self) -> Sandbox:
@@ -127,6 +154,7 @@ class Sandbox:
 
     async def start(self) -> None:
         """Find out which level holds here. SandboxError: none does; says what is missing."""
+        self._check_usable()
         await asyncio.wrap_future(self._threads.submit(self._start))
 
     async def run(self, program: str, stdin: str = "", time_limit: float = 5.0) -> Result:
@@ -138,18 +166,16 @@ class Sandbox:
         Raises:
             ValueError: it is too long, cannot be written as UTF-8, or has no time.
             SandboxError: the sandbox has failed, and again with a new process.
-            RuntimeError: it is closed.
+            RuntimeError: it is closed, or was started in the process that this one was forked from.
         """
         bodies = _checked(time_limit, program, stdin)
-        if self._closed:
-            raise RuntimeError("the sandbox is closed")
-        held: list[Worker] = []
-        future = self._threads.submit(self._run, bodies, time_limit, held)
+        self._check_usable()
+        asked = _Asked()
+        future = self._threads.submit(self._run, bodies, time_limit, asked)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            for worker in held:
-                worker.interrupt()
+            asked.give_up()
             raise
 
     @asynccontextmanager
@@ -157,17 +183,27 @@ class Sandbox:
         """A process that keeps its names from one `run` to the next, as a notebook does. Limits of memory, CPU time,
         processes and files hold for all of it, those of output for each cell. Raises as `run` does."""
         await self.start()
-        with ThreadPoolExecutor(1, "sandbox session") as thread:
-            session = Session(thread, await asyncio.wrap_future(thread.submit(self._worker)))
+        thread = ThreadPoolExecutor(1, "sandbox session")
+        starting = thread.submit(self._worker)
+        try:
+            session = Session(thread, await asyncio.wrap_future(starting))
             try:
                 await session.begin()
                 yield session
             finally:
                 session.close()
-                await asyncio.wrap_future(thread.submit(self._give_up, session.worker))
+                # Whoever stops waiting for the end does not stop it.
+                await asyncio.shield(asyncio.wrap_future(thread.submit(self._give_up, session.worker)))
+        except asyncio.CancelledError:
+            thread.submit(lambda: self._give_up(starting.result()))  # it may have been starting
+            raise
+        finally:
+            thread.shutdown(wait=False)
 
     async def close(self) -> None:
         """End all that runs. It cannot be used again; this may be called twice."""
+        if self._process not in (0, os.getpid()):
+            return  # what runs is the parent's
         with self._lock:
             self._closed = True
             workers = list(self._all)
@@ -176,6 +212,13 @@ class Sandbox:
         for worker in workers:
             await asyncio.to_thread(self._give_up, worker)
         self._threads.shutdown(wait=False)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("the sandbox is closed")
+        self._process = self._process or os.getpid()
+        if self._process != os.getpid():
+            raise RuntimeError("the sandbox was started in the process that this one was forked from: make one here")
 
     def _start(self) -> None:
         with self._lock:
@@ -186,14 +229,15 @@ class Sandbox:
             self._started = True
         log.log(logging.WARNING if self.level == "none" else logging.INFO, "programs run at level %s", self.level)
 
-    def _run(self, bodies: list[bytes], time_limit: float, held: list[Worker]) -> Result:
+    def _run(self, bodies: list[bytes], time_limit: float, asked: _Asked) -> Result:
         self._start()
         worker = self._idle.get()
         try:
             for last in (False, True):
                 try:
                     worker = worker or self._worker()
-                    held[:] = [worker]
+                    if not asked.hold(worker):
+                        return Result("ended")  # for nobody
                     answer = worker.ask({"kind": "run", "time_limit": time_limit}, *bodies, limit=time_limit)
                     worker.settle()
                     return _result(*answer)
@@ -208,6 +252,10 @@ class Sandbox:
                         raise
             raise AssertionError
         finally:
+            asked.hold(None)
+            if worker is not None and worker.interrupted:  # after its answer: it is of no use to others
+                self._give_up(worker)
+                worker = None
             self._idle.put(worker)
 
     def _worker(self) -> Worker:

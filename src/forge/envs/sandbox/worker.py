@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
@@ -19,7 +20,9 @@ _MODULES = (
     *("syscalls", "wire", "seccomp", "landlock", "namespaces", "limits", "program", "confine", "place", "bubblewrap"),
     *("keeper", "zygote"),
 )
-# It is told what is in the files: its user, or its root, may not have them.
+# It is told what is in the files: its user, or its root, may not have them. Nor may ours later, so read at once.
+_FOLDER = Path(__file__).parent / "inside"
+_TEXTS = {name: (_FOLDER / f"{name}.py").read_text("utf-8") for name in _MODULES}
 _BOOT = """
 import json, os, struct, sys, types
 def exactly(size):
@@ -65,6 +68,8 @@ class Worker:
         whose: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
         self.interrupted = False
         self._socket, other = socket.socketpair()
+        # A file: a pipe that nobody reads would stop imports that say much.
+        self._said = open(os.memfd_create("stderr"), "rb")  # noqa: SIM115
         with other:
             words = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(other.fileno())]
             try:
@@ -75,17 +80,16 @@ class Worker:
                     cwd="/",
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
+                    stderr=self._said,
                     pass_fds=(other.fileno(),),
                     start_new_session=True,
                 )
             except OSError as error:
                 self._socket.close()
+                self._said.close()
                 raise SandboxError(f"{python} cannot be started: {error}") from error
-        folder = Path(__file__).parent / "inside"
-        modules = {name: (folder / f"{name}.py").read_text() for name in _MODULES}
         try:
-            header = {"modules": modules, "main": "zygote", "settings": settings | {"boot": _BOOT}}
+            header = {"modules": _TEXTS, "main": "zygote", "settings": settings | {"boot": _BOOT}}
             self.ask(header, limit=_START - _GRACE)
         except BaseException:
             self.kill()
@@ -134,8 +138,7 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._socket.close()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        self._said.close()
 
     def _hear(self) -> tuple[dict[str, Any], list[bytes]]:
         def read(size: int) -> bytes:
@@ -154,6 +157,9 @@ class Worker:
             self._process.wait(_LEAVE)
         except subprocess.TimeoutExpired:
             return ""
-        assert self._process.stderr is not None
-        text = self._process.stderr.read(4096).decode(errors="replace").strip()
+        try:
+            said = self._said.fileno()
+        except ValueError:  # it was closed meanwhile
+            return ""
+        text = os.pread(said, 4096, max(0, os.fstat(said).st_size - 4096)).decode(errors="replace").strip()
         return f": {text[-400:]}" if text else ""

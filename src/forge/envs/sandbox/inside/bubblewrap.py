@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import confine, namespaces, program, wire
-from .place import DEVICES, readable
+from .place import DEVICES, links_to, readable
 from .syscalls import die_with_parent, prctl
 
 
@@ -32,8 +32,9 @@ def execute(
         words += ["--clearenv", "--cap-drop", "ALL"]
         for path in places:
             words += ["--dev-bind" if path in DEVICES else "--ro-bind", path, path]
-        for link in ("/bin", "/lib", "/lib64"):
-            words += ["--symlink", os.readlink(link), link] if os.path.islink(link) else []
+        for link, target in links_to(settings).items():
+            if not any(link.startswith(f"{path}/") for path in places):
+                words += ["--symlink", target, link]
         words += ["--proc", "/proc", "--remount-ro", "/", "--chdir", "/", "--"]
         words += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8"]
         os.execv(words[0], [*words, "-c", settings["boot"], str(given)])

@@ -203,7 +203,7 @@ def _answer(control: int, running: Running, status: str) -> None:
     code = os.waitstatus_to_exitcode(running.ended) if running.ended is not None else int(status != "0")
     out, error = (bytes(running.texts[descriptor][: running.most]) for descriptor in (running.out, running.error))
     if status == "exited":
-        status = _status(code, error.decode("utf-8", "replace"))
+        status = _status(code, error.decode("utf-8", "replace"), running.settings["level"])
         if status == "killed" and _cpu() >= running.settings["cpu_seconds"]:
             status = "timeout"
     elif status in ("0", "1"):
@@ -213,13 +213,14 @@ def _answer(control: int, running: Running, status: str) -> None:
     _send(control, header | {"ended": not running.pid, "truncated": status == "output"}, out, error)
 
 
-def _status(code: int, error: str) -> str:
+def _status(code: int, error: str, level: str) -> str:
     if code == 0:
         return "ok"
-    # bubblewrap tells of a signal as shells do
-    if code in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+    if level == "bubblewrap" and 128 < code <= 128 + signal.SIGRTMAX:
+        code = 128 - code  # it tells of a signal as shells do
+    if code == -signal.SIGXCPU:
         return "timeout"
-    if code < 0 or code > 128:
+    if code < 0:
         return "killed"
     return "memory" if _NO_MEMORY.match(error.rstrip().rpartition("\n")[2]) else "error"
 

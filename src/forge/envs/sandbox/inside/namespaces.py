@@ -52,8 +52,8 @@ def enter() -> None:
         raise OSError(os.waitstatus_to_exitcode(status), f"user {NOBODY} cannot be mapped into a namespace")
 
 
-def new_root(readable: Iterable[str]) -> None:
-    """Exchange the root for one with these files and folders alone, to be read, and empty /tmp and /proc.
+def new_root(readable: Iterable[str], links: dict[str, str]) -> None:
+    """Exchange the root for one with these files, folders and links alone, to be read, and empty /tmp and /proc.
 
     OSError: says which mount has failed.
     """
@@ -65,11 +65,10 @@ def new_root(readable: Iterable[str]) -> None:
         _mount(path, target, None, _BIND | _RECURSIVE)
         flags = _NO_SUID if path.startswith("/dev/") else _NO_SUID | _NO_DEVICE | _READ_ONLY
         call("mount_setattr", _HERE, target.encode(), _ALL_BELOW, struct.pack("QQQQ", flags, 0, 0, 0), 32)
-    for link in ("/bin", "/lib", "/lib64"):
-        if os.path.islink(link) and not os.path.lexists(_PLACE + link):
-            os.symlink(os.readlink(link), _PLACE + link)
     for folder in ("/tmp", _SCRATCH, "/proc"):
         os.makedirs(_PLACE + folder, exist_ok=True)
+    for link, target in links.items():
+        _link(target, _PLACE + link)
     # A program's own /proc can be mounted only by those who have a whole one already.
     mount_proc(f"{_PLACE}/proc")
     call("mount_setattr", _HERE, _PLACE.encode(), 0, struct.pack("QQQQ", _READ_ONLY, 0, 0, 0), 32)
@@ -79,11 +78,11 @@ def new_root(readable: Iterable[str]) -> None:
     os.chdir("/")
 
 
-def own_mounts(scratch_mb: int, readable: Iterable[str]) -> bool:
+def own_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, str]) -> bool:
     """Give this process, the first of its namespace, a /tmp of its own, and a /proc. Whether there is a /proc.
 
     Args:
-        readable: those of `new_root`; the ones in /tmp stay.
+        readable, links: those of `new_root`; the ones in /tmp stay.
     """
     _unshare(_NEW_MOUNTS)
     settings = f"size={scratch_mb}m,nr_inodes=1024,mode=1777"
@@ -93,6 +92,9 @@ def own_mounts(scratch_mb: int, readable: Iterable[str]) -> bool:
             target = _SCRATCH + path.removeprefix("/tmp")
             _make(target, os.path.isdir(path))
             _mount(path, target, None, _BIND | _RECURSIVE)
+    for link, target in links.items():
+        if link.startswith("/tmp/"):
+            _link(target, _SCRATCH + link.removeprefix("/tmp"))
     _mount(_SCRATCH, "/tmp", None, _MOVE)
     return mount_proc("/proc")
 
@@ -103,6 +105,12 @@ def _make(target: str, folder: bool) -> None:
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)
     os.close(os.open(target, os.O_CREAT))
+
+
+def _link(target: str, link: str) -> None:
+    if not os.path.lexists(link):  # what lies around it may be mounted
+        os.makedirs(os.path.dirname(link), exist_ok=True)
+        os.symlink(target, link)
 
 
 def mount_proc(place: str) -> bool:

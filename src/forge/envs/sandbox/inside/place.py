@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import confine, landlock, namespaces
@@ -16,15 +16,17 @@ _USERS = 1 << 30  # far above any that a machine has given to somebody
 
 @dataclass
 class Place:
-    """`rules` of landlock, where they are made; `kept` descriptors that programs need; `readable` files and folders."""
+    """`rules` of landlock, where they are made; `kept` descriptors that programs need; `readable` files and folders,
+    and the `links` on the way to them."""
 
     rules: int | None = None
     kept: tuple[int, ...] = ()
     readable: tuple[str, ...] = ()
+    links: dict[str, str] = field(default_factory=dict)
 
     def own(self, settings: dict[str, Any]) -> bool:
         """The part that each keeper has for itself, at level namespaces. Whether it can see its processes."""
-        return namespaces.own_mounts(settings["file_mb"], self.readable)
+        return namespaces.own_mounts(settings["file_mb"], self.readable, self.links)
 
 
 def readable(settings: dict[str, Any]) -> list[str]:
@@ -48,13 +50,29 @@ def readable(settings: dict[str, Any]) -> list[str]:
     return [*found, *(path for path in DEVICES if os.path.exists(path))]
 
 
+def links_to(settings: dict[str, Any]) -> dict[str, str]:
+    """The links on the ways to what the settings say, and those that systems have: where each of them leads."""
+    found: dict[str, str] = {}
+    for path in ("/bin", "/lib", "/lib64", *settings["readable"]):
+        way, rest = "/", path.split("/")
+        while rest:
+            step = os.path.normpath(os.path.join(way, rest.pop(0)))
+            if os.path.islink(step):
+                found[step] = os.readlink(step)
+                rest = found[step].split("/") + rest
+                way = "/" if found[step].startswith("/") else way
+            else:
+                way = step
+    return found
+
+
 def prepare(settings: dict[str, Any]) -> Place:
     """Go there. OSError: the machine does not let this user."""
     level = settings["level"]
     if level == "namespaces":
-        paths = tuple(readable(settings))
-        namespaces.new_root(paths)
-        return Place(readable=paths)
+        paths, links = tuple(readable(settings)), links_to(settings)
+        namespaces.new_root(paths, links)
+        return Place(readable=paths, links=links)
     if level == "landlock":
         rules = landlock.ruleset(readable(settings))
         return Place(rules, _leave_root())

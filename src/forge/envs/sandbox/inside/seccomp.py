@@ -24,8 +24,12 @@ _DENIED = (
     *("syslog", "vhangup", "sethostname", "setdomainname", "settimeofday", "clock_settime", "adjtimex"),
     *("clock_adjtime", "personality", "iopl", "ioperm", "modify_ldt", "vmsplice", "nfsservctl", "lookup_dcookie"),
     *("uselib", "ustat", "sysfs"),
-    # memory that no limit counts, and that may outlive its process
-    *("shmget", "shmat", "semget", "msgget", "mq_open", "memfd_create", "memfd_secret"),
+    # memory that no limit counts
+    *("memfd_create", "memfd_secret"),
+    # IPC: it outlives its process, and what others have of it can be reached by number alone
+    *("shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop"),
+    *("msgget", "msgsnd", "msgrcv", "msgctl"),
+    *("mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"),
 )
 # Landlock says nothing of what a file is called, who owns it, and whether it is watched.
 _OF_FILES = (
