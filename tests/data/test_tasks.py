@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import subprocess
 import sys
 from itertools import islice
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forge.data import programs
 from forge.data.tasks import TASKS, generate, row, split_of, take
 from forge.data.tokenizer import PRINTABLE, character_tokenizer
 
@@ -20,21 +23,36 @@ SOLVE = {
     "sort_digits": lambda q: "".join(sorted(q)),
     "add": lambda q: str(sum(map(int, q.split("+")))),
     "gcd": lambda q: str(math.gcd(*map(int, q.split(",")))),
+    "expression": lambda q: str(eval(q)),
 }
 
 
 def test_every_task_has_a_solver_here():
-    assert set(SOLVE) == set(TASKS)
+    assert {*SOLVE, "program"} == set(TASKS)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", SOLVE)
 @pytest.mark.parametrize("difficulty", [2, 5, (3, 4), [4, 4], (1, 30)])
 def test_answers_and_difficulty(task, difficulty):
     low, high = (1, difficulty) if isinstance(difficulty, int) else difficulty
     for question, answer in islice(generate(task, difficulty=difficulty), 100):
         assert answer == SOLVE[task](question)
-        for part in question.replace("+", ",").split(","):
+        for part in re.split(r"[-+*,]", question):
             assert low <= len(part) <= high
+
+
+@pytest.mark.parametrize("difficulty", [1, 2, (3, 4), (1, 30)])
+def test_programs_pass_their_cases(difficulty):
+    low, high = (1, difficulty) if isinstance(difficulty, int) else difficulty
+    for question, answer in islice(generate("program", difficulty=difficulty), 100):
+        words = question.split(",")
+        assert low <= len(words) <= high
+        names: dict = {}
+        exec(programs.function("\n".join(programs.OPERATIONS[word].right for word in words)), names)
+        for case in json.loads(answer):
+            assert repr(eval(case["call"], names)) == case["value"]
+    with pytest.raises(ValueError, match="at most 15 steps"):
+        generate("program", difficulty=(16, 20))
 
 
 @given(st.sampled_from(sorted(TASKS)), st.integers(1, 6), st.integers(), st.integers())

@@ -8,7 +8,7 @@ from random import Random
 
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _PATTERNS = ("+*", "*+", "-*", "*-", "**", "+-", "-+")
-_LONGEST = 80  # characters
+_LONGEST, _MOST = 4096, 32  # characters, operators
 
 
 def draw(rng: Random, low: int, high: int) -> tuple[str, str]:
@@ -40,8 +40,8 @@ def evaluate(text: str) -> int:
 
 
 def _parsed(text: str) -> ast.expr:
-    if len(text) > _LONGEST:
-        raise ValueError(f"an expression of {len(text)} characters is too long: at most {_LONGEST}")
+    if len(text) > _LONGEST or sum(map(text.count, "+-*")) > _MOST:
+        raise ValueError(f"an expression may have {_LONGEST} characters and {_MOST} operators, this one has more")
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError):

@@ -45,7 +45,10 @@ _CASES = 4
 
 
 def draw(rng: Random, low: int, high: int) -> tuple[str, str]:
-    """`low` to `high` steps such as "sort,double,head", and its cases as JSON for `forge.verifiers.code.read_cases`."""
+    """`low` to `high` steps such as "sort,double,head", and its cases as JSON for `forge.verifiers.code.read_cases`.
+    ValueError: no program has so many steps, as each has another word."""
+    if low > len(OPERATIONS):
+        raise ValueError(f"difficulty of task 'program': it has at most {len(OPERATIONS)} steps, not {low}")
     words = rng.sample(sorted(OPERATIONS), rng.randint(low, min(high, len(OPERATIONS))))
     return ",".join(words), json.dumps(cases(words, rng))
 
