@@ -12,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+TOP_LOGPROBS = 20  # likeliest tokens that a request may ask for at most
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -37,7 +39,8 @@ class Sampling:
     """How to sample completions of one prompt.
 
     `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
-    request reproducible whatever else is in the batch; None draws one.
+    request reproducible whatever else is in the batch; None draws one. `top_logprobs` is how many of the likeliest
+    tokens are told of at each position, at most 20.
     """
 
     n: int = 1
@@ -47,6 +50,7 @@ class Sampling:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         for ok, message in (
@@ -59,6 +63,10 @@ class Sampling:
                 not isinstance(self.stop_token_ids, str) and all(isinstance(t, int) for t in self.stop_token_ids),
                 f"stop_token_ids must be token ids, got {self.stop_token_ids!r}",
             ),
+            (
+                isinstance(self.top_logprobs, int) and 0 <= self.top_logprobs <= TOP_LOGPROBS,
+                f"top_logprobs must be 0 to {TOP_LOGPROBS}, got {self.top_logprobs!r}",
+            ),
         ):
             if not ok:
                 raise ValueError(message)
@@ -69,9 +77,14 @@ class Completion:
     """One sampled continuation.
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
-    temperature, top-k and top-p), and `versions[i]` the policy version that drew it. `finish` is "stop" (a stop
-    token, included in `token_ids`) or "length". `identities` has, for every version in `versions`, the identity of the
-    weights that drew its tokens: the digest their publisher stated, "" where none was. `sampled_by` names the replica.
+    temperature, top-k and top-p; greedy decoding has the model's own, as at temperature 1), and `versions[i]` the
+    policy version that drew it. `finish` is "stop" (a stop token, included in `token_ids`) or "length". `identities`
+    has, for every version in `versions`, the identity of the weights that drew its tokens: the digest their publisher
+    stated, "" where none was. `sampled_by` names the replica.
+
+    `top_logprobs` is empty unless the request asked for it. `top_logprobs[i]` then has the likeliest tokens in the
+    place of `token_ids[i]`, the likeliest first, with their log-probabilities under that same distribution: as many as
+    were asked for, or as are left after top-k and top-p. `token_ids[i]` need not be one of them. Episodes leave it out.
     """
 
     prompt_ids: tuple[int, ...]
@@ -83,6 +96,7 @@ class Completion:
     metadata: dict[str, Any] = field(default_factory=dict)
     identities: dict[int, str] = field(default_factory=dict)
     sampled_by: str = ""
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
 
     @property
     def version(self) -> int:

@@ -24,7 +24,7 @@ MODELS = {
     "wide": (Qwen3Config, 128, 8, 2, 32, 1152, 500),
     "odd": (Qwen3Config, 96, 7, 1, 32, 200, 61),
 }
-Bits = list[tuple[list[int], list[float]]]
+Bits = list[tuple[list[int], list[float], list[dict[int, float]]]]
 
 
 def save(folder: Path, name: str, seed: int = 1) -> list[tuple[str, torch.Tensor]]:
@@ -53,7 +53,9 @@ def save(folder: Path, name: str, seed: int = 1) -> list[tuple[str, torch.Tensor
 
 
 def bits(completions: list[Completion]) -> Bits:
-    return [(c.token_ids, c.logprobs) for c in completions]  # floats that are equal are the same bits here
+    return [
+        (c.token_ids, c.logprobs, c.top_logprobs) for c in completions
+    ]  # floats that are equal are the same bits here
 
 
 requests = st.tuples(
@@ -64,6 +66,7 @@ requests = st.tuples(
     st.sampled_from([1.0, 0.8]),
     st.sampled_from([0, 5]),
     st.integers(0, 10**6),  # seed
+    st.sampled_from([0, 0, 3]),  # top_logprobs
     st.sampled_from([0.0, 0.0, 0.002, 0.01]),  # seconds before it is submitted
 )
 
@@ -84,9 +87,9 @@ def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str) -> N
     @given(st.lists(requests, min_size=1, max_size=8), st.sampled_from(range(len(others))))
     def check(mix: list[Any], which: int) -> None:
         futures, expected = [], []
-        for length, n, limit, temperature, top_p, top_k, seed, pause in mix:
+        for length, n, limit, temperature, top_p, top_k, seed, top, pause in mix:
             prompt = prompt_of(length, seed, vocab)
-            sampling = Sampling(n, limit, temperature, top_p, top_k, seed=seed)
+            sampling = Sampling(n, limit, temperature, top_p, top_k, seed=seed, top_logprobs=top)
             time.sleep(pause)
             futures.append(others[which].submit(prompt, sampling))
             expected.append((prompt, sampling))

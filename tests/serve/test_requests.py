@@ -4,12 +4,32 @@ import pytest
 
 from forge.serve.requests import BadRequest, parse
 
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+TEXT = {"prompt": "a"}
+
 
 def test_a_completion_means_what_openai_says(tokenizer):
     job = parse({"model": "tiny", "prompt": "abc"}, tokenizer, "tiny", chat=False)
     assert job.prompts == [tokenizer("abc")["input_ids"]]
     assert (job.sampling.n, job.sampling.max_tokens, job.sampling.temperature) == (1, 16, 1.0)
     assert (job.stop, job.logprobs, job.stream) == ([], False, False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "top"),
+    [
+        (TEXT, False, 0),
+        (TEXT | {"logprobs": 0}, True, 0),
+        (TEXT | {"logprobs": 20}, True, 20),
+        (CHAT | {"top_logprobs": 0}, False, 0),
+        (CHAT | {"logprobs": True}, True, 0),
+        (CHAT | {"logprobs": True, "top_logprobs": 5}, True, 5),
+    ],
+    ids=str,
+)
+def test_log_probabilities_are_asked_for(tokenizer, asked, told, top):
+    job = parse(asked, tokenizer, "tiny", chat="messages" in asked)
+    assert (job.logprobs, job.sampling.top_logprobs) == (told, top)
 
 
 @pytest.mark.parametrize(
@@ -29,10 +49,6 @@ def test_a_chat_goes_through_the_models_template(tokenizer):
     assert (job.sampling.max_tokens, job.sampling.n, job.stop) == (5, 2, ["x"])
 
 
-CHAT = {"messages": [{"role": "user", "content": "a"}]}
-TEXT = {"prompt": "a"}
-
-
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
@@ -47,7 +63,9 @@ TEXT = {"prompt": "a"}
         (TEXT | {"top_p": 0}, None, "top_p must be"),
         (TEXT | {"n": -1}, None, "n must be"),
         (TEXT | {"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-        (TEXT | {"logprobs": 5}, "logprobs", "sampled token alone"),
+        (TEXT | {"logprobs": 21}, "logprobs", "0 to 20, got 21"),
+        (TEXT | {"logprobs": "5"}, "logprobs", "0 to 20"),
+        (TEXT | {"top_logprobs": 5}, "top_logprobs", "did you mean 'logprobs'"),
         (TEXT | {"logprobs": 1, "echo": True}, "echo", "not scored"),
         (TEXT | {"stop_token_ids": "12"}, "stop_token_ids", "list of token ids"),
         (TEXT | {"stop_token_ids": [None]}, "stop_token_ids", "list of token ids"),
@@ -60,7 +78,10 @@ TEXT = {"prompt": "a"}
         (TEXT | {"seed": "one"}, "seed", "must be a number"),
         (TEXT | {"n": 1.5}, "n", "without a fraction"),
         (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported"),
-        (CHAT | {"top_logprobs": 3}, "top_logprobs", "sampled token alone"),
+        (CHAT | {"top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
+        (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20, got 21"),
+        (CHAT | {"logprobs": True, "top_logprobs": True}, "top_logprobs", "must be a number"),
+        (CHAT | {"logprobs": 3}, "logprobs", "true or false"),
         (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         (CHAT | {"model": "other"}, "model", "ask for 'tiny'"),
         ([], None, "JSON object"),

@@ -1,6 +1,8 @@
 """The endpoint as its clients see it: the openai package, on real generators."""
 
+import asyncio
 import json
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -8,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from forge.verifiers import LMJudge
 from tests.serve.conftest import eventually
 
 SAID = [{"role": "user", "content": "hello"}]
@@ -111,6 +114,75 @@ def test_logprobs_are_those_of_transformers(client, model, tokenizer):
     assert best.indices[first:-1].tolist() == chat.choices[0].token_ids
 
 
+def next_logprobs(model, prompt_ids, token_ids, temperature=1.0):
+    """By transformers, in the place of each of `token_ids`: (tokens, V)."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = plain(torch.tensor([[*prompt_ids, *token_ids]])).logits[0, len(prompt_ids) - 1 :]
+    return (logits / temperature).log_softmax(-1)[: max(len(token_ids), 1)]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_the_likeliest_tokens_are_those_of_transformers(client, model, tokenizer, kind):
+    settings = {"model": "tiny", "n": 2, "max_tokens": 30, "temperature": 0.7, "seed": 4, "stop": ["a", "7"]}
+    if kind == "chat":
+        create = client.chat.completions.create
+        settings |= {"messages": SAID, "logprobs": True, "top_logprobs": 20}
+    else:
+        create, settings = client.completions.create, settings | {"prompt": "ab", "logprobs": 3}
+    answer, streamed = create(**settings), defaultdict(list)
+    for chunk in create(**settings, stream=True):
+        for choice in chunk.choices:
+            told = choice.logprobs
+            streamed[choice.index] += (
+                told.content if kind == "chat" else zip(told.tokens, told.top_logprobs, strict=True)
+            )
+    for choice in answer.choices:
+        prompt = answer.prompt_token_ids if kind == "chat" else choice.prompt_token_ids
+        expected = next_logprobs(model, prompt, choice.token_ids, 0.7)
+        logprobs, told = choice.logprobs, []
+        if kind == "chat":
+            assert streamed[choice.index] == logprobs.content
+            told = [[(one.token, one.logprob) for one in entry.top_logprobs] for entry in logprobs.content]
+        else:
+            assert streamed[choice.index] == list(zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
+            for token, logprob, top in zip(
+                logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+            ):
+                assert top[token] == logprob
+                assert len(top) <= 4
+                told.append(list(top.items())[:3])
+        count = 20 if kind == "chat" else 3
+        for found, row in zip(told, expected, strict=True):
+            likely = row.topk(count)
+            assert [text for text, _ in found] == [tokenizer.decode([token]) for token in likely.indices]
+            assert [logprob for _, logprob in found] == pytest.approx(likely.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_judge_reads_the_models_own_probabilities(served, model, tokenizer, endpoint):
+    prompt = tokenizer("<user>hello</><assistant>" if endpoint == "chat" else "hello")["input_ids"]
+    probs = next_logprobs(model, prompt, [])[0].exp()
+    # A random model: the likeliest words that it has, but for letters, which have a second spelling.
+    yes, no = [token for token in probs.argsort(descending=True).tolist() if not tokenizer.decode([token]).isalpha()][
+        :2
+    ]
+    words = {"yes": tokenizer.decode([yes]), "no": tokenizer.decode([no])}
+
+    async def run():
+        judge = LMJudge(
+            served.address, "tiny", template="{response}", endpoint=endpoint, scoring="logprob", top=20, **words
+        )
+        try:
+            return await judge.score("p", ["hello"])
+        finally:
+            await judge.close()
+
+    found = asyncio.run(run())
+    assert not found.reasons
+    assert found.values.item() == pytest.approx((probs[yes] / (probs[yes] + probs[no])).item(), abs=1e-4)
+
+
 def test_token_ids_are_a_prompt_again(client):
     whole = client.chat.completions.create(model="tiny", messages=SAID, max_tokens=30, temperature=0)
     ids = whole.choices[0].token_ids
@@ -129,6 +201,7 @@ def test_token_ids_are_a_prompt_again(client):
         ({"temperature": -1}, openai.BadRequestError, "temperature must be"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be"),
         ({"n": 0}, openai.BadRequestError, "n must be"),
+        ({"logprobs": 21}, openai.BadRequestError, "logprobs must be 0 to 20"),
         ({"prompt": [5] * 300}, openai.BadRequestError, "no room"),
         ({"prompt": [4000]}, openai.BadRequestError, "token ids must be"),
         ({"presence_penalty": 0.5}, openai.BadRequestError, "not supported"),

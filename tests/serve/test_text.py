@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forge.serve.text import TextStream
+from forge.serve.text import TextStream, spelled
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +45,12 @@ def test_what_may_begin_a_stop_string_is_held_back(bytes_tokenizer):
     assert stream.add(bytes_tokenizer("so EN")["input_ids"]) == "so "
     assert stream.add(bytes_tokenizer("Q EN")["input_ids"]) == "ENQ "
     assert stream.end() == "EN"
+
+
+def test_single_tokens_are_told_apart(bytes_tokenizer):
+    def told(text):
+        return [spelled(bytes_tokenizer, token) for token in bytes_tokenizer(text)["input_ids"]]
+
+    assert told("a \n") == [("a", b"a"), (" ", b" "), ("\n", b"\n")]
+    assert told("é") == [(r"bytes:\xc3", b"\xc3"), (r"bytes:\xa9", b"\xa9")]
+    assert b"".join(raw for _, raw in told("漢🙂\ufffd\x00\xad")) == "漢🙂\ufffd\x00\xad".encode()

@@ -276,16 +276,13 @@ def test_on_the_librarys_own_endpoint(served, endpoint):  # noqa: F811
         judge = LMJudge(
             served.address, "tiny", template="{response}?", endpoint=endpoint, votes=6, yes="a", no="b", max_tokens=200
         )
-        likely = LMJudge(served.address, "tiny", "likely", template="{response}", endpoint=endpoint, scoring="logprob")
         try:
-            return await Panel([judge, likely]).score("p", ["hello", "you"]), judge
+            return await Panel([judge]).score("p", ["hello", "you"]), judge
         finally:
             await judge.close()
-            await likely.close()
 
     found, judge = asyncio.run(run())
     assert judge.cost.requests == 2
     assert judge.cost.completion_tokens > 100
-    assert all("answered 400" in found.reasons[i, 1] for i in (0, 1))  # its engines tell the sampled token's alone
     for i in (0, 1):
         assert 0 <= found.values[i, 0] <= 1 or "verdicts could be read" in found.reasons[i, 0]

@@ -8,12 +8,13 @@ the same few operations whatever the number of rows, and the host waits for the 
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 import torch
 
 from forge.engines.decoder import Decoder, rounded
 from forge.engines.requests import Prefix, Request, Row
-from forge.engines.sampling import MIN_TEMPERATURE, draw, keep_top, narrows, uniforms
+from forge.engines.sampling import MIN_TEMPERATURE, draw, keep_top, likeliest, narrows, uniforms
 from forge.engines.weights import Weights
 from forge.types import Completion
 
@@ -230,6 +231,7 @@ class Batch:
         cut = [i for i, row in enumerate(self.rows) if narrows(row.request.sampling)]
         self._narrow = torch.tensor(cut, device=self.decoder.device) if cut else None
         self._heard = [i for i, row in enumerate(self.rows) if row.request.listener]
+        self._curious = [i for i, row in enumerate(self.rows) if row.request.sampling.top_logprobs]
 
     def step(self) -> list[Request]:
         """Draw one token for every row; the requests that became complete. Call `admit` before."""
@@ -254,10 +256,18 @@ class Batch:
         finished = (self.stops[:rows] == tokens[:, None]).any(1).logical_or_(positions >= self.ends[:rows])
         self.steps += 1
         self.generated += rows
+        if self._curious:
+            self._note(logits)
         complete = [request for i in finished.nonzero().flatten().tolist() if (request := self._finish(i))]
         if self._heard:
             self._tell(tokens, logprobs)
         return complete
+
+    def _note(self, logits: torch.Tensor) -> None:
+        """Keep the likeliest tokens for those who asked. The host waits for the device once more, for all of them."""
+        for i, found in zip(self._curious, likeliest(logits[self._curious]), strict=True):
+            row = self.rows[i]
+            row.top.append(dict(islice(found.items(), row.request.sampling.top_logprobs)))
 
     def _tell(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Hand what this step drew to those who listen. The host waits for the device once more, for all of them."""
@@ -268,6 +278,7 @@ class Batch:
             finish = request.done[sample].finish if sample in request.done else ""
             piece = Completion(request.prompt, [int(token)], [logprob], [version], finish)
             piece.identities[version] = identity
+            piece.top_logprobs = self.rows[i].top[-1:]
             request.tell(sample, piece)
 
     def _finish(self, i: int) -> Request | None:
@@ -296,4 +307,5 @@ class Batch:
             versions,
             "",
             identities=identities,
+            top_logprobs=list(row.top),
         )

@@ -94,6 +94,7 @@ def extend(whole: Completion, piece: Completion) -> None:
     whole.token_ids += piece.token_ids
     whole.logprobs += piece.logprobs
     whole.versions += piece.versions
+    whole.top_logprobs += piece.top_logprobs
     whole.identities |= piece.identities
     whole.finish = piece.finish
 

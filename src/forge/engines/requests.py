@@ -58,6 +58,7 @@ class Row:
     start: int
     drawn: Completion
     prefix: Prefix | None = None  # of the prompt and what is drawn, between being computed and being placed
+    top: list[dict[int, float]] = field(default_factory=list)  # beside every token so far, where they are asked for
 
     @property
     def tokens(self) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge.types import Sampling
+from forge.types import TOP_LOGPROBS, Sampling
 
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
@@ -52,3 +52,17 @@ def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor
     if greedy is not None:
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], probs.gather(-1, tokens).log_()[:, 0]
+
+
+def likeliest(logits: Tensor) -> list[dict[int, float]]:
+    """The most likely tokens of each row, first the likeliest, with their log-probabilities as `draw` has them.
+
+    Logits (B, V) as for `draw`. Up to 20 tokens whatever is asked for, so that which of two equals is taken does not
+    depend on other rows; those that were cut away are not among them. The host waits for the device.
+    """
+    probs, tokens = logits.softmax(-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))
+    ids, logprobs = torch.stack([tokens.double(), probs.log_().double()]).tolist()
+    return [
+        {int(token): logprob for token, logprob in zip(*row, strict=True) if logprob > -torch.inf}
+        for row in zip(ids, logprobs, strict=True)
+    ]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +19,7 @@ from torch import Tensor
 from forge.engines.handover import Handover
 from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request, check_settings
 from forge.engines.vllm_args import OWNER, engine_args, import_args
+from forge.engines.vllm_request import Request, likeliest, sampling_params
 from forge.engines.weights import load_eos, read_config
 from forge.types import Completion, Sampling
 
@@ -32,19 +31,6 @@ DEAD = "vLLM's engine process has died"
 STARTING = threading.Lock()  # of OWNER, which all engines of this process share
 
 Order = tuple[Handover | Literal["release", "restore"], "Future[None]"]
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A prompt with n samples to draw, each at most `limit` tokens long."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    limit: int
-    stops: list[int]
-    priority: int
-    listener: Listener | None = None
-    future: Future[list[Completion]] = field(default_factory=Future)
 
 
 class VLLMEngine:
@@ -283,23 +269,7 @@ class VLLMEngine:
                 sample.cancel()
 
     async def _sample(self, request: Request, sample: int) -> Completion:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        sampling = request.sampling
-        params = SamplingParams(
-            max_tokens=request.limit,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=None if sampling.seed is None else _seed(sampling.seed, sample),
-            stop_token_ids=request.stops,
-            ignore_eos=True,  # it is among the stop tokens
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            # Without a listener the first token is reported when it is there, the others at the end.
-            stream_interval=None if request.listener else 2**30,
-        )
+        params = sampling_params(request, sample, self.config.vocab_size)
         completion = None
         while completion is None:
             completion = await self._attempt(request, sample, params)
@@ -332,6 +302,7 @@ class VLLMEngine:
                     ids = part.token_ids
                     completion.token_ids += ids
                     completion.logprobs += [of[token].logprob for token, of in zip(ids, part.logprobs, strict=True)]
+                    completion.top_logprobs += likeliest(part.logprobs, request.sampling.top_logprobs)
                     self._generated += len(ids)
                     if request.listener and part.finish_reason is None:
                         told += self._tell(request, sample, completion, told, self._spans(name))
@@ -380,6 +351,7 @@ class VLLMEngine:
         versions, identities = self._drew(spans, told, len(completion.token_ids))
         ids, logprobs = completion.token_ids[told:], completion.logprobs[told:]
         piece = Completion(request.prompt, ids, logprobs, versions, completion.finish, identities=identities)
+        piece.top_logprobs = completion.top_logprobs[told:]
         request.listener(sample, piece)
         return len(ids)
 
@@ -485,9 +457,3 @@ def _settle(future: Future[Any], value: Any = None, error: BaseException | None 
             future.set_result(value)
         else:
             future.set_exception(error)
-
-
-def _seed(seed: int, sample: int) -> int:
-    """A seed for one sample: those of neighbouring seeds are not shifted copies of each other."""
-    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

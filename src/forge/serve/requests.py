@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-from ..types import Sampling
+from ..types import TOP_LOGPROBS, Sampling
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": (), "seed": None}
 COMMON = {"model", "n", "stop", "stream", "stream_options", "max_tokens", "logprobs", "priority", *SAMPLING}
@@ -31,13 +31,13 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,),
 }
 NUMBERS: dict[str, Any] = {
-    **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "best_of", "top_k", "seed", "priority"), int),
+    **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "best_of", "top_k", "top_logprobs"), int),
+    **dict.fromkeys(("seed", "priority"), int),
     **dict.fromkeys(("temperature", "top_p"), (int, float)),
 }
 MOST = 4096  # samples in one request
 COMPLETIONS = {"prompt", "echo", "best_of"}
 CHAT = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
-TOP = "the engines tell the log-probability of the sampled token alone"
 
 
 class BadRequest(ValueError):
@@ -85,14 +85,15 @@ def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
         raise BadRequest("stream_options has include_usage alone", "stream_options")
     prompts = [_messages(body, tokenizer)] if chat else _prompts(body.get("prompt"), tokenizer)
-    sampling = _sampling(body, chat)
+    top = _logprobs(body, chat)
+    sampling = _sampling(body, chat, top or 0)
     if len(prompts) * sampling.n > MOST:
         raise BadRequest(f"{len(prompts)} prompts of {sampling.n} samples are more than {MOST} in one request", "n")
     return Job(
         prompts,
         sampling,
         stop,
-        _logprobs(body, chat),
+        top is not None,
         chat,
         echo=_flag(body, "echo"),
         stream=_flag(body, "stream"),
@@ -119,7 +120,7 @@ def _flag(body: dict[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def _sampling(body: dict[str, Any], chat: bool) -> Sampling:
+def _sampling(body: dict[str, Any], chat: bool, top: int) -> Sampling:
     """The endpoints' own defaults, not the generator's: a client means the same wherever it asks."""
     # OpenAI's: 16 tokens of a completion, all that the model has room for of an answer.
     asked = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
@@ -130,24 +131,26 @@ def _sampling(body: dict[str, Any], chat: bool) -> Sampling:
         raise BadRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
     given["stop_token_ids"] = tuple(given["stop_token_ids"])
     try:
-        return Sampling(n=1 if body.get("n") is None else body["n"], max_tokens=limit, **given)
+        return Sampling(n=1 if body.get("n") is None else body["n"], max_tokens=limit, top_logprobs=top, **given)
     except (ValueError, OverflowError) as error:
         raise BadRequest(str(error)) from None
 
 
-def _logprobs(body: dict[str, Any], chat: bool) -> bool:
-    asked, top = body.get("logprobs"), body.get("top_logprobs")
-    if top:
-        raise BadRequest(f"top_logprobs = {top!r} is not supported: {TOP}", "top_logprobs")
-    if chat:
-        return _flag(body, "logprobs")
-    if asked is None or asked is False:
-        return False
-    if asked not in (0, 1):
-        raise BadRequest(f"logprobs = {asked!r} is not supported: {TOP}; ask for 1", "logprobs")
+def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
+    """How many likeliest tokens are told of beside each that is sampled; None without any log-probabilities."""
+    name = "top_logprobs" if chat else "logprobs"
+    top = body.get(name)
+    wanted = _flag(body, "logprobs") if chat else top is not None and top is not False
+    if chat and top and not wanted:
+        raise BadRequest("top_logprobs needs logprobs: true", name)
+    if not wanted:
+        return None
+    top = 0 if top is None else top
+    if not isinstance(top, int) or not 0 <= top <= TOP_LOGPROBS:
+        raise BadRequest(f"{name} must be 0 to {TOP_LOGPROBS}, got {top!r}", name)
     if body.get("echo"):
         raise BadRequest("echo with logprobs is not supported: prompts are not scored", "echo")
-    return True
+    return int(top)
 
 
 def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:

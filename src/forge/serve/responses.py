@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from ..types import Completion
 from .requests import Job
@@ -17,10 +20,12 @@ class Answer:
     A choice says more than OpenAI's: `token_ids` and `versions`, one of each for every token, and `weights`, the
     identity of the weights behind each version; completions have `prompt_token_ids` there, chats beside `choices`. The
     tokens are those that were sampled: with a stop string the last one completes it, behind the end of the text.
+
+    spelled: the text and the bytes of a token.
     """
 
-    def __init__(self, job: Job, tokenizer: Any, model: str) -> None:
-        self.job, self.tokenizer, self.model = job, tokenizer, model
+    def __init__(self, job: Job, tokenizer: Any, spelled: Callable[[int], tuple[str, bytes]], model: str) -> None:
+        self.job, self.tokenizer, self.spelled, self.model = job, tokenizer, spelled, model
         self.kind = "chat.completion" if job.chat else "text_completion"
         self.id = f"{'chatcmpl' if job.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -81,24 +86,40 @@ class Answer:
         return found
 
     def _logprobs(self, index: int, completion: Completion) -> dict[str, Any]:
-        tokens = [self.tokenizer.decode([token]) for token in completion.token_ids]
+        ids, logprobs = completion.token_ids, completion.logprobs
+        tops = completion.top_logprobs or [{} for _ in ids]
         if self.job.chat:
-            each = zip(tokens, completion.logprobs, strict=True)
-            return {"content": [_chat_logprob(token, logprob) for token, logprob in each], "refusal": None}
-        starts = list(itertools.accumulate(map(len, tokens), initial=self._offsets.get(index, 0)))
+            content = [
+                {**self._named(token, logprob), "top_logprobs": [self._named(*one) for one in top.items()]}
+                for token, logprob, top in zip(ids, logprobs, tops, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        # Characters that a token begins: those of UTF-8 are counted by their first bytes.
+        sizes = [sum(byte & 0xC0 != 0x80 for byte in self.spelled(token)[1]) for token in ids]
+        starts = list(itertools.accumulate(sizes, initial=self._offsets.get(index, 0)))
         self._offsets[index] = starts.pop()
         return {
-            "tokens": tokens,
-            "token_logprobs": completion.logprobs,
-            "top_logprobs": [{token: p} for token, p in zip(tokens, completion.logprobs, strict=True)],
+            "tokens": [self.spelled(token)[0] for token in ids],
+            "token_logprobs": logprobs,
+            "top_logprobs": [
+                self._by_text({**top, token: logprob}) for token, logprob, top in zip(ids, logprobs, tops, strict=True)
+            ],
             "text_offset": starts,
         }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text, raw = self.spelled(token)
+        return {"token": text, "logprob": logprob, "bytes": list(raw)}
+
+    def _by_text(self, logprobs: dict[int, float]) -> dict[str, float]:
+        """By text instead of token: tokens of one text have their probabilities added up."""
+        found: dict[str, float] = {}
+        for token, logprob in logprobs.items():
+            text = self.spelled(token)[0]
+            found[text] = float(np.logaddexp(found[text], logprob)) if text in found else logprob
+        return found
 
 
 def failure(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
-
-
-def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}

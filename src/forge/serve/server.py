@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from ..actors.streams import StreamLost
@@ -20,7 +20,7 @@ from ..engines.interface import extend
 from ..types import Completion
 from .requests import BadRequest, Job, parse
 from .responses import Answer, failure
-from .text import TextStream
+from .text import TextStream, spelled
 
 try:
     from aiohttp import web
@@ -57,6 +57,7 @@ class Server:
 
     def __init__(self, policy: Service, tokenizer: Any, model: str) -> None:
         self.policy, self.tokenizer, self.model = policy, tokenizer, model
+        self.spelled = cache(partial(spelled, tokenizer))  # at most one entry for each token of the vocabulary
         self.thread = ThreadPoolExecutor(1, "forge-serve")
         self.app = web.Application(client_max_size=LARGEST, middlewares=[_told])
         self.app.add_routes(
@@ -126,7 +127,7 @@ class Server:
         # Templates and long texts take their time, which a run's own loop does not have.
         loop, work = asyncio.get_running_loop(), partial(parse, body, self.tokenizer, self.model, chat=chat)
         job = await loop.run_in_executor(self.thread, work)
-        answer = Answer(job, self.tokenizer, self.model)
+        answer = Answer(job, self.tokenizer, self.spelled, self.model)
         if job.stream:
             return await self._stream(request, job, answer)
         async with asyncio.TaskGroup() as tasks:
@@ -239,6 +240,7 @@ def _head(piece: Completion, size: int) -> Completion:
         logprobs=piece.logprobs[:size],
         versions=versions,
         identities=identities,
+        top_logprobs=piece.top_logprobs[:size],
     )
 
 

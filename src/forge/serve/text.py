@@ -1,11 +1,16 @@
-"""The text of tokens as they come: no half characters, and nothing from a stop string on."""
+"""The text of tokens: as they come, without half characters and nothing from a stop string on; and of each alone."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+# How byte-level tokenizers write bytes: those that can be seen as themselves, the others as what comes behind them.
+SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = dict(zip(map(chr, SEEN), SEEN, strict=True))
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in SEEN)}
 BEFORE = 6  # tokens before the new ones that they are decoded with: some tokenizers' text depends on those
 
 
@@ -60,3 +65,25 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """How much of the end of `text` is the beginning of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def spelled(tokenizer: Any, token: int) -> tuple[str, bytes]:
+    """One token's text and bytes.
+
+    A part of a character has no text: it is named by its bytes as OpenAI does, such as `bytes:\\xf0\\x9f`, as all parts
+    would look the same otherwise.
+    """
+    text = tokenizer.decode([token])
+    if UNFINISHED not in text:
+        return text, text.encode()
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        raw = bytes.fromhex(piece[3:5])
+    elif all(letter in BYTES for letter in piece):
+        raw = bytes(BYTES[letter] for letter in piece)
+    else:
+        return text, text.encode()
+    try:
+        return raw.decode(), raw
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
