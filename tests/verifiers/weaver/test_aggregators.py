@@ -30,6 +30,7 @@ from forge.verifiers.weaver import (
     load,
 )
 from forge.verifiers.weaver.calibration import auc, ece, log_loss
+from forge.verifiers.weaver.rank_mean import likeliest_slope
 from forge.verifiers.weaver.selection import selection_accuracy
 from forge.verifiers.weaver.synthetic import Truth, generate, scenario
 
@@ -235,6 +236,23 @@ def test_a_rank_mean_is_matched_to_the_class_balance(table: ScoreTable):
     np.testing.assert_allclose(weights, [0.1] * 8 + [0.2])
 
 
+@pytest.mark.parametrize(("balance", "distance"), [(0.5, 3.0), (0.3, 2.0), (0.1, 4.0)])
+def test_the_slope_of_a_rank_mean_is_that_of_two_gaussians(balance: float, distance: float):
+    rng = np.random.default_rng(0)
+    u = 0.3 * (rng.normal(size=20_000) + distance * (rng.random(20_000) < balance))
+    assert likeliest_slope(u) == pytest.approx(distance / 0.3 * u.std(), rel=0.1)
+    heap = rng.normal(size=20_000)
+    assert likeliest_slope(heap) < 1.5
+
+
+def test_a_rank_mean_that_tells_the_classes_apart_says_so():
+    truth = generate(200, 16, 12, balance=0.4, areas=(0.85, 0.9), seed=0).table
+    p = RankMean(0.4).fit(truth).predict_proba(truth)
+    cautious = RankMean(0.4, slope=1.0).fit(truth).predict_proba(truth)
+    assert auc(p, truth.labels) > 0.99 and ece(p, truth.labels) < 0.06 < 0.15 < ece(cautious, truth.labels)
+    assert (np.argsort(p, axis=None) == np.argsort(cautious, axis=None)).all()
+
+
 def test_the_published_model_drops_one_sided_verifiers():
     made = generate(50, 10, 6, verdicts=True, seed=0).table
     scores = made.scores.copy()
@@ -315,6 +333,39 @@ def test_auto_where_verifiers_err_together():
     np.testing.assert_array_equal(order, np.argsort(np.argsort(rank, axis=None)))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_auto_makes_nothing_up_from_one_or_two_verifiers(count: int):
+    made = generate(100, 16, count, areas=(0.8, 0.8), seed=0).table
+    hidden = made.with_labels_of([])
+    with pytest.warns(UserWarning, match="nothing can be told without labels.* no more than a guess"):
+        fitted = Auto().fit(hidden)
+    assert fitted.report.method == "Auto: RankMean"
+    rank = RankMean().fit(hidden).predict_proba(hidden)
+    np.testing.assert_allclose(fitted.predict_proba(hidden), rank)
+
+
+@quiet
+@pytest.mark.parametrize("count", [3, 5, 7, 9])
+def test_auto_leaves_a_mean_that_shows_two_heaps_as_it_is(count: int):
+    """Good verifiers that err together, a third of them verdicts: the mixture would weigh the best ones down."""
+    for seed in range(2):
+        made = generate(200, 8, count, areas=(0.85, 0.97), correlation=0.6, seed=seed).table
+        hidden = made.with_labels_of([])
+        p, rank = Auto().fit(hidden).predict_proba(hidden), RankMean().fit(hidden).predict_proba(hidden)
+        assert selection_accuracy(p, made.labels) >= selection_accuracy(rank, made.labels) - 0.02
+
+
+@quiet
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["independent", "missing", "correlated", "hard"])
+def test_auto_is_never_worse_than_the_rank_mean(case: str):
+    for seed in range(10):
+        made = scenario(case, seed).table
+        hidden = made.with_labels_of([])
+        p, rank = (one.fit(hidden).predict_proba(hidden) for one in (Auto(), RankMean(0.3)))
+        assert selection_accuracy(p, made.labels) >= selection_accuracy(rank, made.labels) - 0.02
+
+
 @quiet
 def test_auto_mistrusts_the_mixture_where_problems_move_the_scores():
     made = generate(150, 16, 16, areas=(0.52, 0.76), correlation=0.5, query_shift=1.2, seed=0).table
@@ -386,6 +437,16 @@ def test_what_nothing_scored_is_not_learned_from(make: Callable[[], Aggregator],
     fitted.partial_fit(only(plain, np.zeros(plain.present.shape, bool)))
     np.testing.assert_array_equal(fitted.predict_proba(plain), before)
     assert fitted.report.to_dict() == report
+
+
+def test_coverage_is_of_all_that_was_learned_from():
+    plain = ScoreTable(np.random.default_rng(0).normal(size=(20, 4, 3)), ("a", "b", "c"))
+    later = plain.scores.copy()
+    later[..., 0] = np.nan
+    later[:10] = np.nan
+    fitted = BinnedDawidSkene().fit(plain).partial_fit(ScoreTable(later, plain.verifiers))
+    assert fitted.report.coverage == pytest.approx(0.75)
+    assert [fitted.report.verifiers[name]["coverage"] for name in "abc"] == pytest.approx([0.5, 0.75, 0.75])
 
 
 def test_an_unscored_response_may_be_the_right_one():

@@ -343,6 +343,13 @@ def test_selection_against_k_by_enumeration(seed: int):
     assert curve.selected[0] == pytest.approx(curve.chance[0])
 
 
+def test_a_selection_that_cannot_be_judged():
+    with pytest.raises(ValueError, match="no problem has labels"):
+        selection_accuracy(np.ones((2, 2)), np.full((2, 2), NAN))
+    with pytest.raises(ValueError, match=r"probabilities are \(2, 2\) and labels \(1, 2\)"):
+        selection_accuracy(np.ones((2, 2)), np.ones((1, 2)))
+
+
 def test_selection_against_k_needs_enough_responses():
     y = np.array([[1, 0, 0], [1, 0, NAN]])
     np.testing.assert_array_equal(accuracy_against_k(np.zeros((2, 3)), y).ks, [1, 2])

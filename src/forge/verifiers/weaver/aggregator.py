@@ -127,8 +127,7 @@ class Aggregator(ABC):
         data = self._data(table)
         if len(data.x):
             later = copy.deepcopy(self)
-            later.report.problems += len(table)
-            later.report.responses += int(table.present.sum())
+            later.report.grow(table.verifiers, len(table), ~np.isnan(table.flat))
             later.update(data)
             vars(self).update(vars(later))
         return self

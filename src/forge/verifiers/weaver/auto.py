@@ -14,17 +14,24 @@ from .calibration import log_loss
 from .correlated import CorrelatedMixture
 from .dependence import residual_correlation, within_problems
 from .normalise import NormalScores
-from .rank_mean import RankMean, rank_means
+from .rank_mean import RankMean, likeliest_slope, rank_means, unheaped
+
+
+# So many verifiers must agree before anything follows from it, and so many before a covariance says what they share.
+FEWEST, FEWEST_TOGETHER = 3, 6
 
 
 @dataclasses.dataclass
 class Auto(Aggregator):
     """Chooses by what the table allows. Without labels:
 
+    - one or two verifiers: `RankMean`, with a warning;
     - verifiers that are conditionally independent as far as one can tell: `BinnedDawidSkene`, or with `one_right` the
       mixture, which knows what to make of that;
-    - else, with a warning, `CorrelatedMixture`, if it orders the responses to a problem much as the rank mean does, and
-      unless the problems themselves move the scores (that matters not where one response of each is right);
+    - else, with a warning, `CorrelatedMixture`, where it may help and passes for sound: there are at least six
+      verifiers, their mean does not tell two heaps of responses apart by itself, the mixture orders the responses to a
+      problem much as the mean does, and the problems themselves do not move the scores. With `one_right` only the
+      order matters;
     - else, with a warning, `RankMean`, families counted as one, with the mean probability at pi.
 
     With labels of at least `labelled` problems: `AnchoredLogistic`, if it predicts those of them that can be held out,
@@ -35,6 +42,7 @@ class Auto(Aggregator):
         one_right: exactly one response of each problem is right. Say it if it is so: it is worth many labels.
         labelled: fewest labelled problems.
         gate: largest residual correlation (root mean square, after the binned model's fit) that passes as independence.
+        heaps: largest slope of the rank mean, in logits per standard deviation, that leaves the mixture something to do.
         agreement: least correlation, within problems, of the mixture's evidence with the rank mean.
         problem_effect: largest correlation, between responses to one problem, of what the mixture does not explain.
     """
@@ -43,6 +51,7 @@ class Auto(Aggregator):
     one_right: bool = False
     labelled: int = 5
     gate: float = 0.05
+    heaps: float = 2.0
     agreement: float = 0.45
     problem_effect: float = 0.25
 
@@ -51,7 +60,6 @@ class Auto(Aggregator):
     def learn(self, data: Data) -> None:
         if self.one_right and self.class_balance is not None:
             raise ValueError("one_right gives the class balance itself: leave class_balance out")
-        table = data.table
         known = ~np.isnan(data.labels)
         labelled = len(np.unique(data.problem[known]))
         enough = labelled >= self.labelled
@@ -60,19 +68,13 @@ class Auto(Aggregator):
         if enough and np.ptp(data.labels[known]) == 0:
             self.warn("all labels are of one class: they are not used")
             enough = False
-        independent = BinnedDawidSkene(class_balance=self.class_balance).fit(table)
         normal = NormalScores.fit(data.x)(data.x)
+        independent = BinnedDawidSkene(class_balance=self.class_balance).fit(data.table)
         rms, matrix = residual_correlation(normal, independent.posterior(data))
-        self.chosen: Aggregator = independent
-        warning = None
-        if np.isnan(rms) and len(data.columns) > 1:
-            warning = "too few responses to tell whether the verifiers are conditionally independent: taken to be"
-        elif rms > self.gate:
-            self.chosen, warning = self._for_dependent(data, normal, independent, rms)
-        elif self.one_right:
-            self.chosen = self._mixture(data)
+        self.chosen: Aggregator
+        self.chosen, warning = self._without_labels(data, normal, independent, rms)
         if enough:
-            supervised = AnchoredLogistic().fit(table)
+            supervised = AnchoredLogistic().fit(data.table)
             labels, judged = data.labels[known], ~np.isnan(supervised.held_out)
             if len(np.unique(labels[judged])) < 2:
                 self.warn("too few labelled problems have right responses, or wrong ones, to hold any out: not used")
@@ -88,26 +90,45 @@ class Auto(Aggregator):
             self.warn(warning)
         self._tell(rms, matrix, data.names)
 
-    def _for_dependent(
+    def _without_labels(
         self, data: Data, normal: np.ndarray, independent: BinnedDawidSkene, rms: float
-    ) -> tuple[Aggregator, str]:
-        """What to take where verifiers err together, and what to say about it."""
-        together = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
+    ) -> tuple[Aggregator, str | None]:
+        """What to take, and what to beware of."""
+        m = len(data.columns)
+        if m < FEWEST and not self.one_right:
+            warning = f"of {m} verifier{'s' * (m > 1)} nothing can be told without labels: the rank mean is taken"
+            return self._rank_mean(data, 0.5, warning)
+        if not rms > self.gate:
+            warning = "too few responses to tell whether the verifiers are conditionally independent: taken to be"
+            chosen = self._mixture(data) if self.one_right and not np.isnan(rms) else independent
+            return chosen, warning if np.isnan(rms) and m > 1 else None
+        warning = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
         mixture = self._mixture(data)
-        agreement = within_problems(mixture.evidence(data), rank_means(normal), data.problem)
-        effect = 0.0 if self.one_right else mixture.report.details["problem_effect"]
-        self.report.details.update(agreement=agreement, problem_effect=effect)
-        if agreement >= self.agreement and not effect > self.problem_effect:
-            return mixture, f"{together}: the correlated mixture is taken; labels of a few problems would be safer"
-        balance, guess = self.class_balance, ""
+        found = {
+            "agreement": within_problems(mixture.evidence(data), rank_means(normal), data.problem),
+            "heaps": likeliest_slope(unheaped(data)),
+            "problem_effect": mixture.report.details["problem_effect"],
+        }
+        sound = found["agreement"] >= self.agreement
+        if not self.one_right:
+            sound &= m >= FEWEST_TOGETHER and found["heaps"] <= self.heaps
+            # One response of each problem leaves it unknown, NaN.
+            sound &= not found["problem_effect"] > self.problem_effect
+        self.report.details.update(found)
+        if sound:
+            return mixture, f"{warning}: the correlated mixture is taken; labels of a few problems would be safer"
+        return self._rank_mean(data, independent.report.class_balance, f"{warning}: the rank mean is taken")
+
+    def _rank_mean(self, data: Data, guess: float | None, warning: str) -> tuple[Aggregator, str]:
+        balance = self.class_balance
         if self.one_right:
             balance = len(data.table) / int(data.table.present.sum())
         elif balance is None:
-            balance = independent.report.class_balance
-            guess = f", and that {balance:.0%} are right is no more than a guess"
+            balance = guess
+            warning = f"{warning}, and that {balance:.0%} are right is no more than a guess"
         assert balance is not None
         ranks = RankMean(balance, by_family=data.table.families is not None).fit(data.table)
-        return ranks, f"{together}: the rank mean is taken{guess}; labels of a few problems would help most"
+        return ranks, f"{warning}; labels of a few problems would help most"
 
     def _mixture(self, data: Data) -> CorrelatedMixture:
         return CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance).fit(data.table)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass
@@ -52,6 +55,16 @@ class FitReport:
             if name not in self.dropped:
                 lines.append(f"{name}: {', '.join(f'{what} {value:.3f}' for what, value in found.items())}")
         return "\n".join(lines)
+
+    def grow(self, verifiers: Sequence[str], problems: int, known: np.ndarray) -> None:
+        """Count further problems, whose [responses, verifiers] scores are known or not."""
+        self.problems += problems
+        self.responses += len(known)
+        share = len(known) / self.responses
+        self.coverage += share * (float(known.any(1).mean()) - self.coverage)
+        for name, some in zip(verifiers, known.mean(0), strict=True):
+            found = self.verifiers[name]
+            found["coverage"] += share * (float(some) - found["coverage"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, None in place of NaN."""

@@ -37,9 +37,12 @@ METHODS: dict[str, type[Aggregator]] = {
 
 def check_one_right(table: ScoreTable) -> None:
     """ValueError: by the table's labels, problems have none or several right responses."""
-    known = [] if table.labels is None else table.labels[~np.isnan(table.labels).any(1)]
-    if wrong := sum(labels.sum() != 1 for labels in known):
-        raise ValueError(f"{wrong} of {len(known)} labelled problems have none or several right responses, not one")
+    if table.labels is None:
+        return
+    several = np.nansum(table.labels, axis=1) > 1
+    none = (np.nansum(table.labels, axis=1) == 0) & ~(np.isnan(table.labels) & table.present).any(1)
+    if wrong := int((several | none).sum()):
+        raise ValueError(f"{wrong} problems have none or several right responses by their labels, not one")
 
 
 def make(method: str, class_balance: float | None = None, one_right: bool = False) -> Aggregator:

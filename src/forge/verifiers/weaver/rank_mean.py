@@ -8,8 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from .aggregator import Aggregator, Data
-from .normalise import NormalScores, family_means
-from .prior import sigmoid
+from .normalise import NormalScores, family_means, scattered
+from .prior import logit, sigmoid
+
+# Logits per standard deviation of the mean: it is always taken to tell something, and never to be certain.
+LEAST, MOST = 0.5, 10.0
 
 
 def rank_means(normal: np.ndarray, families: np.ndarray | None = None) -> np.ndarray:
@@ -29,6 +32,31 @@ def intercept(slope_times_u: np.ndarray, balance: float) -> float:
     return (low + high) / 2
 
 
+def unheaped(data: Data, families: np.ndarray | None = None) -> np.ndarray:
+    """[responses] rank means with ties broken by chance: the lumps of a judge's few verdicts are no classes."""
+    return rank_means(scattered(data.x, data.names, 0), families)
+
+
+def likeliest_slope(u: np.ndarray, steps: int = 200) -> float:
+    """Logits per standard deviation of u, between LEAST and MOST, under two Gaussians of one variance that explain
+    [responses] best; by expectation maximisation from halves.
+
+    Nothing is assumed of the verifiers behind u. If u is one heap, there is little to tell and the slope is small.
+    """
+    z = (u - u.mean()) / (u.std() + 1e-9)
+    high = (z > np.median(z)).astype(np.float64)
+    slope = 1.0
+    for _ in range(steps):
+        share = np.clip(high.mean(), 0.01, 0.99)
+        upper, lower = high @ z / (high.sum() + 1e-9), (1 - high) @ z / ((1 - high).sum() + 1e-9)
+        variance = (high @ (z - upper) ** 2 + (1 - high) @ (z - lower) ** 2) / len(z) + 1e-9
+        slope, last = (upper - lower) / variance, high
+        high = sigmoid(slope * (z - (upper + lower) / 2) + logit(share))
+        if np.abs(high - last).max() < 1e-4:
+            break
+    return float(np.clip(slope, LEAST, MOST))
+
+
 def family_numbers(data: Data) -> np.ndarray | None:
     """[verifiers] the number of each one's family; None where the table names none."""
     if data.table.families is None:
@@ -42,12 +70,12 @@ class RankMean(Aggregator):
 
     Args:
         class_balance: the share pi of right responses.
-        slope: logits per standard deviation of the mean.
+        slope: logits per standard deviation of the mean; None takes what the spread of the means makes likeliest.
         by_family: verifiers of one family count as one.
     """
 
     class_balance: float = 0.5
-    slope: float = 1.0
+    slope: float | None = None
     by_family: bool = False
 
     LEARNED: ClassVar[tuple[str, ...]] = ("values", "heights", "families", "line")
@@ -57,9 +85,13 @@ class RankMean(Aggregator):
         self.values, self.heights = normal.values, normal.heights
         self.families = family_numbers(data) if self.by_family else None
         u = rank_means(normal(data.x), self.families)
-        a = self.slope / (u.std() + 1e-9)
+        slope = self.slope
+        if slope is None:
+            slope = likeliest_slope(unheaped(data, self.families))
+        a = slope / (u.std() + 1e-9)
         self.line = np.array([a, intercept(a * u, self.class_balance)])
         self.report.class_balance = self.class_balance
+        self.report.details["slope"] = slope
         sizes = np.ones(len(data.columns)) if self.families is None else np.bincount(self.families)[self.families]
         for name, weight in zip(data.names, 1 / sizes, strict=True):
             self.report.verifiers[name]["weight"] = float(weight / (1 / sizes).sum())

@@ -22,12 +22,20 @@ def best_of(p: np.ndarray) -> np.ndarray:
 
 
 def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:
-    """The share of problems whose most probable response is right. Labels NaN: not a response, or not known."""
-    return float(np.nanmean(chosen_right(p, labels)))
+    """The share of problems whose most probable response is right. Labels NaN: not a response, or not known.
+
+    ValueError: p and labels do not go together, or no problem has labels.
+    """
+    right = chosen_right(p, labels)
+    if np.isnan(right).all():
+        raise ValueError("no problem has labels to tell how many choices are right")
+    return float(np.nanmean(right))
 
 
 def chosen_right(p: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """[problems] the probability that the choice is right; NaN where a problem has no labels."""
+    if np.shape(p) != np.shape(labels):
+        raise ValueError(f"probabilities are {np.shape(p)} and labels {np.shape(labels)}")
     filled = np.where(np.isnan(p), -1.0, p)
     top = np.where(np.isnan(labels), -2.0, filled).max(1, keepdims=True)
     ties = (filled == top) & ~np.isnan(labels)

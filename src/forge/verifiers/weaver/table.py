@@ -155,8 +155,18 @@ class ScoreTable:
         )
 
     def with_answer_frequency(self) -> ScoreTable:
-        """One more verifier: the share of a problem's responses that give the same answer; NaN where one gave none."""
-        return self.with_verifier(ANSWER_FREQUENCY, self.spread(np.concatenate(answer_shares(self))))
+        """One more verifier: the share of the problem's other responses that give the same answer, 0 of one without.
+
+        It is what `forge.verifiers.AnswerFrequency` says of answers that are compared as they are; NaN of a single
+        response. ValueError: the table has no answers.
+        """
+        if self.answers is None:
+            raise ValueError("the table has no answers to count")
+        found: list[float] = []
+        for answers in self.answers:
+            counts, others = Counter(answer for answer in answers if answer), len(answers) - 1
+            found += [((counts[answer] - 1) / others if answer else 0.0) if others else np.nan for answer in answers]
+        return self.with_verifier(ANSWER_FREQUENCY, self.spread(np.array(found)))
 
     def save(self, path: str | Path) -> None:
         """Write a .npz or .parquet file, aside and renamed."""
