@@ -17,7 +17,7 @@ STILL = CONFIG | {
 }
 
 
-@pytest.mark.parametrize("on_update", ["continue", "finish", "recompute"])
+@pytest.mark.parametrize("on_update", ["continue", pytest.param("finish", marks=pytest.mark.slow), "recompute"])
 def test_50_steps_without_learning_leave_the_ratio_at_1(tmp_path, on_update):
     overrides = ["--async.max_policy_age", "2", "--generator.on_update", on_update]
     code, output = finish(*command(tmp_path, *overrides, config=STILL))
