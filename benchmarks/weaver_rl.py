@@ -9,6 +9,8 @@ RL starts from. A reward model is trained (`apps/reward_model`) from what each o
     single      the first, second, third of these models alone, for the seeds 0, 1, 2
     weaver      all of them, with rules and answer frequency, put together without labels (`apps/weaver`)
     distilled   one of these models, which has learned the ensemble's probabilities
+    pooled      one model that is trained on what all annotators prefer, as often on each pair: whoever has their
+                preferences and not just their models needs no ensemble
     truth       whether the answer is right
 
 Prints held-out accuracy, and the share of the gap from `single` to `truth` that the others close; draws, of each run,
@@ -38,7 +40,7 @@ from forge.data.tasks import generate
 from forge.types import Sampling
 
 TASK = {"task": "reverse", "difficulty": [3, 7]}
-REWARDS = ("single", "weaver", "distilled", "truth")
+REWARDS = ("single", "weaver", "distilled", "pooled", "truth")
 GRPO = {"checkpoint.every": 0, "eval.every": 10}
 
 
@@ -92,18 +94,30 @@ def reward_models(start: Path, folder: Path, args: argparse.Namespace) -> list[P
         collect(start, responses.with_suffix(".part"), args.annotators * args.problems)
         responses.with_suffix(".part").rename(responses)
     collected = [json.loads(line) for line in responses.read_text().splitlines()]
-    trained = []
+    files = []
     for i in range(args.annotators):
-        pairs = folder / f"annotator{i}.jsonl"
-        annotate(collected[i * args.problems : (i + 1) * args.problems], pairs, args.noise, i)
-        settings = {"model": start, "seed": i, "dataset.task": None, "dataset.difficulty": 5, "dataset.path": pairs}
-        settings |= {"training.steps": args.reward_model_steps, "eval.problems": 0}
-        trained.append(recipe("reward_model", "reward_model/tiny", folder, f"reward-model{i}", settings) / "model")
+        files.append(folder / f"annotator{i}.jsonl")
+        annotate(collected[i * args.problems : (i + 1) * args.problems], files[i], args.noise, i)
+    trained = [reward_model(start, file, folder, i, args.reward_model_steps) for i, file in enumerate(files)]
+    if "pooled" in args.rewards:
+        pooled = folder / "annotators.jsonl"
+        pooled.write_text("".join(file.read_text() for file in files))
+        steps = args.reward_model_steps * len(files)
+        trained.append(reward_model(start, pooled, folder, len(files), steps))
     return trained
 
 
+def reward_model(start: Path, pairs: Path, folder: Path, number: int, steps: int) -> Path:
+    settings = {"model": start, "seed": number, "dataset.task": None, "dataset.difficulty": 5, "dataset.path": pairs}
+    settings |= {"training.steps": steps, "eval.problems": 0}
+    return recipe("reward_model", "reward_model/tiny", folder, f"reward-model{number}", settings) / "model"
+
+
 def train(reward: str, seed: int, start: Path, folder: Path, models: list[Path]) -> list[dict[str, float]]:
-    """GRPO under one of the rewards; the rows of its metrics."""
+    """GRPO under one of the rewards; the rows of its metrics.
+
+    models: of the annotators, and for `pooled` a last one of all of them.
+    """
     shared = {"model": start, "seed": seed}
     described = [{"path": str(path), "name": f"reward_model{i}"} for i, path in enumerate(models)]
     if reward in ("weaver", "distilled"):
