@@ -22,7 +22,8 @@ from forge.data.rewards.load import load_reward
 from forge.models import resolve_model
 from forge.types import Sample
 from forge.verifiers import Panel, Problem, Rule, score_table
-from forge.verifiers.weaver import Aggregator, ScoreTable, check_one_right, make
+from forge.verifiers.weaver import Aggregator, ScoreTable
+from forge.verifiers.weaver.ensemble import fit_table
 
 CONFIG = "config.yaml"
 MADE = ("responses.jsonl", "scores.npz", "verifiers.yaml", "aggregator.npz", "report.html", "distilled", "finished")
@@ -92,9 +93,6 @@ async def score(cfg: WeaverConfig, problems: Sequence[Problem]) -> ScoreTable:
 
 def fit(cfg: FitConfig, table: ScoreTable) -> Aggregator:
     """Sees the labels of the first `labelled` problems and no others."""
-    if cfg.one_right:
-        check_one_right(table)
-    shown = table if table.labels is None else table.with_labels_of(np.arange(cfg.labelled))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of is in its report
-        return make(cfg.method, cfg.class_balance, cfg.one_right).fit(shown)
+        return fit_table(table, **cfg)

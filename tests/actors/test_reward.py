@@ -10,7 +10,7 @@ from forge.actors import RewardActor, VerifierActor
 from forge.config import ConfigError
 from forge.observability.metrics import drain
 from forge.verifiers.spec import CodeSpec, VerifiersConfig
-from forge.verifiers.weaver import BinnedDawidSkene, EnsembleConfig, ScoreTable, save_ensemble
+from forge.verifiers.weaver import BinnedDawidSkene, CorrelatedMixture, EnsembleConfig, ScoreTable, save_ensemble
 from tests.actors.respawn import started
 
 RULES = VerifiersConfig(rules=["apps.weaver.rules:right_length", "apps.weaver.rules:first_letter"])
@@ -81,6 +81,24 @@ def test_a_panel_is_a_service_too():
     assert asyncio.run(actor.names()) == ("right_length", "first_letter")
 
 
+class Short:
+    def score_group(self, prompt, responses, target):
+        return asyncio.sleep(0, responses[1:])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda prompt, response, target: float("inf"), "gave inf: give a finite number"),
+        (lambda prompt, response, target: "1", "gave '1': give a finite number"),
+        (Short(), "the reward Short gave 2 scores for 3 responses"),
+    ],
+)
+def test_what_is_no_reward_is_refused(function, message):
+    with pytest.raises(ValueError, match=message):
+        rewards(started(RewardActor([function])))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -99,6 +117,15 @@ def test_an_ensemble_is_checked_before_anything_is_started(ensemble, tmp_path, s
         EnsembleConfig(str(tmp_path)).check()
 
 
+def test_an_ensemble_of_choices_is_no_reward(tmp_path):
+    right = np.eye(4)[np.random.default_rng(0).integers(0, 4, 100)]
+    said = right[..., None] + np.random.default_rng(1).normal(size=(100, 4, 2))
+    fitted = CorrelatedMixture(one_right=True).fit(ScoreTable(said, tuple(RULES.names)))
+    save_ensemble(tmp_path, RULES, fitted)
+    with pytest.raises(ConfigError, match="fitted with one_right, and of a policy's samples any number may be right"):
+        EnsembleConfig(str(tmp_path)).check()
+
+
 def test_programs_are_run_in_the_sandbox():
     verifiers = VerifiersConfig(code=CodeSpec(credit="share"))
     verifiers.validate()
@@ -106,5 +133,10 @@ def test_programs_are_run_in_the_sandbox():
     tests = json.dumps([{"call": "f(2)", "value": "4"}, {"call": "f(3)", "value": "9"}])
     programs = ["def f(x):\n    return x * x", "def f(x):\n    return x + x", "print(1"]
     assert rewards(actor, [f"```python\n{program}\n```" for program in programs], tests) == [1.0, 0.5, 0.0]
+    asyncio.run(actor.teardown())
+    assert rewards(actor, ["```python\nprint()\n```"], tests) == [None]  # its sandbox is closed
+    service = started(VerifierActor(verifiers))
+    asyncio.run(service.teardown())
+    assert "the sandbox is closed" in asyncio.run(service.score("", ["```python\n```"], tests)).reasons[0, 0]
     with pytest.raises(ConfigError, match="credit must be all or share"):
         VerifiersConfig(code=CodeSpec(credit="some")).validate()

@@ -10,7 +10,9 @@ from time import perf_counter
 
 import pytest
 
-from forge.verifiers import Case, CodeVerifier
+from forge.envs.sandbox.config import SandboxConfig
+from forge.verifiers import CodeVerifier, Panel
+from forge.verifiers.spec import CodeSpec
 
 
 @dataclass
@@ -97,5 +99,40 @@ def test_settings_that_cannot_be():
         CodeVerifier(Trusting(), credit="some")
     with pytest.raises(ValueError, match="time_limit"):
         CodeVerifier(Trusting(), time_limit=0)
-    assert CodeVerifier(Trusting()).fingerprint != CodeVerifier(Trusting(), credit="share").fingerprint
-    assert CodeVerifier(Trusting(), cases=lambda target: [Case(stdout=target)]).fingerprint is None
+    assert CodeVerifier(Trusting()).fingerprint is None
+
+
+def test_a_verdict_is_remembered_under_the_settings_of_its_sandbox_alone():
+    verifier = CodeSpec().verifier()
+    others = [CodeSpec(credit="share"), CodeSpec(time_limit=1.0), CodeSpec(sandbox=SandboxConfig(memory_mb=64))]
+    assert verifier.fingerprint is not None
+    assert len({verifier.fingerprint, *(spec.verifier().fingerprint for spec in others)}) == 4
+    assert CodeSpec(sandbox=SandboxConfig(workers=1)).verifier().fingerprint == verifier.fingerprint
+
+
+def test_programs_of_many_calls_have_time_as_long_as_some_end():
+    class Busy(Trusting):
+        """One program at a time, and it counts those whose sandbox was closed."""
+
+        def __init__(self):
+            self.turn, self.closed = asyncio.Lock(), 0
+
+        async def run(self, program, *, stdin="", time_limit):
+            async with self.turn:
+                await asyncio.sleep(0.05)
+                return Ended("ok", "2", 0.05)
+
+        async def close(self):
+            self.closed += 1
+
+    async def many():
+        sandbox = Busy()
+        panel = Panel([CodeVerifier(sandbox)], timeout=0.3)
+        target = json.dumps([{"stdout": "2"}])
+        found = await asyncio.gather(*(panel.score("", [block("print(2)")] * 4, target) for _ in range(3)))
+        await panel.close()
+        return found, sandbox.closed
+
+    found, closed = asyncio.run(many())
+    assert [part.values.tolist() for part in found] == [[[1.0]] * 4] * 3
+    assert closed == 1

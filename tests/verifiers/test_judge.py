@@ -125,6 +125,8 @@ def test_log_probabilities(endpoint):
     assert found.reasons[2, 0] == "the endpoint tells no log-probabilities: take scoring votes"
     asked = {"logprobs": True, "top_logprobs": 5} if endpoint == "chat" else {"logprobs": 5}
     assert asked.items() <= server.bodies[0].items()
+    spaced, _ = server.judged(["2"], scoring="logprob", endpoint=endpoint, yes=" Yes", no=" No")
+    assert spaced.values.item() == found.values[0, 0]
     assert judge.cost.untold == 3
 
 
@@ -139,6 +141,9 @@ PASSING = {
     "garbage": (lambda body: web.Response(text="<html>"), "gave what is no answer: '<html>'"),
     "no choices": (lambda body: web.json_response({"choices": []}), "gave what is no answer"),
     "odd choices": (lambda body: web.json_response({"choices": [{"message": "yes"}]}), "gave what is no answer"),
+    "no message": (lambda body: web.json_response({"choices": ["yes"]}), "gave what is no answer"),
+    "another kind": (lambda body: web.json_response({"choices": [{"text": "yes"}]}), "gave what is no answer"),
+    "no text": (lambda body: chat(["yes"]), "gave what is no answer"),
     "another interface": (lambda body: web.json_response(["yes"]), "gave what is no answer"),
     "reset": (lambda body: None, "could not be asked"),
 }
@@ -247,7 +252,7 @@ def test_targets():
         ({"scoring": "logprob", "votes": 3}, "asks once"),
         ({"votes": 3, "temperature": 0}, "all the same"),
         ({"votes": 0}, "at least 1"),
-        ({"yes": "No"}, "two different words"),
+        ({"yes": "No "}, "two different words"),
         ({"budget": 1.0}, "needs prices"),
         ({"endpoint": "completions", "system_prompt": "be"}, "needs endpoint chat"),
     ],
@@ -266,6 +271,14 @@ def test_a_fingerprint_tells_the_question_and_no_secret():
         len({fingerprint(), *(fingerprint(**s) for s in ({"votes": 2}, {"yes": "ja"}, {"template": "{response}"}))})
         == 4
     )
+
+
+def test_parts_of_a_question_do_not_run_together():
+    def fingerprint(system, template):
+        return LMJudge("http://localhost/v1", "m", system_prompt=system, template=template).fingerprint
+
+    assert fingerprint("Be strict. Judge.", "{response}") != fingerprint("Be strict.", "Judge. {response}")
+    assert fingerprint(None, "{response}") != fingerprint("None", "{response}")
 
 
 @pytest.mark.slow

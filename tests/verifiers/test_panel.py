@@ -70,6 +70,26 @@ class Silent:
         return Scores(np.array([[1.0], [math.inf]]))
 
 
+class Heavy:
+    """A model whose weights take 0.3 s to read, and a call nothing."""
+
+    names = ("heavy",)
+
+    def __init__(self):
+        self.read, self.progress, self.identity = 0, 0, None
+
+    @property
+    def fingerprint(self):
+        if self.identity is None:
+            self.read += 1
+            time.sleep(0.3)
+            self.identity = "weights"
+        return self.identity
+
+    async def score(self, prompt, responses, target=None):
+        return Scores(np.ones((len(responses), 1)))
+
+
 class Reader:
     """Reads one response after the other, 0.05 s each, whoever asks; remembers which."""
 
@@ -140,6 +160,34 @@ def test_who_waits_behind_others_loses_nothing(nested):
 
     found, order = asyncio.run(many())
     assert found == order == list(range(1, 25))
+
+
+def test_a_slow_rule_has_its_time_and_takes_none_from_others():
+    def slow(prompt, response, target):
+        time.sleep(0.1)
+        return 1.0
+
+    def fast(prompt, response, target):
+        return 1.0
+
+    async def many():
+        panel = Panel([Rule(slow), AnswerFrequency(), Rule(fast)], timeout=0.4)
+        found = await asyncio.gather(*(panel.score(str(i), ["1"] * 3) for i in range(8)))
+        return np.concatenate([part.values for part in found]), panel.tallies
+
+    values, tallies = asyncio.run(many())
+    assert (values == 1).all()
+    assert tallies[2].seconds < tallies[0].seconds / 2
+
+
+def test_reading_a_fingerprint_costs_no_calls_time_and_is_done_once():
+    async def some():
+        heavy = Heavy()
+        panel = Panel([heavy], timeout=0.1, cache=Cache())
+        found = await asyncio.gather(*(panel.score(str(i), ["a"]) for i in range(4)))
+        return [part.reasons for part in found], heavy.read
+
+    assert asyncio.run(some()) == ([{}] * 4, 1)
 
 
 def test_who_gave_up_is_not_worked_for():

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.data.rewards import CharacterMatch, ThinkingReward
@@ -54,8 +54,16 @@ def test_what_is_no_number_is_no_score_and_says_why(function):
     assert len(found.reasons) == 6
 
 
-def test_a_rule_that_exits_ends_only_itself():
-    assert score(Rule(by_text), ["exit", "a"]).reasons == {(0, 0): "RuntimeError: SystemExit(3)"}
+@pytest.mark.parametrize("function", [by_text, by_text_later])
+def test_a_rule_that_exits_ends_only_itself(function):
+    assert score(Rule(function), ["exit", "a"]).reasons == {(0, 0): "RuntimeError: SystemExit(3)"}
+
+
+def test_as_many_numbers_as_names():
+    found = Scores.of([0.5, [0.7], [1, 2], [[1, 2]] * 2], 2)
+    np.testing.assert_array_equal(found.values, [[np.nan] * 2, [np.nan] * 2, [1, 2], [np.nan] * 2])
+    assert [found.reasons[i, 0] for i in (0, 1, 3)] == [f"it gave {count} numbers for 2" for count in (1, 1, 4)]
+    assert Scores.of([0.5, [0.7]], 1).values.tolist() == [[0.5], [0.7]]
 
 
 def test_a_function_that_does_not_return_costs_its_response_alone():
@@ -96,9 +104,11 @@ def test_names_targets_and_settings():
 def test_math():
     found = score(MathVerifier(), ["it is \\boxed{1/2}", "0.5", "3", ""], "\\frac{1}{2}")
     assert found.values[:, 0].tolist() == [1, 1, 0, 0]
-    assert score(MathVerifier(), ["3"]).reasons == {(0, 0): "there is no target to compare with"}
+    for target in (None, "", " "):
+        assert score(MathVerifier(), ["3"], target).reasons == {(0, 0): "there is no target to compare with"}
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.none(), st.integers(0, 3)), min_size=2, max_size=8), st.data())
 def test_answer_frequency_is_the_share_of_others_who_agree(answers, data):
     """By brute force over pairs; equal answers are written in different ways."""

@@ -86,7 +86,7 @@ def test_problems_as_a_file(tmp_path):
     assert repr(again) == repr(problems)
     assert again[0].labels[0] == 1
     assert math.isnan(again[0].labels[1])
-    (tmp_path / "raw.jsonl").write_bytes('{"prompt": "a\u2028b", "responses": ["\x85"]}\r\n'.encode())
+    (tmp_path / "raw.jsonl").write_bytes('\n{"prompt": "a\u2028b", "responses": ["\x85"]}\r\n \r\n\n'.encode())
     assert read_problems(tmp_path / "raw.jsonl") == [Problem("a\u2028b", ["\x85"])]
 
 
@@ -100,7 +100,7 @@ def test_problems_as_a_file(tmp_path):
         (b'{"prompt": "p", "responses": ["a"], "answers": [null]}', r'answers \("" for none\)'),
         (b'{"prompt": "p", "responses": ["a"], "labels": ["1"]}', "labels must be 1, 0 or null to 'p', got '1'"),
         (b'{"prompt": "p", "responses": ["a"], "labels": [0.5]}', "labels must be 1, 0 or null"),
-        (b'{"prompt": "p", "responses": ["a"], "labels": 1}', "not iterable"),
+        (b'{"prompt": "p", "responses": ["a"], "labels": 3}', "labels must be a list of 1, 0 and null to 'p', got 3"),
         (b'{"prompt": "\xff", "responses": ["a"]}', "utf-8"),
     ],
 )

@@ -21,7 +21,8 @@ class RewardActor(ForgeActor):
     `score_group(prompt, responses, target)` sees all responses of a prompt; verifiers; an ensemble of them.
 
     What returns None or NaN could not score: the response stays unscored, whatever the others say. What raises ends the
-    call with its exception.
+    call with its exception, and so does what is no finite number, or another number of scores than of responses
+    (ValueError).
 
     Args:
         functions: callables or such objects, or names that `load_reward` resolves.
@@ -45,12 +46,18 @@ class RewardActor(ForgeActor):
         self.verifiers, self.ensemble = verifiers, ensemble
         if not self.functions and verifiers is None and ensemble is None:
             raise ValueError("a reward needs at least one function, verifiers or an ensemble")
+        self._opened: list[Any] = []
 
     def setup(self) -> None:
         if self.verifiers is not None:
-            self.functions.append(PanelReward(self.verifiers.panel()))
+            self._opened.append(PanelReward(self.verifiers.panel()))
         if self.ensemble is not None:
-            self.functions.append(self.ensemble.open())
+            self._opened.append(self.ensemble.open())
+        self.functions += self._opened
+
+    async def teardown(self) -> None:
+        for reward in self._opened:
+            await reward.close()
 
     @endpoint
     async def evaluate_response(self, prompt: Any, response: str, target: str) -> float | None:
@@ -109,7 +116,21 @@ async def _score_all(
         scores = await asyncio.gather(*(function(prompt, response, target) for response in responses))
     else:
         scores = await asyncio.to_thread(lambda: [function(prompt, response, target) for response in responses])
-    return [None if score is None or math.isnan(score) else float(score) for score in scores]
+    if len(scores) != len(responses):
+        raise ValueError(f"the reward {_name(function)} gave {len(scores)} scores for {len(responses)} responses")
+    return [_number(score, function) for score in scores]
+
+
+def _number(score: Any, function: RewardFunction) -> float | None:
+    try:
+        if score is None or math.isnan(score):
+            return None
+        if math.isinf(score):
+            raise OverflowError
+    except (TypeError, OverflowError):
+        wanted = "give a finite number, or None for no score"
+        raise ValueError(f"the reward {_name(function)} gave {score!r:.80}: {wanted}") from None
+    return float(score)
 
 
 def _right(score: float | None) -> bool:

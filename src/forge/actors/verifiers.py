@@ -22,6 +22,10 @@ class VerifierActor(ForgeActor):
     def setup(self) -> None:
         self.panel = self.verifiers.panel()
 
+    async def teardown(self) -> None:
+        if hasattr(self, "panel"):  # its setup may have failed
+            await self.panel.close()
+
     @endpoint
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, verifiers], see `forge.verifiers.Panel`."""

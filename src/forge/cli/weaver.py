@@ -12,6 +12,8 @@ from typing import Any
 
 # What is imported further down takes seconds to load.
 
+COLUMN = "weaver"  # of the probabilities
+
 
 def add_to(commands: Any) -> None:
     """Add the command and its steps to the parser's."""
@@ -42,7 +44,7 @@ def add_to(commands: Any) -> None:
     predict = _step(steps, "predict", _predict, "add the probability of being right as one more column")
     predict.add_argument("scores", help=".parquet or .npz")
     predict.add_argument("--aggregator", required=True, help="what fit left: a .npz file, or a folder")
-    predict.add_argument("--out", required=True, help=".parquet or .npz, with a column `weaver`")
+    predict.add_argument("--out", required=True, help=f".parquet or .npz, with a column `{COLUMN}`")
 
     distil = _step(steps, "distil", _distil, "train one model to say what the ensemble says")
     distil.add_argument("scores", help=".parquet or .npz, with prompts and responses")
@@ -97,13 +99,12 @@ def _score(args: argparse.Namespace) -> None:
 
 
 def _fit(args: argparse.Namespace) -> None:
-    import numpy as np
-
     from ..config import read
     from ..verifiers.spec import VerifiersConfig
-    from ..verifiers.weaver import ScoreTable, check_one_right, make, save_ensemble, write_report
+    from ..verifiers.weaver import save_ensemble, write_report
+    from ..verifiers.weaver.ensemble import fit_table
 
-    table = ScoreTable.load(args.scores)
+    table = _scores(args.scores)
     verifiers = None if args.verifiers is None else read(VerifiersConfig, Path(args.verifiers))
     if args.out is None and args.report is None:
         raise ValueError("nothing would be left: set --out, --report, or both")
@@ -114,16 +115,11 @@ def _fit(args: argparse.Namespace) -> None:
     for path in filter(None, (args.out, args.report)):
         if not Path(path).absolute().parent.is_dir():
             raise FileNotFoundError(f"cannot write {path}: there is no folder {Path(path).parent}")
-    if args.one_right:
-        check_one_right(table)
-    if not 0 <= args.labelled <= len(table):
-        raise ValueError(f"--labelled must be 0 to {len(table)}, the number of problems")
     if verifiers is not None and (missing := [name for name in table.verifiers if name not in verifiers.names]):
         raise ValueError(f"{args.verifiers} has no {', '.join(missing)}, which gave scores")
-    shown = table if table.labels is None else table.with_labels_of(np.arange(args.labelled))
-    if args.labelled and not len(shown.labelled_problems()):
-        raise ValueError(f"--labelled {args.labelled}: {args.scores} has no labels of these problems")
-    aggregator = make(args.method, args.class_balance, args.one_right).fit(shown)
+    aggregator = fit_table(
+        table, args.method, class_balance=args.class_balance, one_right=args.one_right, labelled=args.labelled
+    )
     print(aggregator.report)
     if verifiers is not None:
         save_ensemble(args.out, verifiers, aggregator)
@@ -134,13 +130,23 @@ def _fit(args: argparse.Namespace) -> None:
     print(f"written: {', '.join(filter(None, (args.out, args.report)))}")
 
 
+def _scores(path: str) -> Any:
+    """The table. ValueError: the ensemble's own column is among its verifiers."""
+    from ..verifiers.weaver import ScoreTable
+
+    table = ScoreTable.load(path)
+    if COLUMN in table.verifiers:
+        raise ValueError(f"{path} has a column {COLUMN}, which predict adds: give the scores without it")
+    return table
+
+
 def _predict(args: argparse.Namespace) -> None:
-    from ..verifiers.weaver import ScoreTable, load
+    from ..verifiers.weaver import load
     from ..verifiers.weaver.formats import check_path
 
     check_path(args.out)
-    table, aggregator = ScoreTable.load(args.scores), load(args.aggregator)
-    table.with_verifier("weaver", aggregator.predict_proba(table.select(aggregator.verifiers))).save(args.out)
+    table, aggregator = _scores(args.scores), load(args.aggregator)
+    table.with_verifier(COLUMN, aggregator.predict_proba(table.select(aggregator.verifiers))).save(args.out)
     print(f"written: {args.out}")
 
 

@@ -95,6 +95,11 @@ class CodeVerifier:
             or output were not enough for all, those that had no answer are executed again: each of them has failed
             only if it had none when it came first.
         concurrency: most cases of a call at a time.
+        version: a text that changes when the sandbox would end a program otherwise, or the functions of cases and
+            programs read otherwise. Without it nothing is cached, for nothing else can say so.
+
+    Attributes:
+        progress: executions that the sandbox is done with.
 
     Raises:
         ValueError: a setting that cannot be; says which.
@@ -110,6 +115,7 @@ class CodeVerifier:
         program: Callable[[str], str | None] = code_block,
         time_limit: float = 5.0,
         concurrency: int = 4,
+        version: str | None = None,
     ) -> None:
         if credit not in ("all", "share"):
             raise ValueError(f"credit must be all or share, got {credit!r}")
@@ -118,8 +124,8 @@ class CodeVerifier:
         self.names: tuple[str, ...] = (name,)
         self._sandbox, self._credit, self._cases, self._program = sandbox, credit, cases, program
         self._time_limit, self._concurrency = time_limit, concurrency
-        known = cases is read_cases and program is code_block
-        self.fingerprint = f"code 2 {credit} {time_limit} {type(sandbox).__qualname__}" if known else None
+        self.fingerprint = None if version is None else f"code 3 {credit} {time_limit} {version}"
+        self.progress = 0
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response, in [0, 1]. `target` holds the tests."""
@@ -131,6 +137,11 @@ class CodeVerifier:
             return Scores.none(len(responses), 1, str(error))
         turn = asyncio.Semaphore(self._concurrency)
         return await collect([self._passed(response, cases, turn) for response in responses], 1)
+
+    async def close(self) -> None:
+        """Closes the sandbox, if it can be."""
+        if hasattr(self._sandbox, "close"):
+            await self._sandbox.close()
 
     async def _passed(self, response: str, cases: Sequence[Case], turn: asyncio.Semaphore) -> float:
         program = self._program(response)
@@ -175,6 +186,8 @@ class CodeVerifier:
                 return await self._sandbox.run(program, stdin=stdin, time_limit=self._time_limit)
             except Exception as error:
                 raise Unscored(f"the sandbox failed ({type(error).__name__}: {error})") from error
+            finally:
+                self.progress += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def write_problems(path: str | Path, problems: Sequence[Problem]) -> None:
 
 
 def read_problems(path: str | Path) -> list[Problem]:
-    """`prompt` and `responses` of each line; `target`, `labels` and `answers` where they are known.
+    """`prompt` and `responses` of each line that is not blank; `target`, `labels` and `answers` where they are known.
 
     Raises:
         FileNotFoundError: no such file. ValueError: a line that is no such problem, by its number; or no line at all.
@@ -33,6 +33,8 @@ def read_problems(path: str | Path) -> list[Problem]:
     problems = []
     with Path(path).open("rb") as lines:  # bytes: texts may hold characters that end a line elsewhere
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line.decode("utf-8"))
                 if not isinstance(row, dict) or not {"prompt", "responses"} <= row.keys():

@@ -70,8 +70,8 @@ class LMJudge:
         endpoint: "chat" or "completions".
         scoring: "votes", or "logprob" from the likeliest tokens, of which one that is not among them counts as 0.
         votes: answers to each question, sampled at `temperature`.
-        yes, no: words of the verdict, whatever their case. The last of them that stands alone in an answer counts; as
-            log-probabilities, those tokens that are one of them, spaces aside.
+        yes, no: words of the verdict, whatever their case, spaces aside. The last of them that stands alone in an
+            answer counts; as log-probabilities, those tokens that are one of them.
         max_tokens: of an answer that is a vote.
         top: how many likeliest tokens are asked for.
         concurrency: most responses at a time, and so most requests. A response keeps its turn while it pauses.
@@ -110,6 +110,7 @@ class LMJudge:
         prices: tuple[float, float] = (0.0, 0.0),
         budget: float | None = None,
     ) -> None:
+        yes, no = yes.strip(), no.strip()
         fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
         for bad, message in (
             (not url.startswith(("http://", "https://")), f"url must begin with http:// or https://, got {url!r}"),
@@ -122,7 +123,7 @@ class LMJudge:
             (scoring == "logprob" and votes > 1, "scoring logprob asks once: leave votes at 1"),
             (votes > 1 and temperature == 0, "votes at temperature 0 are all the same: raise it, or set votes to 1"),
             (min(request_timeout, time_limit) <= 0, "request_timeout and time_limit must be above 0 seconds"),
-            (not yes.strip() or not no.strip() or yes.lower() == no.lower(), "yes and no must be two different words"),
+            (not yes or not no or yes.lower() == no.lower(), "yes and no must be two different words"),
             (system_prompt is not None and endpoint != "chat", "system_prompt needs endpoint chat"),
             (budget is not None and not any(prices), "a budget needs prices"),
         ):
@@ -150,7 +151,8 @@ class LMJudge:
     @property
     def fingerprint(self) -> str:
         """Of the question and how it is asked; it cannot tell that the endpoint changes what it calls by a name."""
-        return f"judge {self._url} {self._fixed} {self._system} {self._template} {self._votes} {self._yes} {self._no}"
+        asked = (self._url, self._fixed, self._system, self._template, self._votes, self._yes, self._no)
+        return f"judge {asked!r}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
@@ -192,7 +194,7 @@ class LMJudge:
         return sum(found) / len(found)
 
     def _text(self, choice: dict[str, Any]) -> str:
-        return (choice["message"].get("content") if self._chat else choice.get("text")) or ""
+        return (choice["message"].get("content") if self._chat else choice["text"]) or ""
 
     def _read(self, choice: dict[str, Any]) -> bool | None:
         words = self._verdict.findall(self._text(choice))
@@ -253,8 +255,8 @@ class LMJudge:
         if status != 200:
             raise Unscored(f"{self._url} answered {status}: {text[:200]!r}")
         try:
-            found = _parsed(text)
-        except (ValueError, KeyError, TypeError):
+            found = _parsed(text, self._chat)
+        except (ValueError, LookupError, TypeError, AttributeError):
             raise _Retry(f"{self._url} gave what is no answer: {text[:120]!r}") from None
         self.progress += 1
         self._count(found.get("usage"))
@@ -278,12 +280,13 @@ class LMJudge:
         return self._at[1:]
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    """ValueError, KeyError, TypeError: no answer of this interface."""
+def _parsed(text: str, chat: bool) -> dict[str, Any]:
+    """ValueError, LookupError, TypeError, AttributeError: no answer of this interface."""
     found = json.loads(text)
     for choice in found["choices"]:
-        if not isinstance(choice.get("message", choice), dict):
-            raise ValueError("no message")
+        said = choice["message"].get("content") if chat else choice["text"]
+        if not isinstance(said, str | None):
+            raise TypeError("the answer is no text")
     if not found["choices"]:
         raise ValueError("no choice")
     return found

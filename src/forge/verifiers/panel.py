@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .cache import Cache, key_of
-from .threads import within
+from .threads import Turns, within
 from .verifier import Scores, Unscored, Verifier
 
 log = logging.getLogger(__name__)
+
+READING = 600.0  # seconds for a verifier to tell its fingerprint: a model reads all its weights
 
 
 @dataclass
@@ -48,8 +50,8 @@ class Panel:
         verifiers: at least one; panels may hold panels.
         timeout: seconds that each verifier has for one call; what it has by then of the call's responses is lost, so
             that verifiers with limits of their own for each response should have shorter ones. For verifiers that tell
-            their `progress` (models, judges) it counts work, not the waiting behind other calls: they may take longer
-            for a call as long as in every so many seconds they get on with any.
+            their `progress`, as all of this library do, it counts work, not the waiting behind other calls: they may
+            take longer for a call as long as in every so many seconds they get on with any.
         cache: scores of verifiers that tell their `fingerprint` are taken from it and kept in it; with one, responses
             that are equal are scored once.
 
@@ -69,13 +71,14 @@ class Panel:
         if timeout <= 0:
             raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
         self.tallies = [Tally() for _ in self.verifiers]
+        self._telling = [Turns(1) for _ in self.verifiers]  # a model's fingerprint is read once, not by each call
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, names]; never raises for what a verifier does."""
         parts = await asyncio.gather(
             *(
-                self._ask(*both, prompt, list(responses), target)
-                for both in zip(self.verifiers, self.tallies, strict=True)
+                self._ask(*one, prompt, list(responses), target)
+                for one in zip(self.verifiers, self.tallies, self._telling, strict=True)
             )
         )
         reasons: dict[tuple[int, int], str] = {}
@@ -103,13 +106,17 @@ class Panel:
                 raise outcome
 
     async def _ask(
-        self, verifier: Verifier, tally: Tally, prompt: str, responses: list[str], target: str | None
+        self, verifier: Verifier, tally: Tally, telling: Turns, prompt: str, responses: list[str], target: str | None
     ) -> Scores:
         if not responses:
             return Scores(np.empty((0, len(verifier.names))))
         start = time.perf_counter()
+        fingerprint: str | None = None
         try:
-            asked = self._cached(verifier, tally, prompt, responses, target)
+            if self.cache is not None:
+                what = f"the fingerprint of {verifier.names[0]}"
+                fingerprint = await telling(lambda: getattr(verifier, "fingerprint", None), limit=READING, what=what)
+            asked = self._cached(verifier, tally, fingerprint, prompt, responses, target)
             found = await within(self.timeout, asked, "the verifier", lambda: getattr(verifier, "progress", None))
         except Exception as error:
             reason = str(error) if isinstance(error, Unscored) else f"{type(error).__name__}: {error}"
@@ -122,12 +129,15 @@ class Panel:
         return found
 
     async def _cached(
-        self, verifier: Verifier, tally: Tally, prompt: str, responses: list[str], target: str | None
+        self,
+        verifier: Verifier,
+        tally: Tally,
+        fingerprint: str | None,
+        prompt: str,
+        responses: list[str],
+        target: str | None,
     ) -> Scores:
-        fingerprint, width = None, len(verifier.names)
-        if self.cache is not None:
-            # In a thread: a model reads all its weights to tell it.
-            fingerprint = await asyncio.to_thread(getattr, verifier, "fingerprint", None)
+        width = len(verifier.names)
         if self.cache is None or fingerprint is None:
             return _checked(await verifier.score(prompt, responses, target), len(responses), verifier)
         # What is known or not as one: a response, or all of them, of each of which it is then told by its place.

@@ -33,6 +33,9 @@ class Watched:
                 log.warning("verifier %s did not score a response: %s", name, reason)
         return scores
 
+    async def close(self) -> None:
+        await self.panel.close()
+
 
 class PanelReward:
     """The sum of all verifiers' scores. A response that one of them could not score has no reward (None)."""
@@ -44,3 +47,7 @@ class PanelReward:
         """The rewards of the responses of one prompt, in order."""
         sums = (await self.panel.score(prompt, responses, target)).values.sum(1)
         return [None if np.isnan(total) else float(total) for total in sums]
+
+    async def close(self) -> None:
+        """Close the verifiers."""
+        await self.panel.close()

@@ -9,7 +9,7 @@ from typing import Any
 from forge.data.rewards import final_answer
 from forge.data.rewards.compare import equal
 
-from .threads import in_thread, within
+from .threads import Turns, within
 from .verifier import Scores, Unscored, collect
 
 TOLERANCE = 1e-6
@@ -22,8 +22,8 @@ class Rule:
     those.
 
     Args:
-        function: called with one response at a time, a plain one in a thread. Responses of one call are scored one
-            after the other by a plain function, all at once by an async one.
+        function: called with one response at a time, a plain one in a thread, of which each rule has four. Responses of
+            one call are scored one after the other by a plain function, all at once by an async one.
         name: of the column; default the function's own.
         time_limit: seconds for one response. A plain function that exceeds it cannot be ended: its thread goes on.
         version: a text that changes when the function's scores could. Without it its scores are not cached, for nothing
@@ -45,7 +45,13 @@ class Rule:
         self.function, self.time_limit = function, time_limit
         self.names: tuple[str, ...] = (str(name or getattr(function, "__name__", type(function).__name__)),)
         self.fingerprint = None if version is None else f"rule {self.names[0]} {version}"
+        self._turns = Turns()
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+    @property
+    def progress(self) -> int:
+        """Responses for which the function has ended."""
+        return self._turns.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
@@ -63,10 +69,13 @@ class Rule:
         def call() -> Any:
             return self.function(prompt, response, target)
 
-        return await in_thread(call, limit=self.time_limit, what=self.names[0])
+        return await self._turns(call, limit=self.time_limit, what=self.names[0])
 
     async def _awaited(self, prompt: str, response: str, target: str | None) -> Any:
-        return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
+        try:
+            return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
+        finally:
+            self._turns.progress += 1
 
 
 class AnswerFrequency:
@@ -97,17 +106,23 @@ class AnswerFrequency:
         version: str | None = None,
     ) -> None:
         self.extract, self.time_limit = extract, time_limit
-        by_default = (lambda a, b: equal(a, b, TOLERANCE)) if extract is final_answer else str.__eq__
+        by_default = (lambda a, b: bool(equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
         self.same: Callable[[str, str], bool] = same or by_default
         self.names: tuple[str, ...] = (name,)
         known = version or ("default" if extract is final_answer and same is None else None)
         self.fingerprint = None if known is None else f"answer frequency {known}"
+        self._turns = Turns()
+
+    @property
+    def progress(self) -> int:
+        """Prompts that it is done with."""
+        return self._turns.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response; they depend on each other."""
         if len(responses) < 2:
             return Scores.none(len(responses), 1, "a single response has no others to agree with")
-        outcomes = await in_thread(lambda: self._shares(responses), limit=self.time_limit, what=self.names[0])
+        outcomes = await self._turns(lambda: self._shares(responses), limit=self.time_limit, what=self.names[0])
         return Scores.of(outcomes, 1)
 
     def _shares(self, responses: Sequence[str]) -> list[float | Exception]:

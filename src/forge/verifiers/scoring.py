@@ -45,6 +45,8 @@ class Problem:
         if self.answers is not None:
             _texts(self.answers, 'answers ("" for none)', of)
         if self.labels is not None:
+            if isinstance(self.labels, str) or not hasattr(self.labels, "__iter__"):
+                raise ValueError(f"labels must be a list of 1, 0 and null {of}, got {self.labels!r:.60}")
             labels = [math.nan if label is None else label for label in self.labels]
             if wrong := [label for label in labels if label not in (0, 1) and label == label]:
                 raise ValueError(f"labels must be 1, 0 or null {of}, got {wrong[0]!r:.60}")

@@ -185,8 +185,9 @@ class CodeSpec(Section):
 
     def verifier(self) -> Verifier:
         """Its sandbox starts with the first program. ValueError: a setting that cannot be."""
-        settings = {**self}
-        return CodeVerifier(settings.pop("sandbox").open(), **settings)
+        settings, sandbox = {**self}, {**self.sandbox}
+        sandbox.pop("workers")  # decides no verdict
+        return CodeVerifier(settings.pop("sandbox").open(), version=f"sandbox {sandbox}", **settings)
 
 
 @dataclass
@@ -198,8 +199,8 @@ class VerifiersConfig(Section):
     code: run programs on tests in the sandbox, see `forge.verifiers.CodeVerifier`; null: not asked.
     answer_frequency: the function that tells a response's answer, such as `final_answer`; null: not asked.
     distilled: verifiers that `forge.verifiers.weaver.distil` left.
-    timeout: seconds that each verifier has for one call, where models and judges only have to get on with some call in
-        them, see `forge.verifiers.Panel`; rule_timeout: that a rule has for one response.
+    timeout: seconds in which each verifier must get on with some call, see `forge.verifiers.Panel`; rule_timeout: that
+        a rule has for one response.
     cache: a file for scores, which may be shared; null: none.
     """
 

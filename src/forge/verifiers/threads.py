@@ -16,16 +16,22 @@ from .verifier import Unscored
 A = TypeVar("A")
 B = TypeVar("B")
 
-_AT_ONCE = 4  # threads of functions in a loop
-_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_AT_ONCE = 4  # functions that share their turns, in a loop
 
 
 async def within(limit: float, call: Awaitable[A], what: str, progress: Callable[[], int | None] = lambda: None) -> A:
     """Wait for it. Unscored: `limit` seconds have passed and `progress()` has not changed in them, or it was cancelled.
 
-    What takes too long is cancelled, and not waited for any more.
+    What takes too long is cancelled, and not waited for any more. RuntimeError: it called exit().
     """
-    task = asyncio.ensure_future(call)
+
+    async def held() -> A:
+        try:
+            return await call
+        except SystemExit as error:  # the loop would end with it
+            raise RuntimeError(repr(error)) from None
+
+    task = asyncio.create_task(held())
     try:
         before = progress()
         while not (await asyncio.wait((task,), timeout=limit))[0]:
@@ -40,13 +46,36 @@ async def within(limit: float, call: Awaitable[A], what: str, progress: Callable
         task.cancel()
 
 
-async def in_thread(function: Callable[[], A], *, limit: float, what: str) -> A:
-    """What the function gives or raises. Unscored: it took more than `limit` seconds, waiting for a turn aside.
+class Turns:
+    """Functions in threads, at most `most` at a time in a loop; who asks first is served first.
 
     Python cannot end a thread: one that never returns keeps its thread, and what that holds, until the process ends.
+
+    Attributes:
+        progress: functions that have ended; one that took too long has not.
     """
-    async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE)):
-        return await in_own_thread(function, limit=limit, what=what)
+
+    def __init__(self, most: int = _AT_ONCE) -> None:
+        self.progress, self._most = 0, most
+
+    async def __call__(self, function: Callable[[], A], *, limit: float, what: str) -> A:
+        """What the function gives or raises. Unscored: it took more than `limit` seconds, waiting for a turn aside."""
+
+        def counted() -> A:
+            try:
+                return function()
+            finally:
+                self.progress += 1
+
+        turns = _TURNS.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
+        async with turns.setdefault(self, asyncio.Semaphore(self._most)):
+            return await in_own_thread(counted, limit=limit, what=what)
+
+
+# Not in the object, which may go to another process.
+_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Turns, asyncio.Semaphore]] = WeakKeyDictionary()
+
+in_thread = Turns()  # of all that has none of its own
 
 
 async def in_own_thread(function: Callable[[], A], *, limit: float, what: str) -> A:

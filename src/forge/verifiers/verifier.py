@@ -43,6 +43,8 @@ class Scores:
                     raise Unscored("it gave no score (None)")
                 if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
                     raise Unscored(f"it gave {outcome!r:.80}, which is no number")
+                if np.size(outcome) != names:
+                    raise Unscored(f"it gave {np.size(outcome)} numbers for {names}")
                 found.values[i] = outcome
                 reason = f"it gave {outcome}"
             except BaseException as error:

@@ -249,7 +249,8 @@ def test_a_rank_mean_that_tells_the_classes_apart_says_so():
     truth = generate(200, 16, 12, balance=0.4, areas=(0.85, 0.9), seed=0).table
     p = RankMean(0.4).fit(truth).predict_proba(truth)
     cautious = RankMean(0.4, slope=1.0).fit(truth).predict_proba(truth)
-    assert auc(p, truth.labels) > 0.99 and ece(p, truth.labels) < 0.06 < 0.15 < ece(cautious, truth.labels)
+    assert auc(p, truth.labels) > 0.99
+    assert ece(p, truth.labels) < 0.06 < 0.15 < ece(cautious, truth.labels)
     assert (np.argsort(p, axis=None) == np.argsort(cautious, axis=None)).all()
 
 

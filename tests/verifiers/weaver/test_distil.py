@@ -99,6 +99,7 @@ def test_a_seed_gives_the_same_model(encoder, taught, tmp_path):
         (lambda t, p: (ScoreTable(t.scores, t.verifiers), p), "needs a table with prompts and responses"),
         (lambda t, p: (t, p[:5]), "probabilities are"),
         (lambda t, p: (t, p[:, :0] * 0), "probabilities are"),
+        (lambda t, p: (t, 2 * p), "must be from 0 to 1"),
     ],
 )
 def test_what_cannot_be_distilled_is_refused(encoder, taught, tmp_path, change, message):
@@ -140,6 +141,20 @@ def test_plain_transformers_reads_a_decoder_without_pad_token_as_it_was_trained(
     x = plain(**rows).logits[:, 0] * calibration["slope"] + calibration["intercept"]
     said = asyncio.run(verifier.score("h>", ["abcde", "ab", "h"])).values[:, 0]
     assert said == pytest.approx(x.sigmoid().tolist(), abs=1e-5)
+
+
+def test_what_fails_leaves_nothing_in_the_way(encoder, taught, tmp_path):
+    table, p = taught
+    few, folder = (table.take(range(20)), p[:20], encoder), tmp_path / "made" / "d"
+    with pytest.raises(ValueError, match="unknown nonsense, scale: how texts are read"):
+        distil(*few, folder, scale="logit", nonsense=1)
+    with pytest.raises(ValueError, match="0 prompts"):
+        distil(*few, folder, max_tokens=1)
+    assert list(folder.parent.iterdir()) == []
+    folder.mkdir()
+    distil(*few, folder, epochs=1)
+    assert [entry.name for entry in folder.parent.iterdir()] == ["d"]
+    assert open_distilled(folder).names == ("d",)
 
 
 def test_a_folder_without_a_distilled_verifier_is_refused(tmp_path):

@@ -77,6 +77,30 @@ def test_a_veto_counts_more_than_a_decision_and_that_more_than_the_ensemble(fitt
     assert undecided == rewards(WeaverReward(panel, fitted), ["2 2 2 2"])
 
 
+def test_a_veto_that_gave_no_score_leaves_no_reward_and_a_decision_that_gave_none_nothing(fitted):
+    def by_target(at):
+        def says(prompt, response, target):
+            return {"y": 1.0, "n": 0.0}.get(target[at])
+
+        return says
+
+    panel = Panel([Written(), *(Rule(by_target(at), name) for at, name in enumerate("efgh"))])
+    reward = WeaverReward(panel, fitted, decide=["e", "f"], veto=["g", "h"])
+    given = {target: rewards(reward, ["2 2 2 2"], target)[0] for target in ("y?yy", "n?yy", "yyy?", "n?y?", "??n?")}
+    assert given == {"y?yy": 1.0, "n?yy": 0.0, "yyy?": None, "n?y?": 0.0, "??n?": 0.0}
+    assert rewards(reward, ["2 2 2 2", "-1 -1 -1 -1"], "????") == [None, None]
+
+
+def test_it_does_not_follow_groups_without_a_score():
+    reward = WeaverReward(Panel([Written()]), Online().fit(table()), follow=2)
+    before = reward.aggregator
+    for group in ("? ? ? ?", "2 2 2 2", "? ? ? ?"):
+        rewards(reward, [group])
+    assert reward.aggregator is before
+    rewards(reward, ["-1 -1 -1 -1"])
+    assert reward.aggregator is not before
+
+
 def test_it_learns_from_the_groups_it_has_judged_and_hands_on_alarms():
     reward = WeaverReward(Panel([Written()]), Online().fit(table()), follow=4)
     before = reward.aggregator

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from forge.verifiers.weaver import ScoreTable, families_by_name
+from forge.verifiers import AnswerFrequency
+from forge.verifiers.weaver import ScoreTable, check_one_right, families_by_name
 from forge.verifiers.weaver.formats import from_public
 
 
@@ -208,6 +210,31 @@ def test_odd_columns_of_parquet(tmp_path: Path):
             ScoreTable.load(path)
 
 
+def test_columns_that_others_have_added(tmp_path: Path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "added.parquet"
+    ragged().save(path)
+    saved = parquet.read_table(path)
+    for name, values in (("__index_level_0__", range(6)), ("mine", [0.5] * 6)):
+        saved = saved.append_column(name, arrow.array(values))
+    parquet.write_table(saved, path)
+    table = ScoreTable.load(path)
+    assert table.verifiers == ("prm_min", "judge", "mine")
+    assert table.families == ("prm", "judge", "mine")
+    nan = float("nan")
+    for rows, said in (
+        (saved.append_column("mine", arrow.array([0.5] * 6)), "several columns called mine"),
+        (arrow.table({"problem": [[1], [1]], "rm": [1.0, 2.0]}), "column problem has rows without a number or a name"),
+        (arrow.table({"problem": [nan, nan], "rm": [1.0, 2.0]}), "column problem has rows without a number or a name"),
+        (arrow.table({"a_scores": arrow.array([], arrow.list_(arrow.float64()))}), "there are no rows"),
+    ):
+        parquet.write_table(rows, path)
+        with pytest.raises(ValueError, match=rf"added\.parquet.*{said}"):
+            ScoreTable.load(path)
+
+
 def test_a_damaged_table_is_said_to_be_one(tmp_path: Path):
     path = tmp_path / "scores.npz"
     ragged().save(path)
@@ -246,11 +273,33 @@ def test_parts_of_a_table():
     np.testing.assert_array_equal(table.problem_of, [0, 0, 0, 1, 2, 2])
 
 
-def test_answer_frequency_is_one_more_verifier():
-    found = ragged().with_answer_frequency()
+def test_answer_frequency_is_what_the_verifier_says():
+    table = replace(ragged(), answers=[["7", "7", "8"], ["7"], ["5", ""]])
+    found = table.with_answer_frequency()
     assert found.verifiers[-1] == "answer_frequency"
-    np.testing.assert_array_equal(found.scores[0, :, -1], [0.5, 0.5, np.nan])
-    np.testing.assert_array_equal(found.scores[2, :, -1], [1, 1, np.nan])
+    np.testing.assert_array_equal(found.scores[..., -1], [[0.5, 0.5, 0], [np.nan] * 3, [0, 0, np.nan]])
+    verifier = AnswerFrequency(lambda text: text or None)
+    for answers, column in zip(found.answers or [], found.scores[..., -1], strict=True):
+        said = asyncio.run(verifier.score("?", answers)).values[:, 0]
+        np.testing.assert_array_equal(said, column[: len(answers)])
+    with pytest.raises(ValueError, match="no answers to count"):
+        replace(table, answers=None).with_answer_frequency()
+
+
+@pytest.mark.parametrize(
+    ("labels", "good"),
+    [
+        ([[1, 0, 0], [1, 0, 0], [0, 1, 0]], True),
+        ([[1, np.nan, 0], [1, 0, 0], [0, np.nan, 0]], True),  # the one may be among those not known
+        ([[1, 1, np.nan], [1, 0, 0], [0, 1, 0]], False),
+        ([[1, 0, 0], [0, 0, 0], [0, 1, 0]], False),
+    ],
+)
+def test_labels_that_leave_one_right_response_possible(labels, good: bool):
+    table = ragged()
+    table = replace(table, labels=np.where(table.present, labels, np.nan))
+    with contextlib.nullcontext() if good else pytest.raises(ValueError, match="1 problems have none or several"):
+        check_one_right(table)
 
 
 def test_families_are_read_off_names():

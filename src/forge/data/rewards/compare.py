@@ -96,8 +96,8 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     return (-value if match["sign"] == "-" else value), percent
 
 
-def equal(answer: str, target: str, tolerance: float) -> bool:
-    """Whether two answers agree.
+def equal(answer: str, target: str, tolerance: float) -> bool | None:
+    """Whether two answers agree; None where finding out takes too long.
 
     Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond. A
     percentage agrees both with its figure and with its value (50% with 50 and with 0.5). No text makes it raise.

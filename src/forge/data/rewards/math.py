@@ -70,7 +70,7 @@ class MathReward:
     The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`; what
     stands before a `</think>` does not count.
     Answers compare as text, as numbers (see `compare.equal` for what counts), then symbolically with math-verify;
-    what cannot be read is incorrect, never an exception.
+    what cannot be read, or takes too long to compare, is incorrect, never an exception.
 
     Args:
         tolerance: how far two numbers may lie apart: relative to targets between -1 and 1, absolute beyond.
@@ -87,6 +87,10 @@ class MathReward:
             raise ValueError(f"tolerance must be 0 or positive and finite, got {self.tolerance}")
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
+        return self.correct if self.is_right(response, target) else self.incorrect
+
+    def is_right(self, response: str, target: str) -> bool | None:
+        """Whether it is right; None where finding out takes too long."""
         target = target.rpartition("</think>")[2]
         wanted = boxed(target)
         if wanted is None:
@@ -94,5 +98,4 @@ class MathReward:
             wanted = (hashes[-1] if hashes else target).strip()
         answer = final_answer(response)
         # Text that is the target needs no extraction, which would read "x + 2" as 2.
-        right = response.strip() == wanted != "" or (answer is not None and equal(answer, wanted, self.tolerance))
-        return self.correct if right else self.incorrect
+        return response.strip() == wanted != "" or (answer is not None and equal(answer, wanted, self.tolerance))

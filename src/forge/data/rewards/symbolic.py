@@ -30,11 +30,12 @@ _lock = threading.Lock()
 _helper: subprocess.Popen[str] | None = None
 
 
-def equivalent(answer: str, target: str) -> bool:
-    """Whether two LaTeX or plain expressions are mathematically equal; False where that cannot be shown.
+def equivalent(answer: str, target: str) -> bool | None:
+    """Whether two LaTeX or plain expressions are mathematically equal; False where that cannot be shown, None where it
+    takes more than CPU_SECONDS to find out.
 
-    What does not parse, is longer than MAX_CHARACTERS, or exceeds CPU_SECONDS is not equal. RuntimeError only if the
-    helper process itself cannot run: that is no verdict on the answer.
+    What does not parse or is longer than MAX_CHARACTERS is not equal. RuntimeError only if the helper process itself
+    cannot run: that is no verdict on the answer.
     """
     global _helper
     if max(len(answer), len(target)) > MAX_CHARACTERS or _ENORMOUS.search(answer):
@@ -59,7 +60,7 @@ def equivalent(answer: str, target: str) -> bool:
             except BrokenPipeError:
                 reply = ""
             if reply:
-                return reply == "equal\n"
+                return {"equal\n": True, "different\n": False}.get(reply)
             status = _helper.wait()
         raise RuntimeError(f"the math-verify process ends at once, with status {status}; its error is on stderr")
 
@@ -105,7 +106,8 @@ def _serve() -> None:
                 status = 0 if _equal(*json.loads(line)) else 1
             finally:
                 os._exit(status)
-        print("equal" if os.waitpid(child, 0)[1] == 0 else "different", flush=True)
+        status = os.waitpid(child, 0)[1]
+        print("unknown" if os.WIFSIGNALED(status) else "different" if status else "equal", flush=True)
 
 
 if __name__ == "__main__":

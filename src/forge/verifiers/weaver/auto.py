@@ -16,7 +16,6 @@ from .dependence import residual_correlation, within_problems
 from .normalise import NormalScores
 from .rank_mean import RankMean, likeliest_slope, rank_means, unheaped
 
-
 # So many verifiers must agree before anything follows from it, and so many before a covariance says what they share.
 FEWEST, FEWEST_TOGETHER = 3, 6
 
@@ -42,7 +41,7 @@ class Auto(Aggregator):
         one_right: exactly one response of each problem is right. Say it if it is so: it is worth many labels.
         labelled: fewest labelled problems.
         gate: largest residual correlation (root mean square, after the binned model's fit) that passes as independence.
-        heaps: largest slope of the rank mean, in logits per standard deviation, that leaves the mixture something to do.
+        heaps: largest slope of the rank mean, logits per standard deviation, that leaves the mixture something to do.
         agreement: least correlation, within problems, of the mixture's evidence with the rank mean.
         problem_effect: largest correlation, between responses to one problem, of what the mixture does not explain.
     """

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,16 @@ from .prior import sigmoid
 from .selection import selection_accuracy
 from .table import ScoreTable
 
+READING = (
+    "prompt_template",
+    "chat_template",
+    "system_prompt",
+    "chat_options",
+    "as_pair",
+    "append_eos",
+    "truncate",
+    "max_tokens",
+)
 HELD_OUT = 0.2  # of the problems: half of them calibrate, half are reported
 
 
@@ -76,7 +87,8 @@ def distil(
     say: Callable[[str], None] = lambda line: None,
     **reading: Any,
 ) -> Distilled:
-    """Train a sequence classifier of one class on the probabilities, calibrate it and leave it in `folder`.
+    """Train a sequence classifier of one class on the probabilities, calibrate it and leave it in `folder`; made aside
+    and renamed, so that what fails leaves nothing.
 
     The loss is the cross-entropy to the ensemble's probability, as section 6 of the Weaver paper (Saad-Falcon et al.
     2025) has it. Problems are divided before anything is seen, those of one prompt together: most train, some fit the
@@ -88,16 +100,21 @@ def distil(
         probabilities: [problems, responses], NaN where there is none.
         model: folder or hub id of an encoder, or any model that transformers can give a sequence classification head.
         say: told how it goes, a line an epoch.
-        **reading: how prompt and response become one text, and `max_tokens`, as of `forge.verifiers.RewardModel`.
+        **reading: how prompt and response become one text, and `max_tokens` (READING), as of
+            `forge.verifiers.RewardModel`.
 
     Raises:
-        ValueError: no texts, shapes that differ, too few prompts, settings that cannot be, or a folder with something
-            in it.
+        ValueError: no texts, shapes that differ, what is no probability, too few prompts, settings that cannot be, or a
+            folder with something in it.
     """
     if table.prompts is None or table.responses is None:
         raise ValueError("distillation needs a table with prompts and responses: these are scores alone")
     if probabilities.shape != table.present.shape:
         raise ValueError(f"probabilities are {probabilities.shape} where the responses are {table.present.shape}")
+    if ((probabilities < 0) | (probabilities > 1)).any():
+        raise ValueError("probabilities must be from 0 to 1, or NaN where there is none")
+    if unknown := sorted(reading.keys() - set(READING)):
+        raise ValueError(f"unknown {', '.join(unknown)}: how texts are read is told by {', '.join(READING)}")
     if min(epochs, batch_size) < 1 or learning_rate <= 0:
         raise ValueError("epochs and batch_size must be at least 1, and learning_rate above 0")
     folder = Path(folder)
@@ -106,40 +123,44 @@ def distil(
     where = np.argwhere(table.present & ~np.isnan(probabilities))
     _divide([table.prompts[i] for i in where[:, 0]], seed)  # too few are found out before anything is loaded
 
-    _new_classifier(model, folder, seed)
-    with quiet_loading():
-        reader = RewardModel(folder, **reading)
-    rows = reader.rows([(table.prompts[i], table.responses[i][j]) for i, j in where])
-    fits = np.array([0 < len(row.ids) <= reader.of.max_tokens for row in rows])
-    where, rows = where[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
-    train, calibrate, test = _divide([table.prompts[i] for i in where[:, 0]], seed)
-    taught = probabilities[tuple(where.T)]
-    _train(reader, rows, taught, train, epochs, batch_size, learning_rate, seed, say)
-    with quiet_loading():
-        reader.of.model.save_pretrained(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
+        aside = Path(place) / folder.name
+        _new_classifier(model, aside, seed)
+        with quiet_loading():
+            reader = RewardModel(aside, **reading)
+        rows = reader.rows([(table.prompts[i], table.responses[i][j]) for i, j in where])
+        fits = np.array([0 < len(row.ids) <= reader.of.max_tokens for row in rows])
+        where, rows = where[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
+        train, calibrate, test = _divide([table.prompts[i] for i in where[:, 0]], seed)
+        taught = probabilities[tuple(where.T)]
+        _train(reader, rows, taught, train, epochs, batch_size, learning_rate, seed, say)
+        with quiet_loading():
+            reader.of.model.save_pretrained(aside)
 
-    started = time.process_time()
-    logits = np.full(len(rows), np.nan)
-    held = np.concatenate([calibrate, test])
-    logits[held] = reader.of.run([rows[i] for i in held], lambda batch: reader.logits(batch).tolist())
-    spent = (time.process_time() - started) / len(held)
-    scale = Recalibration()
-    if np.ptp(taught[calibrate]) > 0:
-        scale = Recalibration.fit(sigmoid(logits[calibrate]), taught[calibrate])
-    said = scale(sigmoid(logits[test]))
-    found = Distilled(
-        parameters=sum(weights.numel() for weights in reader.of.model.parameters()),
-        trained=len(train),
-        tested=len(test),
-        left_out=int((~fits).sum()),
-        error=float(np.abs(said - taught[test]).mean()),
-        agreement=float(((said > 0.5) == (taught[test] > 0.5)).mean()),
-        gap=ece(said, taught[test]),
-        cpu_seconds=spent,
-        truth=_truth(table, where[test], said, taught[test]),
-    )
-    settings = {"slope": scale.slope, "intercept": scale.intercept, "scale": "probability", **reading}
-    (folder / DISTILLED).write_text(json.dumps({"reading": settings, "report": asdict(found)}, indent=1))
+        started = time.process_time()
+        logits = np.full(len(rows), np.nan)
+        held = np.concatenate([calibrate, test])
+        logits[held] = reader.of.run([rows[i] for i in held], lambda batch: reader.logits(batch).tolist())
+        spent = (time.process_time() - started) / len(held)
+        scale = Recalibration()
+        if np.ptp(taught[calibrate]) > 0:
+            scale = Recalibration.fit(sigmoid(logits[calibrate]), taught[calibrate])
+        said = scale(sigmoid(logits[test]))
+        found = Distilled(
+            parameters=sum(weights.numel() for weights in reader.of.model.parameters()),
+            trained=len(train),
+            tested=len(test),
+            left_out=int((~fits).sum()),
+            error=float(np.abs(said - taught[test]).mean()),
+            agreement=float(((said > 0.5) == (taught[test] > 0.5)).mean()),
+            gap=ece(said, taught[test]),
+            cpu_seconds=spent,
+            truth=_truth(table, where[test], said, taught[test]),
+        )
+        settings = {"slope": scale.slope, "intercept": scale.intercept, "scale": "probability", **reading}
+        (aside / DISTILLED).write_text(json.dumps({"reading": settings, "report": asdict(found)}, indent=1))
+        aside.rename(folder)
     return found
 
 

@@ -4,20 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import yaml
 
 from ...config import ConfigError, Section, read, to_dict
 from ..spec import VerifiersConfig
 from .aggregator import AGGREGATOR, Aggregator, load
 from .majority import Majority
+from .methods import check_one_right, make
 from .online import Online
-
-if TYPE_CHECKING:
-    from .reward import WeaverReward
+from .reward import Form, WeaverReward, check_form
+from .table import ScoreTable
 
 VERIFIERS = "verifiers.yaml"
+
+
+def fit_table(
+    table: ScoreTable,
+    method: str = "auto",
+    *,
+    class_balance: float | None = None,
+    one_right: bool = False,
+    labelled: int = 0,
+) -> Aggregator:
+    """The aggregator that `make` gives, fitted; it sees the labels of the first `labelled` problems and no others.
+
+    Raises:
+        ValueError: the table has none of these labels or contradicts `one_right`, or what `make` and the fit refuse.
+    """
+    aggregator = make(method, class_balance, one_right)
+    if one_right:
+        check_one_right(table)
+    if not 0 <= labelled <= len(table):
+        raise ValueError(f"labelled must be 0 to {len(table)}, the number of problems")
+    shown = table if table.labels is None else table.with_labels_of(np.arange(labelled))
+    if labelled and not len(shown.labelled_problems()):
+        raise ValueError(f"labelled is {labelled}, and there are no labels of these problems")
+    return aggregator.fit(shown)
 
 
 def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Aggregator) -> None:
@@ -45,7 +69,7 @@ class EnsembleConfig(Section):
     """The ensemble in the folder `path` as a reward, see `forge.verifiers.weaver.WeaverReward`."""
 
     path: str
-    form: Literal["probability", "logit", "threshold"] = "probability"
+    form: Form = "probability"
     threshold: float = 0.5
     clip: float = 4.0
     veto: list[str] = field(default_factory=list)
@@ -57,10 +81,10 @@ class EnsembleConfig(Section):
         for name, form in (("threshold", "threshold"), ("clip", "logit")):
             if self.form != form and self[name] != getattr(EnsembleConfig, name):
                 raise ConfigError(f"reward.ensemble.{name} does something only if reward.ensemble.form is {form}")
-        if not 0 < self.threshold <= 1 or self.clip <= 0 or self.follow < 0:
-            raise ConfigError(
-                "reward.ensemble: threshold must be above 0 and at most 1, clip above 0, follow at least 0"
-            )
+        try:
+            check_form(self.form, self.threshold, self.clip, self.follow)
+        except ValueError as error:
+            raise ConfigError(f"reward.ensemble: {error}") from None
 
     @property
     def files(self) -> list[str]:
@@ -75,6 +99,11 @@ class EnsembleConfig(Section):
             raise ConfigError(f"reward.ensemble: {error}") from None
         if isinstance(aggregator, Majority):
             raise ConfigError("reward.ensemble: majority needs answers, which a reward has not: use answer_frequency")
+        if getattr(aggregator, "one_right", False):
+            raise ConfigError(
+                "reward.ensemble was fitted with one_right, and of a policy's samples any number may be right: "
+                "fit it without"
+            )
         if self.follow and not isinstance(aggregator, Online):
             raise ConfigError(
                 f"reward.ensemble.follow needs an ensemble of method online: this is {aggregator.report.method}"
@@ -88,8 +117,6 @@ class EnsembleConfig(Section):
 
     def open(self) -> WeaverReward:
         """The reward, with its models loaded."""
-        from .reward import WeaverReward
-
         verifiers, aggregator = load_ensemble(self.path)
         settings = {name: self[name] for name in self if name != "path"}
         return WeaverReward(verifiers.panel(), aggregator, **settings)

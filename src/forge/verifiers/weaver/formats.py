@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .table import ScoreTable, families_by_name
 
 COLUMNS = ("problem", "response", "label", "answer", "prompt", "text")
 _FAMILIES = b"weaver_families"
+_PANDAS_INDEX = "__index_level_"
 
 
 def save_table(table: ScoreTable, path: Path) -> None:
@@ -61,6 +63,8 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
     responses. Left out: scores of single steps, and those of the published ensemble itself.
     """
     rows = list(rows)
+    if not rows:
+        raise ValueError("there are no rows")
     names = sorted({name for row in rows for name in row if name.endswith(("_scores", "_verdicts"))})
     names = [name for name in names if not name.endswith("_step_scores") and name != "weaver_scores"]
     if not names:
@@ -198,9 +202,12 @@ def _save_parquet(table: ScoreTable, path: Path) -> None:
 def _load_parquet(path: Path) -> ScoreTable:
     arrow, parquet = _arrow()
     try:
-        file = parquet.read_table(path)
+        with parquet.ParquetFile(path) as opened:
+            file = opened.read()
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
+    if twice := sorted(name for name, count in Counter(file.column_names).items() if count > 1):
+        raise ValueError(f"{path} has several columns called {', '.join(twice)}: give each a name of its own")
     kinds = arrow.types
     lists = [
         field.name
@@ -214,13 +221,14 @@ def _load_parquet(path: Path) -> ScoreTable:
             raise ValueError(f"{path}: {error}") from error
     if "problem" not in file.column_names:
         raise ValueError(f"{path} has neither a column problem nor lists of scores: {', '.join(file.column_names)}")
-    verifiers = [field.name for field in file.schema if field.name not in COLUMNS]
+    verifiers = [name for name in file.column_names if name not in COLUMNS and not name.startswith(_PANDAS_INDEX)]
     odd = [name for name in verifiers if not _is_number(arrow, file.schema.field(name).type)]
     if odd or not verifiers:
         raise ValueError(f"{path} needs one column of numbers a verifier: {', '.join(odd) or 'it has none'}")
     columns = {name: file[name].to_pylist() for name in COLUMNS if name in file.column_names}
     for name in ("problem", "response"):
-        if None in columns.get(name, ()):
+        # NaN is not equal to itself.
+        if any(one is None or one != one or isinstance(one, list | dict) for one in columns.get(name, ())):
             raise ValueError(f"{path}: the column {name} has rows without a number or a name")
     places = _places(columns)
     shape = (max(i for i, _ in places) + 1, max(j for _, j in places) + 1)
@@ -252,7 +260,7 @@ def _load_parquet(path: Path) -> ScoreTable:
         labels=labels,
         answers=lists_of("answer"),
         responses=lists_of("text"),
-        families=None if families is None else tuple(families[name] for name in verifiers),
+        families=None if families is None else tuple(families.get(name, name) for name in verifiers),
         present=present,
     )
     if "prompt" in columns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +82,11 @@ def _judged(aggregator: Aggregator, table: ScoreTable, p: np.ndarray) -> str:
 
         low, high = bootstrap(drawn, len(p), draws=200)
         rows.append((name, _short(measure(p, labels)), f"{_short(low)} to {_short(high)}"))
-    others = {type(one).__name__: one.fit(table).predict_proba(table)[kept] for one in (NaiveMean(), RankMean())}
-    curve = plots.selection_curve({aggregator.report.method: p, **others}, labels)
+    compared = {aggregator.report.method: p}
+    for other in (NaiveMean(), RankMean()):
+        with suppress(ValueError):  # constant scores, beside answers that a majority goes by
+            compared[type(other).__name__] = other.fit(table).predict_proba(table)[kept]
+    curve = plots.selection_curve(compared, labels)
     return (
         f"<h2>Against {len(kept)} labelled problems</h2>"
         + _table(("measure", "value", "95 % interval, problems drawn whole"), rows)

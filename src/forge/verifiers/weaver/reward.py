@@ -20,6 +20,17 @@ Form = Literal["probability", "logit", "threshold"]
 FORMS = ("probability", "logit", "threshold")
 
 
+def check_form(form: str, threshold: float, clip: float, follow: int) -> None:
+    """ValueError: settings of `WeaverReward` that cannot be."""
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    if not 0 < threshold <= 1 or clip <= 0 or follow < 0:
+        raise ValueError(
+            f"threshold must be above 0 and at most 1, clip above 0 and follow at least 0, "
+            f"got {threshold}, {clip}, {follow}"
+        )
+
+
 class WeaverReward:
     """How likely each response of a group is right, by all verifiers together.
 
@@ -29,9 +40,11 @@ class WeaverReward:
         panel: the verifiers; those that the aggregator was fitted on, and any that only veto or decide.
         aggregator: fitted.
         form: "probability"; "logit", its log-odds held to +-`clip`; "threshold", 1 where it is at least `threshold`.
-        veto: verifiers of 0 and 1 without which nothing is right: where one says less than 1/2, the probability is 0.
-        decide: verifiers of 0 and 1 that know: the probability is 1 where all that gave a score say at least 1/2, and 0
-            where one does not. A veto counts more, and where none gave a score the ensemble stands.
+        veto: verifiers of 0 and 1 without which nothing is right: where one says less than 1/2, the probability is 0,
+            and where one gave no score there is no reward, unless another says that it is wrong.
+        decide: verifiers of 0 and 1 that know, each by itself, such as one for each kind of problem: the probability is
+            0 where one says less than 1/2, else 1 where any gave a score. A veto counts more, and where none of them
+            gave a score the ensemble stands. What is right only if several agree has them as vetoes.
         follow: go on learning from every so many groups that were scored (0: never). A service of several replicas
             has as many followers, each of the groups that it sees.
 
@@ -51,13 +64,7 @@ class WeaverReward:
         decide: Sequence[str] = (),
         follow: int = 0,
     ) -> None:
-        if form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
-        if not 0 < threshold <= 1 or clip <= 0 or follow < 0:
-            raise ValueError(
-                f"threshold must be above 0 and at most 1, clip above 0 and follow at least 0, "
-                f"got {threshold}, {clip}, {follow}"
-            )
+        check_form(form, threshold, clip, follow)
         needed = [*aggregator.verifiers, *veto, *decide]
         if missing := [name for name in needed if name not in panel.names]:
             raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
@@ -76,6 +83,10 @@ class WeaverReward:
             await self._learn(scores.values[:, self._columns])
         return rewards
 
+    async def close(self) -> None:
+        """Close the verifiers."""
+        await self.panel.close()
+
     def rewards(self, scores: Scores) -> list[float | None]:
         """What the scores of a group are worth."""
         p = self.probabilities(scores)
@@ -85,14 +96,16 @@ class WeaverReward:
         return [None if np.isnan(p_i) else float(value) for p_i, value in zip(p, values, strict=True)]
 
     def probabilities(self, scores: Scores) -> np.ndarray:
-        """[responses], vetoes and decisions made; NaN where nothing is known."""
+        """[responses], vetoes and decisions made; NaN where nothing is known, or not what a veto says."""
         p = self.aggregator.predict_proba(self._table([scores.values[:, self._columns]]))[0]
         decided, vetoes = scores.values[:, self._decide], scores.values[:, self._veto]
         p = np.where((decided >= 0.5).any(1), 1.0, p)
-        p = np.where((decided < 0.5).any(1), 0.0, p)
-        return np.where((vetoes < 0.5).any(1), 0.0, p)
+        p = np.where(np.isnan(vetoes).any(1), np.nan, p)
+        return np.where((decided < 0.5).any(1) | (vetoes < 0.5).any(1), 0.0, p)
 
     async def _learn(self, values: np.ndarray) -> None:
+        if np.isnan(values).all():
+            return
         self._seen.append(values)
         if len(self._seen) < self._follow:
             return
