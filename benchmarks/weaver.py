@@ -199,7 +199,7 @@ def rewardmath(path: str, seeds: int) -> None:
     hidden, truth = table.with_labels_of([]), labels(table)
     pi = float(truth.mean())
     print(f"{len(table)} problems, {truth.shape[1]} candidates, {len(names)} verifiers. 95 % intervals: problems drawn")
-    print("whole. What needs labels is judged on the problems without, over 20 random splits.\n")
+    print("whole. What needs labels, or halves, is judged on the other problems, over 20 random splits.\n")
     rows: list[list[str]] = []
 
     def judge(name: str, p: np.ndarray) -> None:
@@ -215,9 +215,9 @@ def rewardmath(path: str, seeds: int) -> None:
         "rank mean of families, pi given": lambda pi: RankMean(pi, by_family=True),
         "correlated mixture, one right": lambda pi: CorrelatedMixture(one_right=True),
         "auto, one right": lambda pi: Auto(one_right=True),
-        "the mixture, shrink .1": lambda pi: CorrelatedMixture(one_right=True, shrink=0.1),
-        "the mixture, shrink .3": lambda pi: CorrelatedMixture(one_right=True, shrink=0.3),
     }
+    for shrink in (0.0, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3):
+        makers[f"the mixture, shrink {shrink}"] = lambda pi, s=shrink: CorrelatedMixture(one_right=True, shrink=s)  # type: ignore[misc]
     for name, make in makers.items():
         fitted = make(pi).fit(hidden)
         judge(name, fitted.predict_proba(hidden))
@@ -230,13 +230,14 @@ def rewardmath(path: str, seeds: int) -> None:
     best = int(np.argmax([selection_accuracy(p, truth) for p in ranks]))
     judge(f"best single verifier, by oracle ({names[best]})", ranks[best])
 
-    half = np.random.default_rng(0).permutation(len(table))
-    crossed = np.full_like(truth, np.nan)
-    for fit_on, judge_on in ((half[::2], half[1::2]), (half[1::2], half[::2])):
-        crossed[judge_on] = (
-            CorrelatedMixture(one_right=True).fit(hidden.take(fit_on)).predict_proba(hidden.take(judge_on))
-        )
-    judge("correlated mixture, one right, fitted on the other half", crossed)
+    for name in ("correlated mixture, one right", "auto, one right"):
+        halves = []
+        for seed in range(20):
+            order = np.random.default_rng(seed).permutation(len(table))
+            first, second = order[::2], order[1::2]
+            fitted = makers[name](pi).fit(hidden.take(first))
+            halves.append(judged(fitted.predict_proba(hidden.take(second)), truth[second]))
+        rows.append([f"{name}, fitted on the other half", *averaged(halves)])
 
     few: dict[str, Callable[[], Aggregator]] = {
         "logistic regression": AnchoredLogistic,
@@ -251,9 +252,7 @@ def rewardmath(path: str, seeds: int) -> None:
                 fitted = small().fit(table.with_labels_of(order[:count]))
                 rest = table.take(order[count:])
                 splits.append(judged(fitted.predict_proba(rest), labels(rest)))
-            mean, spread = np.mean(splits, axis=0), np.std(splits, axis=0)
-            cells = [f"{mean[0]:.3f} (sd {spread[0]:.3f})", "", "", f"{mean[1]:.3f}", f"{mean[2]:.3f}"]
-            rows.append([f"{name}, {count} labelled problems", *cells])
+            rows.append([f"{name}, {count} labelled problems", *averaged(splits)])
     judge("logistic regression on all labels, in sample", AnchoredLogistic().fit(table).predict_proba(table))
     markdown(["method", "selection", "first half", "second half", "AUC", "ECE"], rows)
     report = Auto().fit(hidden).report
@@ -275,6 +274,11 @@ def labels(table: ScoreTable) -> np.ndarray:
 
 def judged(p: np.ndarray, truth: np.ndarray) -> tuple[float, float, float]:
     return selection_accuracy(p, truth), auc(p, truth), ece(p, truth)
+
+
+def averaged(splits: Sequence[tuple[float, float, float]]) -> list[str]:
+    mean, spread = np.mean(splits, axis=0), np.std(splits, axis=0)
+    return [f"{mean[0]:.3f} (sd {spread[0]:.3f})", "", "", f"{mean[1]:.3f}", f"{mean[2]:.3f}"]
 
 
 def triple(values: Sequence[tuple[float, float, float]]) -> str:

@@ -18,6 +18,7 @@ from .rank_mean import RankMean, likeliest_slope, rank_means, unheaped
 
 # So many verifiers must agree before anything follows from it, and so many before a covariance says what they share.
 FEWEST, FEWEST_TOGETHER = 3, 6
+MORE_SHRINK = 0.1
 
 
 @dataclasses.dataclass
@@ -99,16 +100,16 @@ class Auto(Aggregator):
             return self._rank_mean(data, 0.5, warning)
         if not rms > self.gate:
             warning = "too few responses to tell whether the verifiers are conditionally independent: taken to be"
-            chosen = self._mixture(data) if self.one_right and not np.isnan(rms) else independent
+            chosen = self._mixture(data, normal)[0] if self.one_right and not np.isnan(rms) else independent
             return chosen, warning if np.isnan(rms) and m > 1 else None
         warning = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
-        mixture = self._mixture(data)
+        mixture, agreement = self._mixture(data, normal)
         found = {
-            "agreement": within_problems(mixture.evidence(data), rank_means(normal), data.problem),
+            "agreement": agreement,
             "heaps": likeliest_slope(unheaped(data)),
             "problem_effect": mixture.report.details["problem_effect"],
         }
-        sound = found["agreement"] >= self.agreement
+        sound = agreement >= self.agreement
         if not self.one_right:
             sound &= m >= FEWEST_TOGETHER and found["heaps"] <= self.heaps
             # One response of each problem leaves it unknown, NaN.
@@ -129,8 +130,18 @@ class Auto(Aggregator):
         ranks = RankMean(balance, by_family=data.table.families is not None).fit(data.table)
         return ranks, f"{warning}; labels of a few problems would help most"
 
-    def _mixture(self, data: Data) -> CorrelatedMixture:
-        return CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance).fit(data.table)
+    def _mixture(self, data: Data, normal: np.ndarray) -> tuple[CorrelatedMixture, float]:
+        """The mixture, and the correlation of its evidence with the rank mean within problems.
+
+        Of many verifiers and few problems it may take what the verifiers share for the truth. Where one response of
+        each is right it is tried again then, with a covariance that is held closer to its diagonal.
+        """
+        for shrink in (CorrelatedMixture.shrink, MORE_SHRINK):
+            mixture = CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance, shrink=shrink)
+            agreement = within_problems(mixture.fit(data.table).evidence(data), rank_means(normal), data.problem)
+            if agreement >= self.agreement or not self.one_right:
+                break
+        return mixture, agreement
 
     def update(self, data: Data) -> None:
         self.chosen.partial_fit(data.table)
