@@ -50,7 +50,7 @@ async def main(
             start.if_needed(algorithm.needs_critic, start.critic(cfg, model, record, ValueLoss(cfg.critic.clip))),
         ),
     )
-    held = await actors.resume(record, trainer, dataset, buffer, critic)
+    held = await actors.resume(record, trainer, dataset, buffer, critic, reward)
     window = Window(batch_size, max_policy_age, cfg.training.steps, record.start, held)
 
     async def rollout() -> None:
@@ -84,7 +84,7 @@ async def main(
                 metrics |= await evaluate(policy, agent or reward, held_out)
             record.log(step, await drain_metrics(), **metrics)
             if cfg.checkpoint.due(step, last):
-                await actors.save(record, trainer, dataset, buffer, critic, **cfg.checkpoint.how)
+                await actors.save(record, trainer, dataset, buffer, critic, reward, **cfg.checkpoint.how)
 
     async def learn(groups: list[Group], version: int) -> dict[str, float]:
         with phase("pack"):

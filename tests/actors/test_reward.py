@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ from forge.actors import RewardActor, VerifierActor
 from forge.config import ConfigError
 from forge.observability.metrics import drain
 from forge.verifiers.spec import CodeSpec, VerifiersConfig
-from forge.verifiers.weaver import BinnedDawidSkene, CorrelatedMixture, EnsembleConfig, ScoreTable, save_ensemble
+from forge.verifiers.weaver import (
+    BinnedDawidSkene,
+    CorrelatedMixture,
+    EnsembleConfig,
+    Online,
+    ScoreTable,
+    save_ensemble,
+)
 from tests.actors.respawn import started
 
 RULES = VerifiersConfig(rules=["apps.weaver.rules:right_length", "apps.weaver.rules:first_letter"])
@@ -115,6 +123,29 @@ def test_an_ensemble_is_checked_before_anything_is_started(ensemble, tmp_path, s
     (tmp_path / "verifiers.yaml").write_text("rules: [a, ")
     with pytest.raises(ConfigError, match="is not valid YAML"):
         EnsembleConfig(str(tmp_path)).check()
+
+
+def test_what_a_follower_has_learned_is_taken_up_again(tmp_path):
+    """With the groups that it is still to learn from: both go on alike."""
+    rng = np.random.default_rng(0)
+    right = rng.random((100, 8, 1)) < 0.5
+    said = np.where(rng.random((100, 8, 2)) < 0.8, right, ~right).astype(float)
+    save_ensemble(tmp_path, RULES, Online().fit(ScoreTable(said, tuple(RULES.names))))
+    following = RewardActor(ensemble=EnsembleConfig(str(tmp_path), follow=4))
+    before = started(following)
+    first = rewards(before)
+    for _ in range(9):
+        rewards(before)
+    states = [asyncio.run(before.state_dict())]
+    again = started(RewardActor(ensemble=EnsembleConfig(str(tmp_path), follow=4)))
+    assert rewards(again) == first
+    asyncio.run(again.load_state_dict(pickle.loads(pickle.dumps(states))))
+    learned = [rewards(before) for _ in range(4)]
+    assert learned[0] != first
+    assert learned[-1] != learned[0]
+    assert [rewards(again) for _ in range(4)] == learned
+    still = started(RewardActor(["ExactMatch"]))
+    assert asyncio.run(still.state_dict()) is None
 
 
 def test_an_ensemble_of_choices_is_no_reward(tmp_path):

@@ -1,6 +1,7 @@
 """An ensemble made and trained with, as a user does it: both recipes and the command line, with small models."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -12,8 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from apps.weaver.main import launch
 from forge.cli import main as forge
 from forge.models import build_small_model
+from forge.training.checkpoint import extra
 from forge.verifiers.files import read_problems
-from forge.verifiers.weaver import ScoreTable, load_ensemble
+from forge.verifiers.weaver import Online, ScoreTable, load_ensemble
 from forge.verifiers.weaver.distil import open_distilled
 from tests.apps.test_recipes import finish
 
@@ -98,6 +100,41 @@ def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
         assert row["reward"] == pytest.approx(sum(parts), rel=1e-3)
         assert row["accuracy"] == 0
         assert "reward/MathReward" not in row
+
+
+@pytest.mark.slow
+def test_what_an_ensemble_has_learned_by_following_is_in_the_checkpoint(folder, tmp_path):
+    made, following = folder / "ensemble", tmp_path / "following"
+    shutil.copytree(made, following)
+    (following / "aggregator.npz").unlink()
+    Online().fit(ScoreTable.load(made / "scores.npz").with_labels_of([])).save(following / "aggregator.npz")
+    config = {
+        "model": str(folder / "policy"),
+        "run": {"name": "run", "root": str(tmp_path)},
+        "dataset": DATASET,
+        "training": {"batch_size": 4, "steps": 4, "learning_rate": 1e-3, "seq_len": 256},
+        "grpo": {"n_samples": 4, "max_tokens": 6},
+        "async": {"max_policy_age": 0},
+        "reward": {"ensemble": {"path": str(following), "follow": 4}, "accuracy": "ExactMatch"},
+        "checkpoint": {"every": 2, "keep": 9},
+        "services": {"reward": {"num_replicas": 1, "share": None}},
+    }
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(config))
+
+    def learned(step: int) -> int:
+        (state,) = extra(tmp_path / f"run/checkpoints/step_{step:06}")["reward"]
+        assert state["seen"] == []
+        return state["aggregator"]["header"]["report"]["problems"]
+
+    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", str(tmp_path / "grpo.yaml"))
+    assert code == 0, output
+    assert (learned(2), learned(4)) == (40 + 8, 40 + 16)
+    shutil.rmtree(tmp_path / "run/checkpoints/step_000004")
+    shutil.rmtree(tmp_path / "run/model")
+    (tmp_path / "run/finished").unlink()
+    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--resume", str(tmp_path / "run"))
+    assert code == 0, output
+    assert learned(4) == 40 + 16
 
 
 def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):

@@ -60,6 +60,16 @@ class RewardActor(ForgeActor):
             await reward.close()
 
     @endpoint
+    async def state_dict(self) -> dict[str, Any] | None:
+        """What an ensemble that follows has learned; None where nothing learns."""
+        return await self._opened[-1].state_dict() if self.ensemble is not None and self.ensemble.follow else None
+
+    @endpoint
+    async def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Take up this replica's own of the states of all replicas; if there are more now, states are taken again."""
+        self._opened[-1].load_state_dict(states[self.context.replica % len(states)])
+
+    @endpoint
     async def evaluate_response(self, prompt: Any, response: str, target: str) -> float | None:
         """Score one response; None if it could not be scored."""
         return (await self._score(prompt, [response], target))[0][0]

@@ -17,6 +17,7 @@ async def save(
     dataset: Service,
     buffer: Service | None = None,
     critic: Service | None = None,
+    reward: Service | None = None,
     *,
     keep: int = 2,
     async_write: bool = False,
@@ -41,6 +42,9 @@ async def save(
             state["buffer"] = await buffer.state_dict.route()
         seen = None if buffer is None else state["buffer"]["seen"]
         state["dataset"] = await dataset.state_dict.route(seen)
+        if reward is not None:
+            learned = await reward.state_dict.fanout()
+            state["reward"] = [one for one in learned if one is not None]
         if critic is not None:
             # Written whole before the trainer's, which makes it count. The trainer may still be writing the one before
             # this, and has not taken away what is older: two more are kept.
@@ -54,6 +58,7 @@ async def resume(
     dataset: Service,
     buffer: Service | None = None,
     critic: Service | None = None,
+    reward: Service | None = None,
 ) -> int:
     """Take up the checkpoint that the run goes on from, if it does.
 
@@ -68,6 +73,8 @@ async def resume(
     state = await trainer.load_checkpoint.route(record.resume)
     if critic is not None:
         await critic.load_checkpoint.route(str(Path(_of_critic(record.checkpoints)) / Path(record.resume).stem))
+    if reward is not None and state.get("reward"):
+        await reward.load_state_dict.fanout(state["reward"])
     if buffer is None:
         await dataset.load_state_dict.route(state["dataset"])
         return 0

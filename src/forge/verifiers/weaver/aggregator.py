@@ -168,9 +168,8 @@ class Aggregator(ABC):
 
     def save(self, path: str | Path) -> None:
         """Write one .npz file, aside and renamed; `load` reads it anywhere."""
-        self._require_fit()
-        arrays: dict[str, np.ndarray] = {}
-        header = {"format": FORMAT, **self._pack("", arrays)}
+        state = self.state_dict()
+        header, arrays = state["header"], state["arrays"]
         path = Path(path)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -179,6 +178,12 @@ class Aggregator(ABC):
             aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`header`, plain values, and `arrays`: what `restored` makes an aggregator of again."""
+        self._require_fit()
+        arrays: dict[str, np.ndarray] = {}
+        return {"header": {"format": FORMAT, **self._pack("", arrays)}, "arrays": arrays}
 
     def _pack(self, prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """Put the arrays in, return the rest."""
@@ -253,16 +258,22 @@ def load(path: str | Path) -> Aggregator:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        header = json.loads(arrays.pop("header").tobytes())
-        if header["format"] != FORMAT:
-            raise ValueError(f"its format is {header['format']!r}, this reads {FORMAT!r}")
-        found = kind(header["kind"]).unpack(header, "", arrays)
-        if arrays:
-            raise ValueError(f"it also has {', '.join(arrays)}")
+        found = restored({"header": json.loads(arrays.pop("header").tobytes()), "arrays": arrays})
     except KeyError as error:
         raise ValueError(f"{path} is not a saved aggregator: it lacks {error}") from error
     except (TypeError, AttributeError, ValueError, OSError, EOFError, *BROKEN) as error:
         raise ValueError(f"{path} is not a saved aggregator: {error}") from error
+    return found
+
+
+def restored(state: dict[str, Any]) -> Aggregator:
+    """The aggregator of a `state_dict`. KeyError, TypeError, AttributeError or ValueError where it is none."""
+    header, arrays = state["header"], dict(state["arrays"])
+    if header["format"] != FORMAT:
+        raise ValueError(f"its format is {header['format']!r}, this reads {FORMAT!r}")
+    found = kind(header["kind"]).unpack(header, "", arrays)
+    if arrays:
+        raise ValueError(f"it also has {', '.join(arrays)}")
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ...observability import Reduce, record_metric
 from ..panel import Panel
 from ..reward import Watched
 from ..verifier import Scores
-from .aggregator import Aggregator
+from .aggregator import Aggregator, restored
 from .table import ScoreTable
 
 Form = Literal["probability", "logit", "threshold"]
@@ -86,6 +86,15 @@ class WeaverReward:
     async def close(self) -> None:
         """Close the verifiers."""
         await self.panel.close()
+
+    async def state_dict(self) -> dict[str, Any]:
+        """What it has learned by following, and the groups that it is still to learn from."""
+        async with self._learning:
+            return {"aggregator": self.aggregator.state_dict(), "seen": list(self._seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.aggregator, self._seen = restored(state["aggregator"]), list(state["seen"])
 
     def rewards(self, scores: Scores) -> list[float | None]:
         """What the scores of a group are worth."""
