@@ -72,25 +72,31 @@ def test_an_ensemble_is_not_overwritten_unasked(folder):
         launch(["--config", str(folder / "weaver.yaml")])
 
 
-def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
-    made = folder / "ensemble"
+def grpo(folder, tmp_path, steps, replicas, **sections):
+    """The configuration of a run in lock-step, in a file."""
     config = {
         "model": str(folder / "policy"),
         "run": {"name": "run", "root": str(tmp_path)},
         "dataset": DATASET,
-        "training": {"batch_size": 4, "steps": 2, "learning_rate": 1e-3, "seq_len": 256},
+        "training": {"batch_size": 4, "steps": steps, "learning_rate": 1e-3, "seq_len": 256},
         "grpo": {"n_samples": 4, "max_tokens": 6},
         "async": {"max_policy_age": 0},
-        "reward": {
-            "ensemble": {"path": str(made)},
-            "verifiers": {"distilled": [{"path": str(made / "distilled")}]},
-            "accuracy": "ExactMatch",
-        },
-        "eval": {"problems": 8},
-        "services": {"reward": {"num_replicas": 2, "share": None}},
+        "services": {"reward": {"num_replicas": replicas, "share": None}},
     }
-    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(config))
-    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", str(tmp_path / "grpo.yaml"))
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(config | sections))
+    return str(path)
+
+
+def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
+    made = folder / "ensemble"
+    reward = {
+        "ensemble": {"path": str(made)},
+        "verifiers": {"distilled": [{"path": str(made / "distilled")}]},
+        "accuracy": "ExactMatch",
+    }
+    config = grpo(folder, tmp_path, steps=2, replicas=2, reward=reward, eval={"problems": 8})
+    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", config)
     assert code == 0, output
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -108,25 +114,15 @@ def test_what_an_ensemble_has_learned_by_following_is_in_the_checkpoint(folder, 
     shutil.copytree(made, following)
     (following / "aggregator.npz").unlink()
     Online().fit(ScoreTable.load(made / "scores.npz").with_labels_of([])).save(following / "aggregator.npz")
-    config = {
-        "model": str(folder / "policy"),
-        "run": {"name": "run", "root": str(tmp_path)},
-        "dataset": DATASET,
-        "training": {"batch_size": 4, "steps": 4, "learning_rate": 1e-3, "seq_len": 256},
-        "grpo": {"n_samples": 4, "max_tokens": 6},
-        "async": {"max_policy_age": 0},
-        "reward": {"ensemble": {"path": str(following), "follow": 4}, "accuracy": "ExactMatch"},
-        "checkpoint": {"every": 2, "keep": 9},
-        "services": {"reward": {"num_replicas": 1, "share": None}},
-    }
-    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(config))
+    reward = {"ensemble": {"path": str(following), "follow": 4}, "accuracy": "ExactMatch"}
+    config = grpo(folder, tmp_path, steps=4, replicas=1, reward=reward, checkpoint={"every": 2, "keep": 9})
 
     def learned(step: int) -> int:
         (state,) = extra(tmp_path / f"run/checkpoints/step_{step:06}")["reward"]
         assert state["seen"] == []
         return state["aggregator"]["header"]["report"]["problems"]
 
-    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", str(tmp_path / "grpo.yaml"))
+    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", config)
     assert code == 0, output
     assert (learned(2), learned(4)) == (40 + 8, 40 + 16)
     shutil.rmtree(tmp_path / "run/checkpoints/step_000004")
