@@ -99,12 +99,14 @@ def reward_models(start: Path, folder: Path, args: argparse.Namespace) -> list[P
         files.append(folder / f"annotator{i}.jsonl")
         annotate(collected[i * args.problems : (i + 1) * args.problems], files[i], args.noise, i)
     trained = [reward_model(start, file, folder, i, args.reward_model_steps) for i, file in enumerate(files)]
-    if "pooled" in args.rewards:
-        pooled = folder / "annotators.jsonl"
-        pooled.write_text("".join(file.read_text() for file in files))
-        steps = args.reward_model_steps * len(files)
-        trained.append(reward_model(start, pooled, folder, len(files), steps))
     return trained
+
+
+def pooled_model(start: Path, folder: Path, args: argparse.Namespace) -> Path:
+    """One model of what all annotators prefer."""
+    pairs = folder / "annotators.jsonl"
+    pairs.write_text("".join((folder / f"annotator{i}.jsonl").read_text() for i in range(args.annotators)))
+    return reward_model(start, pairs, folder, args.annotators, args.reward_model_steps * args.annotators)
 
 
 def reward_model(start: Path, pairs: Path, folder: Path, number: int, steps: int) -> Path:
@@ -113,11 +115,10 @@ def reward_model(start: Path, pairs: Path, folder: Path, number: int, steps: int
     return recipe("reward_model", "reward_model/tiny", folder, f"reward-model{number}", settings) / "model"
 
 
-def train(reward: str, seed: int, start: Path, folder: Path, models: list[Path]) -> list[dict[str, float]]:
-    """GRPO under one of the rewards; the rows of its metrics.
-
-    models: of the annotators, and for `pooled` a last one of all of them.
-    """
+def train(
+    reward: str, seed: int, start: Path, folder: Path, models: list[Path], pooled: Path | None
+) -> list[dict[str, float]]:
+    """GRPO under one of the rewards; the rows of its metrics."""
     shared = {"model": start, "seed": seed}
     described = [{"path": str(path), "name": f"reward_model{i}"} for i, path in enumerate(models)]
     if reward in ("weaver", "distilled"):
@@ -128,6 +129,7 @@ def train(reward: str, seed: int, start: Path, folder: Path, models: list[Path])
         "single": lambda: {"reward.verifiers": {"reward_models": [described[seed % len(described)]]}},
         "weaver": lambda: {"reward.ensemble": {"path": str(ensemble)}},
         "distilled": lambda: {"reward.verifiers": {"distilled": [{"path": str(ensemble / "distilled")}]}},
+        "pooled": lambda: {"reward.verifiers": {"reward_models": [{"path": str(pooled)}]}},
         "truth": lambda: {"reward.functions": ["ExactMatch"]},
     }[reward]()
     run = recipe("grpo", "weaver/grpo", folder, f"{reward}{seed}", {"reward.ensemble": None, **GRPO, **shared, **given})
@@ -180,10 +182,11 @@ def main() -> None:
     folder, start = args.folder.resolve(), args.start.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     models = reward_models(start, folder, args)
+    pooled = pooled_model(start, folder, args) if "pooled" in args.rewards else None
     runs: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in args.rewards}
     for seed in args.seeds:
         for reward in args.rewards:
-            runs[reward][seed] = train(reward, seed, start, folder, models)
+            runs[reward][seed] = train(reward, seed, start, folder, models, pooled)
     print("| reward | before | best | after | of each seed | gap closed |\n|---|---|---|---|---|---|")
     after = {name: [held_out(rows)[-1][1] for rows in seeds.values()] for name, seeds in runs.items()}
     for name, seeds in runs.items():

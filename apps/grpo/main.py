@@ -50,8 +50,8 @@ async def main(
             start.if_needed(algorithm.needs_critic, start.critic(cfg, model, record, ValueLoss(cfg.critic.clip))),
         ),
     )
-    held = await actors.resume(record, trainer, dataset, buffer, critic, reward)
-    window = Window(batch_size, max_policy_age, cfg.training.steps, record.start, held)
+    state = (trainer, dataset, buffer, critic, reward if cfg.reward.learns else None)
+    window = Window(batch_size, max_policy_age, cfg.training.steps, record.start, await actors.resume(record, *state))
 
     async def rollout() -> None:
         prompt, target = sample = await dataset.sample.route()
@@ -84,7 +84,7 @@ async def main(
                 metrics |= await evaluate(policy, agent or reward, held_out)
             record.log(step, await drain_metrics(), **metrics)
             if cfg.checkpoint.due(step, last):
-                await actors.save(record, trainer, dataset, buffer, critic, reward, **cfg.checkpoint.how)
+                await actors.save(record, *state, **cfg.checkpoint.how)
 
     async def learn(groups: list[Group], version: int) -> dict[str, float]:
         with phase("pack"):

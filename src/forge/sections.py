@@ -251,6 +251,11 @@ class RewardConfig(Section):
         several = len(self.functions or ()) > 1 and self.accuracy is None
         return several or self.verifiers is not None or self.ensemble is not None
 
+    @property
+    def learns(self) -> bool:
+        """Whether it follows the policy."""
+        return self.ensemble is not None and self.ensemble.follow > 0
+
     def validate(self, problems: int) -> None:
         """Check it against an evaluation on so many problems."""
         if self.functions == [] and self.verifiers is None and self.ensemble is None:

@@ -146,6 +146,16 @@ def test_what_a_follower_has_learned_is_taken_up_again(tmp_path):
     assert [rewards(again) for _ in range(4)] == learned
     still = started(RewardActor(["ExactMatch"]))
     assert asyncio.run(still.state_dict()) is None
+    with pytest.raises(ValueError, match="began with an ensemble that follows"):
+        asyncio.run(still.load_state_dict(states))
+    deaf = started(RewardActor(ensemble=EnsembleConfig(str(tmp_path))))
+    with pytest.raises(ValueError, match="was saved, and this is Online that does not follow"):
+        asyncio.run(deaf.load_state_dict(states))
+    swapped = VerifiersConfig(rules=RULES.rules[::-1])
+    save_ensemble(tmp_path / "other", swapped, Online().fit(ScoreTable(said, tuple(swapped.names))))
+    other = started(RewardActor(ensemble=EnsembleConfig(str(tmp_path / "other"), follow=4)))
+    with pytest.raises(ValueError, match="of right_length, first_letter was saved, and this is one of first_letter"):
+        asyncio.run(other.load_state_dict(states))
 
 
 def test_an_ensemble_of_choices_is_no_reward(tmp_path):

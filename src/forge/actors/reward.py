@@ -56,18 +56,28 @@ class RewardActor(ForgeActor):
         self.functions += self._opened
 
     async def teardown(self) -> None:
-        for reward in self._opened:
-            await reward.close()
+        closing = [reward.close() for reward in self._opened]
+        for outcome in await asyncio.gather(*closing, return_exceptions=True):  # all, also if one fails
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     @endpoint
     async def state_dict(self) -> dict[str, Any] | None:
-        """What an ensemble that follows has learned; None where nothing learns."""
-        return await self._opened[-1].state_dict() if self.ensemble is not None and self.ensemble.follow else None
+        """What an ensemble that follows has learned in this replica; None where it does not."""
+        if self.ensemble is None or not self.ensemble.follow:
+            return None
+        return {"replica": self.context.replica, **await self._opened[-1].state_dict()}
 
-    @endpoint
+    @endpoint(catch_up=True)
     async def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Take up this replica's own of the states of all replicas; if there are more now, states are taken again."""
-        self._opened[-1].load_state_dict(states[self.context.replica % len(states)])
+        """Take up this replica's own of the states of all replicas, or one of them where it has none.
+
+        ValueError: they are of another ensemble than this one.
+        """
+        if self.ensemble is None:
+            raise ValueError("the run began with an ensemble that follows as its reward: go on with that")
+        own = [state for state in states if state["replica"] == self.context.replica]
+        self._opened[-1].load_state_dict((own or states)[0])
 
     @endpoint
     async def evaluate_response(self, prompt: Any, response: str, target: str) -> float | None:

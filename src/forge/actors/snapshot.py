@@ -27,6 +27,7 @@ async def save(
     Rollouts that are under way are not part of it. `resume` has them done again.
 
     Args:
+        reward: one that learns; its replicas are asked for `state_dict`, and given all of them by `load_state_dict`.
         keep: how many of the newest checkpoints stay.
         async_write: go on as soon as the state is copied in memory.
 
@@ -43,8 +44,7 @@ async def save(
         seen = None if buffer is None else state["buffer"]["seen"]
         state["dataset"] = await dataset.state_dict.route(seen)
         if reward is not None:
-            learned = await reward.state_dict.fanout()
-            state["reward"] = [one for one in learned if one is not None]
+            state["reward"] = await reward.state_dict.fanout()
         if critic is not None:
             # Written whole before the trainer's, which makes it count. The trainer may still be writing the one before
             # this, and has not taken away what is older: two more are kept.

@@ -122,6 +122,28 @@ def test_it_learns_from_the_groups_it_has_judged_and_hands_on_alarms():
     assert all(alarm.startswith("d: ") for alarm in alarms)
 
 
+def test_groups_that_are_waiting_for_an_update_are_not_lost():
+    """Neither to a checkpoint meanwhile nor when the calls that brought them are given up."""
+    reward = WeaverReward(Panel([Written()]), Online().fit(table()), follow=2)
+    fitted = reward.aggregator.report.problems
+    group = ["1 0 1 1", "0 0 0 1", "-1 0 0 0"]
+
+    async def go():
+        async with reward._learning:
+            calls = [asyncio.create_task(reward.score_group("p", group)) for _ in range(4)]
+            while len(reward._seen) < 4:
+                await asyncio.sleep(0)
+            for call in calls[:3]:
+                call.cancel()
+            await asyncio.sleep(0)
+        await calls[3]
+        return await reward.state_dict()
+
+    state = asyncio.run(go())
+    assert state["seen"] == []
+    assert state["aggregator"]["header"]["report"]["problems"] == fitted + 4
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

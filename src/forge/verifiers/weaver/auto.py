@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from .calibration import log_loss
 from .correlated import CorrelatedMixture
 from .dependence import residual_correlation, within_problems
 from .normalise import NormalScores
-from .rank_mean import RankMean, likeliest_slope, rank_means, unheaped
+from .rank_mean import RankMean, family_numbers, likeliest_slope, rank_means, unheaped
 
 # So many verifiers must agree before anything follows from it, and so many before a covariance says what they share.
 FEWEST, FEWEST_TOGETHER = 3, 6
@@ -25,7 +26,7 @@ MORE_SHRINK = 0.1
 class Auto(Aggregator):
     """Chooses by what the table allows. Without labels:
 
-    - one or two verifiers: `RankMean`, with a warning;
+    - one or two verifiers: `RankMean`, with a warning; with `one_right` the mixture;
     - verifiers that are conditionally independent as far as one can tell: `BinnedDawidSkene`, or with `one_right` the
       mixture, which knows what to make of that;
     - else, with a warning, `CorrelatedMixture`, where it may help and passes for sound: there are at least six
@@ -95,18 +96,20 @@ class Auto(Aggregator):
     ) -> tuple[Aggregator, str | None]:
         """What to take, and what to beware of."""
         m = len(data.columns)
-        if m < FEWEST and not self.one_right:
+        if m < FEWEST:
+            if self.one_right:
+                return self._mixture(data, normal)[0], None
             warning = f"of {m} verifier{'s' * (m > 1)} nothing can be told without labels: the rank mean is taken"
             return self._rank_mean(data, 0.5, warning)
         if not rms > self.gate:
             warning = "too few responses to tell whether the verifiers are conditionally independent: taken to be"
             chosen = self._mixture(data, normal)[0] if self.one_right and not np.isnan(rms) else independent
-            return chosen, warning if np.isnan(rms) and m > 1 else None
+            return chosen, warning if np.isnan(rms) else None
         warning = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
         mixture, agreement = self._mixture(data, normal)
         found = {
             "agreement": agreement,
-            "heaps": likeliest_slope(unheaped(data)),
+            "heaps": likeliest_slope(unheaped(data, family_numbers(data))),
             "problem_effect": mixture.report.details["problem_effect"],
         }
         sound = agreement >= self.agreement
@@ -155,6 +158,7 @@ class Auto(Aggregator):
         self.report = dataclasses.replace(
             inner,
             method=f"Auto: {inner.method}",
+            verifiers=copy.deepcopy(inner.verifiers),  # each counts its coverage
             details={**self.report.details, **inner.details},
             warnings=self.report.warnings + [text for text in inner.warnings if text not in self.report.warnings],
             residual_correlation=rms,

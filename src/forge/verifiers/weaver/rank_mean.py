@@ -13,6 +13,8 @@ from .prior import logit, sigmoid
 
 # Logits per standard deviation of the mean: it is always taken to tell something, and never to be certain.
 LEAST, MOST = 0.5, 10.0
+# Responses that this can be learned from, and about as many as it is.
+FEWEST, SAMPLE = 30, 20_000
 
 
 def rank_means(normal: np.ndarray, families: np.ndarray | None = None) -> np.ndarray:
@@ -41,20 +43,27 @@ def likeliest_slope(u: np.ndarray, steps: int = 200) -> float:
     """Logits per standard deviation of u, between LEAST and MOST, under two Gaussians of one variance that explain
     [responses] best; by expectation maximisation from halves.
 
-    Nothing is assumed of the verifiers behind u. If u is one heap, there is little to tell and the slope is small.
+    Nothing is assumed of the verifiers behind u. Where two do not explain it better than one by more than their two
+    further parameters are worth (Schwarz 1978), u is one heap, and the slope at most 1; so is that of few responses.
     """
-    z = (u - u.mean()) / (u.std() + 1e-9)
+    if len(u) < FEWEST:
+        return 1.0
+    # Of many, evenly spread ones say the same.
+    z = np.sort(u)[:: 1 + len(u) // SAMPLE]
+    z = (z - z.mean()) / (z.std() + 1e-9)
     high = (z > np.median(z)).astype(np.float64)
-    slope = 1.0
     for _ in range(steps):
         share = np.clip(high.mean(), 0.01, 0.99)
         upper, lower = high @ z / (high.sum() + 1e-9), (1 - high) @ z / ((1 - high).sum() + 1e-9)
         variance = (high @ (z - upper) ** 2 + (1 - high) @ (z - lower) ** 2) / len(z) + 1e-9
         slope, last = (upper - lower) / variance, high
-        high = sigmoid(slope * (z - (upper + lower) / 2) + logit(share))
+        odds = slope * (z - (upper + lower) / 2) + logit(share)
+        high = sigmoid(odds)
         if np.abs(high - last).max() < 1e-4:
             break
-    return float(np.clip(slope, LEAST, MOST))
+    below = np.log1p(-share) - (z - lower) ** 2 / (2 * variance) - np.log(variance) / 2
+    gain = (np.logaddexp(0.0, odds) + below + z**2 / 2).sum()
+    return float(np.clip(slope if gain > np.log(len(z)) else min(slope, 1.0), LEAST, MOST))
 
 
 def family_numbers(data: Data) -> np.ndarray | None:

@@ -93,8 +93,17 @@ class WeaverReward:
             return {"aggregator": self.aggregator.state_dict(), "seen": list(self._seen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.aggregator, self._seen = restored(state["aggregator"]), list(state["seen"])
+        """Go on from there. ValueError: it is the state of another ensemble."""
+        learned = restored(state["aggregator"])
+        if not self._follow or type(learned) is not type(self.aggregator):
+            here = type(self.aggregator).__name__ + ("" if self._follow else " that does not follow")
+            raise ValueError(f"{type(learned).__name__} that follows was saved, and this is {here}")
+        if learned.verifiers != self.aggregator.verifiers:
+            raise ValueError(
+                f"an ensemble of {', '.join(learned.verifiers)} was saved, and this is one of "
+                f"{', '.join(self.aggregator.verifiers)}: go on with the ensemble that the run began with"
+            )
+        self.aggregator, self._seen = learned, list(state["seen"])
 
     def rewards(self, scores: Scores) -> list[float | None]:
         """What the scores of a group are worth."""
@@ -116,15 +125,13 @@ class WeaverReward:
         if np.isnan(values).all():
             return
         self._seen.append(values)
-        if len(self._seen) < self._follow:
-            return
-        groups, self._seen = self._seen, []
         async with self._learning:
-            # A copy learns: groups that are judged meanwhile must not meet half of an update.
-            learned = copy.deepcopy(self.aggregator)
-            await asyncio.to_thread(learned.partial_fit, self._table(groups))
-            self.aggregator = learned
-            record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
+            while len(self._seen) >= self._follow:
+                # A copy learns: groups that are judged meanwhile must not meet half of an update.
+                learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
+                await asyncio.to_thread(learned.partial_fit, self._table(groups))
+                self.aggregator, self._seen = learned, self._seen[len(groups) :]
+                record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
     def _table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
         """[responses, verifiers] of each problem as a table, the shorter ones filled up."""
