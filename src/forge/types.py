@@ -53,14 +53,16 @@ class Sampling:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
+        flags = [name for name in self.__slots__ if isinstance(getattr(self, name), bool)]
         for ok, message in (
+            (not flags, f"{', '.join(flags)} must be a number, not true or false"),
             (self.n >= 1, f"n must be at least 1, got {self.n}"),
             (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
             (self.temperature >= 0, f"temperature must be 0 (greedy) or positive, got {self.temperature}"),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
             (self.top_k >= 0, f"top_k must be 0 (off) or positive, got {self.top_k}"),
             (
-                not isinstance(self.stop_token_ids, str) and all(isinstance(t, int) for t in self.stop_token_ids),
+                not isinstance(self.stop_token_ids, str) and all(type(token) is int for token in self.stop_token_ids),
                 f"stop_token_ids must be token ids, got {self.stop_token_ids!r}",
             ),
             (

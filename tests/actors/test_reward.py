@@ -10,6 +10,7 @@ import pytest
 from forge.actors import RewardActor, VerifierActor
 from forge.config import ConfigError
 from forge.observability.metrics import drain
+from forge.verifiers import Panel
 from forge.verifiers.spec import CodeSpec, VerifiersConfig
 from forge.verifiers.weaver import (
     BinnedDawidSkene,
@@ -87,6 +88,24 @@ def test_a_panel_is_a_service_too():
     scores = asyncio.run(actor.score("abc>", GROUP))
     assert scores.values.tolist() == [[1, 1], [1, 0], [0, 0]]
     assert asyncio.run(actor.names()) == ("right_length", "first_letter")
+
+
+def test_no_responses_have_no_rewards():
+    assert rewards(started(RewardActor(verifiers=RULES)), []) == []
+
+
+def test_all_that_was_opened_is_closed_also_where_one_closing_fails(ensemble, monkeypatch):
+    closed = []
+
+    async def failing(panel):
+        closed.append(panel)
+        raise OSError("cannot be closed")
+
+    monkeypatch.setattr(Panel, "close", failing)
+    actor = started(RewardActor(verifiers=RULES, ensemble=EnsembleConfig(ensemble)))
+    with pytest.raises(OSError, match="cannot be closed"):
+        asyncio.run(actor.teardown())
+    assert len(closed) == 2
 
 
 class Short:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pickle
@@ -19,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.data.rewards import CharacterMatch, ExactMatch, MathReward, ThinkingReward, final_answer, symbolic
-from forge.verifiers import MathVerifier
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 reward = MathReward()
@@ -144,14 +142,6 @@ def test_hostile_responses_are_quickly_wrong(response):
     start = time.monotonic()
     assert reward("q", response, "5") == 0.0
     assert time.monotonic() - start < 3.0
-
-
-def test_a_computation_without_end_is_cut_off():
-    assert not symbolic.equivalent(r"\sum_{i=1}^{1000000000} \frac{1}{i}", r"\pi")
-    found = asyncio.run(MathVerifier().score("", [r"\boxed{(x+1)^{3000} - (x+2)^{2999}}", r"\boxed{2x}"], "x + x"))
-    assert found.reasons == {(0, 0): "its answer takes too long to compare with the target"}
-    assert found.values[1, 0] == 1.0
-    assert symbolic.equivalent(r"\frac{\pi}{2}", r"\pi/2")
 
 
 MATHS = st.text(alphabet="0123456789.,/%$-+=^*x é{}()\\e ", max_size=12)

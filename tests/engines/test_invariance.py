@@ -53,9 +53,8 @@ def save(folder: Path, name: str, seed: int = 1) -> list[tuple[str, torch.Tensor
 
 
 def bits(completions: list[Completion]) -> Bits:
-    return [
-        (c.token_ids, c.logprobs, c.top_logprobs) for c in completions
-    ]  # floats that are equal are the same bits here
+    # Floats that are equal are the same bits here.
+    return [(c.token_ids, c.logprobs, c.top_logprobs) for c in completions]
 
 
 requests = st.tuples(

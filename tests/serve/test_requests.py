@@ -65,6 +65,7 @@ def test_a_chat_goes_through_the_models_template(tokenizer):
         (TEXT | {"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
         (TEXT | {"logprobs": 21}, "logprobs", "0 to 20, got 21"),
         (TEXT | {"logprobs": "5"}, "logprobs", "0 to 20"),
+        (TEXT | {"logprobs": True}, "logprobs", "0 to 20, got True"),
         (TEXT | {"top_logprobs": 5}, "top_logprobs", "did you mean 'logprobs'"),
         (TEXT | {"logprobs": 1, "echo": True}, "echo", "not scored"),
         (TEXT | {"stop_token_ids": "12"}, "stop_token_ids", "list of token ids"),

@@ -119,20 +119,40 @@ def test_programs_of_many_calls_have_time_as_long_as_some_end():
 
         async def run(self, program, *, stdin="", time_limit):
             async with self.turn:
-                await asyncio.sleep(0.05)
-                return Ended("ok", "2", 0.05)
+                await asyncio.sleep(0.02)
+                return Ended("ok", "2", 0.02)
 
         async def close(self):
             self.closed += 1
 
     async def many():
         sandbox = Busy()
-        panel = Panel([CodeVerifier(sandbox)], timeout=0.3)
+        panel = Panel([CodeVerifier(sandbox)], timeout=0.25)
         target = json.dumps([{"stdout": "2"}])
-        found = await asyncio.gather(*(panel.score("", [block("print(2)")] * 4, target) for _ in range(3)))
+        found = await asyncio.gather(*(panel.score("", [block("print(2)")] * 4, target) for _ in range(5)))
         await panel.close()
         return found, sandbox.closed
 
     found, closed = asyncio.run(many())
-    assert [part.values.tolist() for part in found] == [[[1.0]] * 4] * 3
+    assert [part.values.tolist() for part in found] == [[[1.0]] * 4] * 5
     assert closed == 1
+
+
+def test_a_program_that_was_cancelled_is_no_progress():
+    class Sometimes:
+        async def run(self, program, *, stdin="", time_limit):
+            if "hang" in program:
+                await asyncio.sleep(30)
+            if "fail" in program:
+                raise OSError("no room for a sandbox")
+            return Ended("timeout", "", time_limit)
+
+    async def some():
+        verifier = CodeVerifier(Sometimes())
+        target = json.dumps([{"stdout": "2"}])
+        await verifier.score("", [block("slow"), block("fail")], target)
+        ended = verifier.progress
+        found = await Panel([verifier], timeout=0.1).score("", [block("hang")], target)
+        return ended, verifier.progress, found.reasons[0, 0]
+
+    assert asyncio.run(some()) == (2, 2, "the verifier stood still for 0.1 s")

@@ -108,6 +108,42 @@ def test_math():
         assert score(MathVerifier(), ["3"], target).reasons == {(0, 0): "there is no target to compare with"}
 
 
+def test_a_slow_answer_is_wrong_and_a_slow_target_is_no_score():
+    found = score(MathVerifier(), [r"\boxed{(x+y+z)^{400}}", r"\boxed{2x}"], "x + x")
+    assert found.values[:, 0].tolist() == [0, 1]
+    slow = r"\int_0^{1} e^{\sin(x^{x^x})} \cos(x)^{17} dx"
+    assert score(MathVerifier(), ["2x"], slow).reasons == {(0, 0): "the target takes too long to compare"}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_progress_is_what_ended_or_ran_into_its_limit_and_not_what_was_cancelled(plain):
+    release = threading.Event()
+
+    def ends(prompt, response, target):
+        if response == "hang":
+            release.wait(30)
+        return 1.0 / len(response)
+
+    async def ends_later(prompt, response, target):
+        if response == "hang":
+            await asyncio.sleep(30)
+        return 1.0 / len(response)
+
+    async def some():
+        rule = Rule(ends if plain else ends_later, time_limit=0.2)
+        found = await rule.score("", ["a", "", "hang"])
+        ended = rule.progress
+        rule.time_limit = 30
+        call = asyncio.create_task(rule.score("", ["hang"]))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        release.set()
+        return len(found.reasons), ended, rule.progress
+
+    assert asyncio.run(some()) == (2, 3, 3)
+
+
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.none(), st.integers(0, 3)), min_size=2, max_size=8), st.data())
 def test_answer_frequency_is_the_share_of_others_who_agree(answers, data):

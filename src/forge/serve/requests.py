@@ -146,11 +146,11 @@ def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
     if not wanted:
         return None
     top = 0 if top is None else top
-    if not isinstance(top, int) or not 0 <= top <= TOP_LOGPROBS:
+    if type(top) is not int or not 0 <= top <= TOP_LOGPROBS:
         raise BadRequest(f"{name} must be 0 to {TOP_LOGPROBS}, got {top!r}", name)
     if body.get("echo"):
         raise BadRequest("echo with logprobs is not supported: prompts are not scored", "echo")
-    return int(top)
+    return top
 
 
 def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import json
+import logging
 import sqlite3
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from threading import Lock
 
+from .threads import in_own_thread
+from .verifier import Unscored, Verifier
+
+log = logging.getLogger(__name__)
+
+READING = 600.0  # seconds for a verifier to tell its fingerprint: a model reads all its weights
 WAIT = 10.0  # seconds for another process to finish writing
 AT_A_TIME = 500  # keys in one question; sqlite allows about a thousand
 
@@ -19,6 +28,52 @@ AT_A_TIME = 500  # keys in one question; sqlite allows about a thousand
 def key_of(fingerprint: str, prompt: str, responses: Sequence[str], target: str | None) -> str:
     """What stands for all that a score depends on."""
     return hashlib.sha256(json.dumps([fingerprint, prompt, list(responses), target]).encode()).hexdigest()
+
+
+class Fingerprint:
+    """What a verifier tells as its `fingerprint`, read in a thread; calls at the same time share one reading, and none
+    of them ends it.
+
+    Where it cannot be read that is logged, and from then on it is None, as of a verifier that has none.
+    """
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier, self._lost = verifier, False
+        self._reading: asyncio.Task[str | None] | None = None
+        self._since = 0.0
+
+    async def __call__(self) -> str | None:
+        """None: there is none. Takes READING seconds at most."""
+        if self._lost:
+            return None
+        reading = self._reading
+        if reading is None or reading.done() or reading.get_loop() is not asyncio.get_running_loop():
+            self._since = time.monotonic()
+            reading = self._reading = asyncio.create_task(self._read())
+        return await asyncio.shield(reading)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been read so far; 0 if it is not being read."""
+        return 0.0 if self._reading is None or self._reading.done() else time.monotonic() - self._since
+
+    async def _read(self) -> str | None:
+        name = self._verifier.names[0]
+        try:
+            return await in_own_thread(self._told, limit=READING, what=f"the fingerprint of {name}")
+        except Exception as error:
+            self._lost = True
+            reason = str(error) if isinstance(error, Unscored) else f"{type(error).__name__}: {error}"
+            log.warning("the scores of %s are not cached, for its fingerprint cannot be read: %s", name, reason)
+            return None
+
+    def _told(self) -> str | None:
+        try:
+            return self._verifier.fingerprint  # type: ignore[attr-defined]
+        except AttributeError:
+            if inspect.getattr_static(self._verifier, "fingerprint", None) is not None:
+                raise  # it has one, and fails by itself
+            return None
 
 
 class Cache:

@@ -99,7 +99,8 @@ class CodeVerifier:
             programs read otherwise. Without it nothing is cached, for nothing else can say so.
 
     Attributes:
-        progress: executions that the sandbox is done with.
+        progress: executions that have ended, in time or by their limit, or that the sandbox failed at; not those that
+            were cancelled.
 
     Raises:
         ValueError: a setting that cannot be; says which.
@@ -183,11 +184,12 @@ class CodeVerifier:
     async def _run(self, program: str, stdin: str, turn: asyncio.Semaphore) -> Result:
         async with turn:
             try:
-                return await self._sandbox.run(program, stdin=stdin, time_limit=self._time_limit)
+                result = await self._sandbox.run(program, stdin=stdin, time_limit=self._time_limit)
             except Exception as error:
-                raise Unscored(f"the sandbox failed ({type(error).__name__}: {error})") from error
-            finally:
                 self.progress += 1
+                raise Unscored(f"the sandbox failed ({type(error).__name__}: {error})") from error
+            self.progress += 1
+            return result
 
 
 @dataclass(frozen=True, slots=True)

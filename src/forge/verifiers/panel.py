@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .cache import Cache, key_of
-from .threads import Turns, within
+from .cache import Cache, Fingerprint, key_of
+from .threads import within
 from .verifier import Scores, Unscored, Verifier
 
 log = logging.getLogger(__name__)
-
-READING = 600.0  # seconds for a verifier to tell its fingerprint: a model reads all its weights
 
 
 @dataclass
@@ -53,7 +51,8 @@ class Panel:
             their `progress`, as all of this library do, it counts work, not the waiting behind other calls: they may
             take longer for a call as long as in every so many seconds they get on with any.
         cache: scores of verifiers that tell their `fingerprint` are taken from it and kept in it; with one, responses
-            that are equal are scored once.
+            that are equal are scored once. Calls wait for the fingerprint beside their time limit, and are done without
+            the cache where it cannot be read.
 
     Raises:
         ValueError: no verifier, a name that comes twice, or a timeout that is not above 0.
@@ -71,14 +70,14 @@ class Panel:
         if timeout <= 0:
             raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
         self.tallies = [Tally() for _ in self.verifiers]
-        self._telling = [Turns(1) for _ in self.verifiers]  # a model's fingerprint is read once, not by each call
+        self._fingerprints = [Fingerprint(verifier) for verifier in self.verifiers]
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, names]; never raises for what a verifier does."""
         parts = await asyncio.gather(
             *(
                 self._ask(*one, prompt, list(responses), target)
-                for one in zip(self.verifiers, self.tallies, self._telling, strict=True)
+                for one in zip(self.verifiers, self.tallies, self._fingerprints, strict=True)
             )
         )
         reasons: dict[tuple[int, int], str] = {}
@@ -94,9 +93,10 @@ class Panel:
         return "\n".join(f"{', '.join(verifier.names)}: {tally}" for verifier, tally in pairs)
 
     @property
-    def progress(self) -> int:
-        """That of all its verifiers: it limits each by itself."""
-        return sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
+    def progress(self) -> float:
+        """That of all its verifiers, and of reading their fingerprints: it limits each by itself."""
+        reading = sum(fingerprint.seconds for fingerprint in self._fingerprints)
+        return reading + sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
 
     async def close(self) -> None:
         """Close all verifiers that can be; each once, also if another's closing raises."""
@@ -106,17 +106,20 @@ class Panel:
                 raise outcome
 
     async def _ask(
-        self, verifier: Verifier, tally: Tally, telling: Turns, prompt: str, responses: list[str], target: str | None
+        self,
+        verifier: Verifier,
+        tally: Tally,
+        fingerprint: Fingerprint,
+        prompt: str,
+        responses: list[str],
+        target: str | None,
     ) -> Scores:
         if not responses:
             return Scores(np.empty((0, len(verifier.names))))
         start = time.perf_counter()
-        fingerprint: str | None = None
+        told = None if self.cache is None else await fingerprint()
         try:
-            if self.cache is not None:
-                what = f"the fingerprint of {verifier.names[0]}"
-                fingerprint = await telling(lambda: getattr(verifier, "fingerprint", None), limit=READING, what=what)
-            asked = self._cached(verifier, tally, fingerprint, prompt, responses, target)
+            asked = self._cached(verifier, tally, told, prompt, responses, target)
             found = await within(self.timeout, asked, "the verifier", lambda: getattr(verifier, "progress", None))
         except Exception as error:
             reason = str(error) if isinstance(error, Unscored) else f"{type(error).__name__}: {error}"

@@ -24,6 +24,8 @@ class Watched:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
         """[responses, names], see `Panel`."""
         scores = await self.panel.score(prompt, responses, target)
+        if not responses:
+            return scores  # none of nothing is no share
         for name, missing in zip(self.panel.names, np.isnan(scores.values).mean(0), strict=True):
             record_metric(f"missing/{name}", float(missing))
         for (_, column), reason in scores.reasons.items():

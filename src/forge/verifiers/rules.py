@@ -25,7 +25,8 @@ class Rule:
         function: called with one response at a time, a plain one in a thread, of which each rule has four. Responses of
             one call are scored one after the other by a plain function, all at once by an async one.
         name: of the column; default the function's own.
-        time_limit: seconds for one response. A plain function that exceeds it cannot be ended: its thread goes on.
+        time_limit: seconds for one response, which then has no score. An async function is cancelled; a plain one
+            cannot be ended, and its thread goes on.
         version: a text that changes when the function's scores could. Without it its scores are not cached, for nothing
             else can say so.
     """
@@ -50,7 +51,7 @@ class Rule:
 
     @property
     def progress(self) -> int:
-        """Responses for which the function has ended."""
+        """Responses that it is done with: the function has returned, raised or run into its limit."""
         return self._turns.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
@@ -72,10 +73,8 @@ class Rule:
         return await self._turns(call, limit=self.time_limit, what=self.names[0])
 
     async def _awaited(self, prompt: str, response: str, target: str | None) -> Any:
-        try:
+        with self._turns.counted():
             return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
-        finally:
-            self._turns.progress += 1
 
 
 class AnswerFrequency:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Lock, Thread
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ B = TypeVar("B")
 _AT_ONCE = 4  # functions that share their turns, in a loop
 
 
-async def within(limit: float, call: Awaitable[A], what: str, progress: Callable[[], int | None] = lambda: None) -> A:
+async def within(limit: float, call: Awaitable[A], what: str, progress: Callable[[], float | None] = lambda: None) -> A:
     """Wait for it. Unscored: `limit` seconds have passed and `progress()` has not changed in them, or it was cancelled.
 
     What takes too long is cancelled, and not waited for any more. RuntimeError: it called exit().
@@ -52,7 +52,8 @@ class Turns:
     Python cannot end a thread: one that never returns keeps its thread, and what that holds, until the process ends.
 
     Attributes:
-        progress: functions that have ended; one that took too long has not.
+        progress: functions that are done with: they have returned, raised or run into their limit. One whose call was
+            cancelled is not, so that what hangs is no progress.
     """
 
     def __init__(self, most: int = _AT_ONCE) -> None:
@@ -60,16 +61,20 @@ class Turns:
 
     async def __call__(self, function: Callable[[], A], *, limit: float, what: str) -> A:
         """What the function gives or raises. Unscored: it took more than `limit` seconds, waiting for a turn aside."""
-
-        def counted() -> A:
-            try:
-                return function()
-            finally:
-                self.progress += 1
-
         turns = _TURNS.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
         async with turns.setdefault(self, asyncio.Semaphore(self._most)):
-            return await in_own_thread(counted, limit=limit, what=what)
+            with self.counted():
+                return await in_own_thread(function, limit=limit, what=what)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """What happens within is a function too, for `progress`."""
+        try:
+            yield
+        except Exception:
+            self.progress += 1
+            raise
+        self.progress += 1
 
 
 # Not in the object, which may go to another process.

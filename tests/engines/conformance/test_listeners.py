@@ -46,9 +46,8 @@ def test_pieces_join_to_the_completions(engine: Any) -> None:
     futures = [
         engine.submit(prompt, sampling, listener=listener) for prompt, listener in zip(prompts, heard, strict=True)
     ]
-    plain = engine.submit(
-        [1, 2], replace(sampling, top_logprobs=0)
-    )  # more than there are slots, and some that nobody listens to
+    # More than there are slots, and some that nobody listens to.
+    plain = engine.submit([1, 2], replace(sampling, top_logprobs=0))
     for future, listener in zip(futures, heard, strict=True):
         assert future.result(60) == listener.completions()
         assert listener.pieces > 2 * sampling.n, "they came as they were drawn"

@@ -52,6 +52,10 @@ def test_the_reward_is_the_probability_and_none_where_nobody_gave_a_score(fitted
     assert [right, wrong, mixed] == pytest.approx(expected.tolist())
 
 
+def test_a_group_without_responses_has_no_rewards(fitted):
+    assert asyncio.run(WeaverReward(Panel([Written()]), fitted).score_group("p", [])) == []
+
+
 def test_logits_are_held_to_the_clip_and_thresholds_give_zero_or_one(fitted):
     panel = Panel([Written()])
     p = rewards(WeaverReward(panel, fitted), GROUP)

@@ -97,7 +97,7 @@ def number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def equal(answer: str, target: str, tolerance: float) -> bool | None:
-    """Whether two answers agree; None where finding out takes too long.
+    """Whether two answers agree; None where the target takes too long to compare.
 
     Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond. A
     percentage agrees both with its figure and with its value (50% with 50 and with 0.5). No text makes it raise.

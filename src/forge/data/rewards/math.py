@@ -90,7 +90,7 @@ class MathReward:
         return self.correct if self.is_right(response, target) else self.incorrect
 
     def is_right(self, response: str, target: str) -> bool | None:
-        """Whether it is right; None where finding out takes too long."""
+        """Whether it is right; None where the target takes too long to compare."""
         target = target.rpartition("</think>")[2]
         wanted = boxed(target)
         if wanted is None:

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import lru_cache
 
 CPU_SECONDS = 1.0  # CPU time rather than wall time: a verdict must not depend on how busy the machine is
 MEMORY_BYTES = 2 << 30
@@ -31,12 +32,25 @@ _helper: subprocess.Popen[str] | None = None
 
 
 def equivalent(answer: str, target: str) -> bool | None:
-    """Whether two LaTeX or plain expressions are mathematically equal; False where that cannot be shown, None where it
-    takes more than CPU_SECONDS to find out.
+    """Whether two LaTeX or plain expressions are mathematically equal; None where the target takes more than
+    CPU_SECONDS even beside itself.
 
-    What does not parse or is longer than MAX_CHARACTERS is not equal. RuntimeError only if the helper process itself
-    cannot run: that is no verdict on the answer.
+    What does not parse, is longer than MAX_CHARACTERS, or cannot be shown to be equal in CPU_SECONDS is not equal.
+    RuntimeError only if the helper process itself cannot run: that is no verdict on the answer.
     """
+    verdict = _ask(answer, target)
+    return False if verdict is None and _reads(target) else verdict
+
+
+@lru_cache(maxsize=1024)
+def _reads(target: str) -> bool:
+    """Whether it can be compared in time. If so, it is the answer that takes too long, which is then wrong: who writes
+    answers must gain nothing by slow ones."""
+    return _ask(target, target) is not None
+
+
+def _ask(answer: str, target: str) -> bool | None:
+    """None: it takes more than CPU_SECONDS to find out."""
     global _helper
     if max(len(answer), len(target)) > MAX_CHARACTERS or _ENORMOUS.search(answer):
         return False

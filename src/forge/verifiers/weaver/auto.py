@@ -120,9 +120,12 @@ class Auto(Aggregator):
         self.report.details.update(found)
         if sound:
             return mixture, f"{warning}: the correlated mixture is taken; labels of a few problems would be safer"
-        return self._rank_mean(data, independent.report.class_balance, f"{warning}: the rank mean is taken")
+        warning = f"{warning}: the rank mean is taken"
+        return self._rank_mean(data, independent.report.class_balance, warning, found["heaps"])
 
-    def _rank_mean(self, data: Data, guess: float | None, warning: str) -> tuple[Aggregator, str]:
+    def _rank_mean(
+        self, data: Data, guess: float | None, warning: str, slope: float | None = None
+    ) -> tuple[Aggregator, str]:
         balance = self.class_balance
         if self.one_right:
             balance = len(data.table) / int(data.table.present.sum())
@@ -130,7 +133,7 @@ class Auto(Aggregator):
             balance = guess
             warning = f"{warning}, and that {balance:.0%} are right is no more than a guess"
         assert balance is not None
-        ranks = RankMean(balance, by_family=data.table.families is not None).fit(data.table)
+        ranks = RankMean(balance, slope, by_family=data.table.families is not None).fit(data.table)
         return ranks, f"{warning}; labels of a few problems would help most"
 
     def _mixture(self, data: Data, normal: np.ndarray) -> tuple[CorrelatedMixture, float]:

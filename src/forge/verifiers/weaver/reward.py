@@ -77,6 +77,8 @@ class WeaverReward:
 
     async def score_group(self, prompt: str, responses: Sequence[str], target: str | None = None) -> list[float | None]:
         """The rewards, in order."""
+        if not responses:
+            return []
         scores = await self.panel.score(prompt, responses, target)
         rewards = self.rewards(scores)
         if self._follow:
