@@ -15,7 +15,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 sys.path.insert(0, str(ROOT))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """What two workers may take: a file each, or all of a folder whose fixtures are whole runs and engines."""
     items.sort(key=lambda item: item.path.parent.name != "training")  # the longest, not to be waited for at the end

@@ -186,7 +186,10 @@ class Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 def readable(pid):
     with open(f"/proc/{pid}/maps") as file:
-        start = int(next(file).split("-")[0], 16)
+        first = file.readline()
+    if not first:  # it has ended, and nobody has waited for it yet
+        return False
+    start = int(first.split("-")[0], 16)
     ours, theirs = Vector(address, 8), Vector(start, 8)
     return call(310, 270, pid, ctypes.addressof(ours), 1, ctypes.addressof(theirs), 1, 0) == 8
 for pid in others():
