@@ -139,9 +139,9 @@ def test_other_answers_are_not(response, target):
     ids=lambda text: text[:12].encode("ascii", "replace").decode(),
 )
 def test_hostile_responses_are_quickly_wrong(response):
-    start = time.monotonic()
+    start = time.thread_time()
     assert reward("q", response, "5") == 0.0
-    assert time.monotonic() - start < 3.0
+    assert time.thread_time() - start < 3.0
 
 
 MATHS = st.text(alphabet="0123456789.,/%$-+=^*x é{}()\\e ", max_size=12)

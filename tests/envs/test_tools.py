@@ -106,12 +106,14 @@ def test_calls_are_answered_in_order_with_what_came_of_them():
 
 
 def test_calls_of_a_turn_run_at_the_same_time():
-    meeting = threading.Barrier(3, timeout=10)
+    calls = 32  # more than a pool has threads: those that hang do not keep others from their turn
+    meeting = threading.Barrier(calls, timeout=30)
 
     def meet() -> int:
         return meeting.wait()
 
-    assert sorted(m["content"] for m in answer(Toolbox(meet), *[("meet", {})] * 3)) == ["0", "1", "2"]
+    messages = answer(Toolbox(meet, timeout=60.0, max_calls=calls), *[("meet", {})] * calls)
+    assert sorted(int(m["content"]) for m in messages) == list(range(calls))
 
 
 def test_a_tool_that_hangs_is_an_error_to_the_policy_and_holds_nobody_up():
@@ -156,16 +158,3 @@ def test_no_arguments_end_a_run():
     strange = [{(1, 2): 3}, int("f" * 5000, 16), deep, "\ud83d", {1: {2}}]
     for message in answer(Toolbox(add), *(("add", {"a": value, "b": "x"}) for value in strange)):
         assert message["content"].startswith("error: ")
-
-
-def test_tools_that_hang_do_not_keep_others_from_their_turn():
-    gone = threading.Event()
-
-    def hangs() -> None:
-        gone.wait(30)
-
-    began = time.monotonic()
-    texts = [m["content"] for m in answer(Toolbox(hangs, timeout=1.0, max_calls=32), *[("hangs", {})] * 32)]
-    gone.set()
-    assert texts == ["error: hangs took more than 1 s"] * 32
-    assert time.monotonic() - began < 7.9  # one after the other, by fours, would be 8
