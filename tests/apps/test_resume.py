@@ -97,7 +97,7 @@ def test_asynchronously_nothing_trains_twice_and_nothing_is_lost(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
 def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, first, then):
-    settings = {k: v for k, v in config(8, 4).items() if k not in ("grpo", "async")}
+    settings = {k: v for k, v in config(8, 4).items() if k not in ("grpo", "async", "metrics")}
     settings["training"] = settings["training"] | {"schedule": "constant"}
     settings["eval"] = {"problems": 8, "every": 4, "max_tokens": 8}
     losses = {}

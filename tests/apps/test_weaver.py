@@ -119,18 +119,19 @@ def test_what_an_ensemble_has_learned_by_following_is_in_the_checkpoint(folder, 
 
     def learned(step: int) -> int:
         (state,) = extra(tmp_path / f"run/checkpoints/step_{step:06}")["reward"]
-        assert state["seen"] == []
-        return state["aggregator"]["header"]["report"]["problems"]
+        return state["aggregator"]["header"]["report"]["problems"] + len(state["seen"])
 
     code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", config)
     assert code == 0, output
-    assert (learned(2), learned(4)) == (40 + 8, 40 + 16)
+    before = learned(2)
+    assert 40 + 8 <= before <= 40 + 12  # rollouts of the next step may be under way
+    assert learned(4) == 40 + 16
     shutil.rmtree(tmp_path / "run/checkpoints/step_000004")
     shutil.rmtree(tmp_path / "run/model")
     (tmp_path / "run/finished").unlink()
     code, output = finish(sys.executable, "-m", "apps.grpo.main", "--resume", str(tmp_path / "run"))
     assert code == 0, output
-    assert learned(4) == 40 + 16
+    assert learned(4) == before + 8
 
 
 def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):
