@@ -15,9 +15,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 sys.path.insert(0, str(ROOT))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which looks for the groups in its own
 def pytest_collection_modifyitems(items):
     """What two workers may take: a file each, or all of a folder whose fixtures are whole runs and engines."""
-    items.sort(key=lambda item: item.path.parent.name != "training")  # the longest, not to be waited for at the end
+    long = ("training", "apps", "controller")  # first, not to be waited for at the end
+    items.sort(key=lambda item: item.path.parent.name not in long)
     for item in items:
         path = item.path.relative_to(ROOT / "tests")
         together = path.parent.name in ("training", "conformance")

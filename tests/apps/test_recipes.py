@@ -14,7 +14,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from apps.grpo.config import GRPOConfig
+from forge.config import Arguments
+from forge.data.load import load_data
 from forge.models import build_small_model
+from forge.recipe import launch, prepare
+from forge.resume import Start, read_config
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -201,6 +206,13 @@ CASES = [
 def test_bad_input_is_one_line_and_starts_nothing(tmp_path, case):
     overrides, message = bad(tmp_path)[case]
     small_model(tmp_path / "runs/test/model")
+    with pytest.raises(SystemExit) as ended:
+        launch(None, GRPOConfig, command(tmp_path, *overrides)[3:])  # where None would be run, checks are over
+    assert re.match(f"error: .*{message}", str(ended.value))
+
+
+def test_a_program_that_bad_input_ends_says_no_more_than_that(tmp_path):
+    overrides, message = bad(tmp_path)["unknown key"]
     code, output = finish(*command(tmp_path, *overrides))
     assert code == 1
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -215,10 +227,13 @@ def test_long_prompts_are_skipped_by_setting(tmp_path):
     data.write_text('{"question": "abcdefghij", "answer": "b"}\n{"question": "c", "answer": "d"}\n')
     args = command(
         tmp_path, "--dataset.task", "null", "--dataset.path", str(data), "--dataset.max_prompt_tokens", "4",
-        "--eval.problems", "0", "--training.steps", "1",
+        "--eval.problems", "0",
     )  # fmt: skip
-    code, output = finish(*args)
-    assert code == 0, output
+    cfg = read_config(GRPOConfig, Arguments.parse(args[3:]))
+    model, _, record = prepare(cfg, Start())
+    record.close()
+    samples = load_data(AutoTokenizer.from_pretrained(model), seed=0, **cfg.dataset)
+    assert {next(samples).prompt.text for _ in range(4)} == {"c>"}
 
 
 def small_model(folder: Path) -> str:

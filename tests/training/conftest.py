@@ -76,7 +76,7 @@ def run(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(100)
+        process.join(250)
     for process in processes:
         process.kill()
     by_rank = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(len(processes))]
