@@ -17,12 +17,13 @@ sys.path.insert(0, str(ROOT))
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which looks for the groups in its own
 def pytest_collection_modifyitems(items):
-    """What two workers may take: a file each, or all of a folder whose fixtures are whole runs and engines."""
+    """What two workers may take: a file each, or all of a folder whose fixtures are whole runs and engines, or whose
+    programs attack whatever their user runs."""
     long = ("training", "apps", "controller")  # first, not to be waited for at the end
     items.sort(key=lambda item: item.path.parent.name not in long)
     for item in items:
         path = item.path.relative_to(ROOT / "tests")
-        together = path.parent.name in ("training", "conformance")
+        together = path.parent.name in ("training", "conformance", "sandbox")
         item.add_marker(pytest.mark.xdist_group(str(path.parent if together else path)))
 
 

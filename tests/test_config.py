@@ -198,6 +198,7 @@ def test_overrides(config):
             "threshold must be above 0 and at most 1",
         ),
         (["--reward.verifiers", "{judge: x}"], "unknown key 'reward.verifiers.judge'; did you mean 'judges'"),
+        (["--reward.verifiers", "{judges: [{url: a, model: b, no: x}]}"], r"judges\[0\].False'.*put the key in quotes"),
     ],
 )
 def test_mistakes_are_named(config, overrides, message):

@@ -107,7 +107,9 @@ def build(cls: type[T], values: Any, where: str = "") -> T:
     fields = _fields(cls)
     for name in values:
         if name not in fields:
-            raise ConfigError(f"unknown key {_join(where, name)!r}{_nearest(name, fields)}")
+            quotes = "; YAML takes a bare yes, no, on or off for true or false: put the key in quotes"
+            hint = quotes if isinstance(name, bool) else _nearest(name, fields)
+            raise ConfigError(f"unknown key {_join(where, name)!r}{hint}")
     hints = typing.get_type_hints(cls)
     known = {
         fields[name].name: _convert(hints[fields[name].name], _over_default(fields[name], value), _join(where, name))

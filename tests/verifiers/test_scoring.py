@@ -9,8 +9,9 @@ import math
 import numpy as np
 import pytest
 
-from forge.verifiers import Panel, Problem, Rule, score_table
+from forge.verifiers import Panel, Problem, Rule, Scores, score_table
 from forge.verifiers.files import read_problems, write_problems
+from forge.verifiers.reward import PanelReward
 
 
 def length(prompt, response, target):
@@ -45,6 +46,33 @@ def test_a_table_of_problems_of_different_sizes(caplog):
     assert told == [(1, 2), (2, 2)]
     assert "length: 1 of 4 scores are missing: 1 x ValueError: bad one" in caplog.text
     assert "matches: 1 of 4 scores are missing: 1 x it gave no score (None)" in caplog.text
+
+
+def test_readings_of_one_model_are_a_family():
+    class Process:
+        names = ("prm_min", "prm_last", "other")
+
+        async def score(self, prompt, responses, target=None):
+            return Scores(np.zeros((len(responses), 3)))
+
+    table = asyncio.run(score_table(Process(), PROBLEMS))
+    assert table.families == ("prm", "prm", "other")
+
+
+def test_each_reason_why_scores_are_missing_is_logged_once_in_training(caplog):
+    reasons = ["harmless", "harmless", "the endpoint is down", "harmless", *map(str, range(20))]
+
+    def fails(prompt, response, target):
+        raise ValueError(reasons[int(response)])
+
+    async def train():
+        reward = PanelReward(Panel([Rule(fails)]))
+        for number in range(len(reasons)):
+            assert await reward.score_group("p", [str(number)]) == [None]
+
+    asyncio.run(train())
+    said = [record.getMessage().rsplit(": ", 1)[1] for record in caplog.records]
+    assert said == ["harmless", "the endpoint is down", *map(str, range(8))]
 
 
 def test_a_verifier_that_raises_costs_its_problem_alone():

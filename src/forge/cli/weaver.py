@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -72,6 +73,8 @@ def _step(steps: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser
                 run(args)
         except (ValueError, OSError, ImportError) as error:
             raise SystemExit(f"error: {error}") from None
+        except KeyboardInterrupt:
+            raise SystemExit(128 + signal.SIGINT) from None
 
     parser.set_defaults(run=guarded)
     return parser
@@ -86,7 +89,11 @@ def _score(args: argparse.Namespace) -> None:
 
     check_path(args.out)
     problems = read_problems(args.responses)
-    panel = read(VerifiersConfig, Path(args.verifiers)).panel()
+    verifiers = read(VerifiersConfig, Path(args.verifiers))
+    if COLUMN in verifiers.names:
+        raise ValueError(f"a verifier cannot be named {COLUMN}: that is the column that predict adds")
+    check_path(args.out, verifiers.names)
+    panel = verifiers.panel()
 
     async def score() -> Any:
         try:
@@ -142,11 +149,12 @@ def _scores(path: str) -> Any:
 
 def _predict(args: argparse.Namespace) -> None:
     from ..verifiers.weaver import load
-    from ..verifiers.weaver.formats import check_path
+    from ..verifiers.weaver.formats import check_path, save_beside
 
     check_path(args.out)
     table, aggregator = _scores(args.scores), load(args.aggregator)
-    table.with_verifier(COLUMN, aggregator.predict_proba(table.select(aggregator.verifiers))).save(args.out)
+    p = aggregator.predict_proba(table.select(aggregator.verifiers))
+    save_beside(Path(args.scores), table.with_verifier(COLUMN, p), COLUMN, Path(args.out))
     print(f"written: {args.out}")
 
 

@@ -12,14 +12,15 @@ from .panel import Panel
 from .verifier import Scores
 
 log = logging.getLogger(__name__)
+REASONS = 10
 
 
 class Watched:
-    """A panel whose missing scores are seen: their share by verifier is a metric, and each verifier's first reason is
-    logged."""
+    """A panel whose missing scores are seen: their share by verifier is a metric, and each verifier's first `REASONS`
+    reasons are logged, each once."""
 
     def __init__(self, panel: Panel) -> None:
-        self.panel, self._told = panel, set[str]()
+        self.panel, self._told = panel, dict[str, set[str]]()
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
         """[responses, names], see `Panel`."""
@@ -30,8 +31,9 @@ class Watched:
             record_metric(f"missing/{name}", float(missing))
         for (_, column), reason in scores.reasons.items():
             name = self.panel.names[column]
-            if name not in self._told:
-                self._told.add(name)
+            told = self._told.setdefault(name, set())
+            if reason not in told and len(told) < REASONS:
+                told.add(reason)
                 log.warning("verifier %s did not score a response: %s", name, reason)
         return scores
 

@@ -80,7 +80,7 @@ async def score_table(
     Raises:
         ValueError: no problems, answers of some problems only, or a concurrency below 1.
     """
-    from .weaver.table import ScoreTable
+    from .weaver.table import ScoreTable, families_by_name
 
     if not problems or concurrency < 1:
         raise ValueError(f"there must be problems and a concurrency of at least 1: {len(problems)}, {concurrency}")
@@ -103,7 +103,7 @@ async def score_table(
         answers=[list(problem.answers or ()) for problem in problems] if all(with_answers) else None,
         prompts=[problem.prompt for problem in problems],
         responses=[list(problem.responses) for problem in problems],
-        families=None,
+        families=families_by_name(panel.names),
         present=present,
     )
 

@@ -151,12 +151,18 @@ time.sleep(0.1)
 """
 
 KILL_VICTIM = """
-for sends in (lambda: os.kill(victim, 9), lambda: os.kill(-1, 9), lambda: call(200, 130, victim, 9),
+for sends in (lambda: os.kill(victim, 9), lambda: call(200, 130, victim, 9),
               lambda: signal.pidfd_send_signal(os.pidfd_open(victim), 9)):
     try:
         sends()
     except OSError:
         pass
+"""
+KILL_EVERYBODY = """
+try:
+    os.kill(-1, 9)
+except OSError:
+    pass
 """
 SIGNAL_BY_FILE = """
 import fcntl

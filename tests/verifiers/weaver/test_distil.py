@@ -110,7 +110,7 @@ def test_what_cannot_be_distilled_is_refused(encoder, taught, tmp_path, change, 
 def test_problems_of_one_prompt_are_not_divided(encoder, taught, tmp_path):
     table, p = taught
     one = dataclasses.replace(table, prompts=["h>"] * len(table))
-    with pytest.raises(ValueError, match="1 prompts with a probability are too few"):
+    with pytest.raises(ValueError, match="1 prompts with a probability and texts that fit are too few"):
         distil(one, p, encoder, tmp_path / "d")
 
 

@@ -298,6 +298,15 @@ def test_calibration_measures():
     assert ece(np.array([1.0]), np.array([1.0])) == 0
     with pytest.raises(ValueError, match="no response has both"):
         ece(np.array([NAN]), np.array([1.0]))
+
+
+def test_labels_on_another_scale_are_refused():
+    p, y = np.array([[0.1, 0.9]]), np.array([[0.0, 1.0]])
+    for measure in (brier, ece, log_loss, auc, Recalibration.fit, selection_accuracy, accuracy_against_k, abstention):
+        measure(p, y)
+        for other in (2 * y, 2 * y - 1):
+            with pytest.raises(ValueError, match="label"):
+                measure(p, other)
     with pytest.raises(ValueError, match="go from -1"):
         ece(np.array([-1.0]), np.array([1.0]))
 

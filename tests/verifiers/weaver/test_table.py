@@ -203,7 +203,7 @@ def test_odd_columns_of_parquet(tmp_path: Path):
     assert ScoreTable.load(path).prompts is None
     for change, said in (
         ({"response": [None, 1]}, r"odd\.parquet: the column response has rows without"),
-        ({"label": ["yes", "no"]}, r"odd\.parquet, column label: labels are"),
+        ({"label": ["yes", "no"]}, r"odd\.parquet: column label: labels are"),
     ):
         parquet.write_table(arrow.table(rows | change), path)
         with pytest.raises(ValueError, match=said):

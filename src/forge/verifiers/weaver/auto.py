@@ -87,6 +87,8 @@ class Auto(Aggregator):
                 self.report.details["log_loss_of_labels"] = losses
                 if losses["AnchoredLogistic"] <= losses[name]:
                     self.chosen, warning = supervised, None
+                else:
+                    self.warn(f"labels of {labelled} problems are not used: {name} predicts them better without")
         if warning is not None:
             self.warn(warning)
         self._tell(rms, matrix, data.names)

@@ -1,7 +1,7 @@
 """How far probabilities can be taken at their word, and how to mend them with labels.
 
 All functions take arrays of one shape, such as [problems, responses], and leave out what has no probability or no
-label (NaN). ValueError where nothing is left.
+label (NaN). Labels are 1 and 0, or but for the ROC curve anything between. ValueError where nothing is left.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from .logistic import logistic_regression
 from .normalise import mid_ranks
 from .prior import logit, sigmoid
+from .table import check_labels
 
 BINS = 15
 EDGE = 1e-6
@@ -35,6 +36,7 @@ def log_loss(p: np.ndarray, labels: np.ndarray) -> float:
 def auc(p: np.ndarray, labels: np.ndarray) -> float:
     """Area under the ROC curve, ties counted half; NaN where only one class is there."""
     p, labels = _known(p, labels)
+    check_labels(labels)
     right = labels.sum()
     if right in (0, len(labels)):
         return float("nan")
@@ -106,6 +108,8 @@ def bootstrap(
     Args:
         statistic: a number from [problems] the problems drawn; NaN is left out. The interval is NaN where all are.
     """
+    if not 0 < level < 1:
+        raise ValueError(f"level is the share of draws within the interval, above 0 and below 1: got {level}")
     rng = np.random.default_rng(seed)
     found = [statistic(rng.integers(0, problems, problems)) for _ in range(draws)]
     if np.isnan(found).all():
@@ -128,4 +132,6 @@ def _known(p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     p, labels = p[both], labels[both]
     if p.min() < 0 or p.max() > 1:
         raise ValueError(f"probabilities lie in [0, 1]: these go from {p.min():g} to {p.max():g}")
+    if labels.min() < 0 or labels.max() > 1:
+        raise ValueError(f"labels lie in [0, 1]: these go from {labels.min():g} to {labels.max():g}")
     return p, labels

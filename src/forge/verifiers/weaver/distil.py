@@ -203,7 +203,8 @@ def _divide(prompts: list[str], seed: int) -> list[np.ndarray]:
     drawn = np.random.default_rng(seed).permutation(len(found))
     part = int(len(found) * HELD_OUT / 2)
     if part < 1:
-        raise ValueError(f"{len(found)} prompts with a probability are too few: at least {math.ceil(2 / HELD_OUT)}")
+        least = math.ceil(2 / HELD_OUT)
+        raise ValueError(f"{len(found)} prompts with a probability and texts that fit are too few: at least {least}")
     sets = drawn[2 * part :], drawn[:part], drawn[part : 2 * part]
     return [np.flatnonzero(np.isin(of, chosen)) for chosen in sets]
 

@@ -11,8 +11,12 @@ import yaml
 from ...config import ConfigError, Section, read, to_dict
 from ..spec import VerifiersConfig
 from .aggregator import AGGREGATOR, Aggregator, load
+from .auto import Auto
+from .binned import BinnedDawidSkene
+from .dependence import residual_correlation
 from .majority import Majority
-from .methods import check_one_right, make
+from .methods import check_labelled, check_one_right, make
+from .normalise import NormalScores
 from .online import Online
 from .reward import Form, WeaverReward, check_form
 from .table import ScoreTable
@@ -34,6 +38,7 @@ def fit_table(
         ValueError: the table has none of these labels or contradicts `one_right`, or what `make` and the fit refuse.
     """
     aggregator = make(method, class_balance, one_right)
+    check_labelled(method, labelled)
     if one_right:
         check_one_right(table)
     if not 0 <= labelled <= len(table):
@@ -41,7 +46,25 @@ def fit_table(
     shown = table if table.labels is None else table.with_labels_of(np.arange(labelled))
     if labelled and not len(shown.labelled_problems()):
         raise ValueError(f"labelled is {labelled}, and there are no labels of these problems")
-    return aggregator.fit(shown)
+    aggregator.fit(shown)
+    if isinstance(aggregator, BinnedDawidSkene):
+        _tell_dependence(aggregator, shown)
+    return aggregator
+
+
+def _tell_dependence(aggregator: BinnedDawidSkene, table: ScoreTable) -> None:
+    """What `Auto` would choose by, of a method that was asked for by name."""
+    names = [name for name in aggregator.verifiers if name not in aggregator.report.dropped]
+    p, scores = aggregator.predict_proba(table)[table.present], table.select(names).flat
+    scored = ~np.isnan(p)
+    rms, matrix = residual_correlation(NormalScores.fit(scores)(scores)[scored], p[scored])
+    report = aggregator.report
+    report.residual_correlation, report.correlated, report.correlation = rms, names, matrix.tolist()
+    if rms > Auto.gate:
+        aggregator.warn(
+            f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {Auto.gate:.2f}), and "
+            "this method takes it that they do not: its probabilities are too sure; auto would take another"
+        )
 
 
 def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Aggregator) -> None:

@@ -7,7 +7,8 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,24 @@ _PANDAS_INDEX = "__index_level_"
 
 def save_table(table: ScoreTable, path: Path) -> None:
     """Write by suffix. In Parquet there is one row a response: COLUMNS as far as known, then one column a verifier."""
-    check_path(path)
+    check_path(path, table.verifiers)
+    with _aside(path) as aside:
+        {".npz": _save_npz, ".parquet": _save_parquet}[path.suffix](table, aside)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """A place to write to, renamed afterwards."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    writers = {".npz": _save_npz, ".parquet": _save_parquet}
     try:
-        writers[path.suffix](table, aside)
+        yield aside
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
-def check_path(path: str | Path) -> None:
-    """ValueError, FileNotFoundError, ImportError: no table could be written there."""
+def check_path(path: str | Path, verifiers: Sequence[str] = ()) -> None:
+    """ValueError, FileNotFoundError, ImportError: no table of these verifiers could be written there."""
     path = Path(path)
     if path.suffix not in (".npz", ".parquet"):
         raise ValueError(f"cannot write {path}: a score table is a .npz or a .parquet file")
@@ -42,6 +49,26 @@ def check_path(path: str | Path) -> None:
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
     if path.suffix == ".parquet":
         _arrow()
+        if clash := sorted(set(COLUMNS) & set(verifiers)):
+            raise ValueError(
+                f"a verifier cannot be named {', '.join(clash)} in Parquet: the column has another meaning"
+            )
+
+
+def save_beside(source: Path, table: ScoreTable, name: str, path: Path) -> None:
+    """Write `table`, which was loaded from `source` and has one more verifier now, called `name`.
+
+    A tidy Parquet file stays as it is in Parquet, row by row, with that column beside its own.
+    """
+    check_path(path, table.verifiers)
+    file = _read_parquet(source) if (source.suffix, path.suffix) == (".parquet", ".parquet") else None
+    if file is None or "problem" not in file.column_names:
+        return save_table(table, path)
+    arrow, parquet = _arrow()
+    at = tuple(np.array(_places(_keys(file))).T)
+    column = arrow.array(table.scores[(*at, table.verifiers.index(name))], from_pandas=True)
+    with _aside(path) as aside:
+        parquet.write_table(file.append_column(name, column), aside)
 
 
 def load_table(path: Path) -> ScoreTable:
@@ -165,7 +192,8 @@ def _load_npz(path: Path) -> ScoreTable:
     except KeyError as error:
         raise ValueError(f"{path} is not a score table: it lacks {error}") from error
     except (TypeError, AttributeError, ValueError, OSError, EOFError, *BROKEN) as error:
-        raise ValueError(f"{path} is not a score table: {error}") from error
+        said = "it is no .npz file of numbers" if "allow_pickle" in str(error) else error
+        raise ValueError(f"{path} is not a score table: {said}") from error
     scores, verifiers, present = needed
     try:
         return ScoreTable(scores, verifiers, present=present, **texts, **arrays)
@@ -175,9 +203,6 @@ def _load_npz(path: Path) -> ScoreTable:
 
 def _save_parquet(table: ScoreTable, path: Path) -> None:
     arrow, parquet = _arrow()
-    clash = sorted(set(COLUMNS) & set(table.verifiers))
-    if clash:
-        raise ValueError(f"a verifier cannot be named {', '.join(clash)} in Parquet: the column has another meaning")
     problem = table.problem_of
     columns: dict[str, Any] = {
         "problem": problem,
@@ -193,21 +218,31 @@ def _save_parquet(table: ScoreTable, path: Path) -> None:
         columns["text"] = [text for texts in table.responses for text in texts]
     for name, column in zip(table.verifiers, table.flat.T, strict=True):
         columns[name] = arrow.array(column, from_pandas=True)
-    made = arrow.table(columns)
-    if table.families is not None:
-        made = made.replace_schema_metadata({_FAMILIES: json.dumps(dict(zip(table.verifiers, table.families)))})  # noqa: B905
+    families = None if table.families is None else dict(zip(table.verifiers, table.families, strict=True))
+    made = arrow.table(columns).replace_schema_metadata({_FAMILIES: json.dumps(families)})
     parquet.write_table(made, path)
 
 
-def _load_parquet(path: Path) -> ScoreTable:
-    arrow, parquet = _arrow()
+def _read_parquet(path: Path) -> Any:
+    _, parquet = _arrow()
     try:
         with parquet.ParquetFile(path) as opened:
-            file = opened.read()
+            return opened.read()
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
+
+
+def _load_parquet(path: Path) -> ScoreTable:
+    try:
+        return _from_parquet(_read_parquet(path))
+    except ValueError as error:
+        raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from error
+
+
+def _from_parquet(file: Any) -> ScoreTable:
+    arrow, _ = _arrow()
     if twice := sorted(name for name, count in Counter(file.column_names).items() if count > 1):
-        raise ValueError(f"{path} has several columns called {', '.join(twice)}: give each a name of its own")
+        raise ValueError(f"it has several columns called {', '.join(twice)}: give each a name of its own")
     kinds = arrow.types
     lists = [
         field.name
@@ -215,21 +250,14 @@ def _load_parquet(path: Path) -> ScoreTable:
         if kinds.is_list(field.type) or kinds.is_large_list(field.type) or kinds.is_fixed_size_list(field.type)
     ]
     if any(name.endswith(("_scores", "_verdicts")) for name in lists):
-        try:
-            return from_public(file.to_pylist())
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return from_public(file.to_pylist())
     if "problem" not in file.column_names:
-        raise ValueError(f"{path} has neither a column problem nor lists of scores: {', '.join(file.column_names)}")
+        raise ValueError(f"it has neither a column problem nor lists of scores: {', '.join(file.column_names)}")
     verifiers = [name for name in file.column_names if name not in COLUMNS and not name.startswith(_PANDAS_INDEX)]
     odd = [name for name in verifiers if not _is_number(arrow, file.schema.field(name).type)]
     if odd or not verifiers:
-        raise ValueError(f"{path} needs one column of numbers a verifier: {', '.join(odd) or 'it has none'}")
-    columns = {name: file[name].to_pylist() for name in COLUMNS if name in file.column_names}
-    for name in ("problem", "response"):
-        # NaN is not equal to itself.
-        if any(one is None or one != one or isinstance(one, list | dict) for one in columns.get(name, ())):
-            raise ValueError(f"{path}: the column {name} has rows without a number or a name")
+        raise ValueError(f"it needs one column of numbers a verifier: {', '.join(odd) or 'it has none'}")
+    columns = _keys(file) | {name: file[name].to_pylist() for name in COLUMNS[2:] if name in file.column_names}
     places = _places(columns)
     shape = (max(i for i, _ in places) + 1, max(j for _, j in places) + 1)
     rows, at = np.arange(len(places)), tuple(np.array(places).T)
@@ -250,10 +278,11 @@ def _load_parquet(path: Path) -> ScoreTable:
 
     # Integers beyond 2^53 are rounded, as floats are.
     numbers = [file[name].cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False) for name in verifiers]
-    families = json.loads((file.schema.metadata or {}).get(_FAMILIES, b"null"))
+    by_name = zip(verifiers, families_by_name(verifiers), strict=True)
+    families = json.loads(told) if (told := (file.schema.metadata or {}).get(_FAMILIES)) else dict(by_name)
     labels = None
     if "label" in columns:
-        labels = spread(np.array(_labels(columns["label"], f"{path}, column label")))
+        labels = spread(np.array(_labels(columns["label"], "column label")))
     table = ScoreTable(
         spread(np.stack(numbers, axis=1)),
         tuple(verifiers),
@@ -267,9 +296,19 @@ def _load_parquet(path: Path) -> ScoreTable:
         prompts = [columns["prompt"][r] for r in order]
         firsts = [prompts[start] for start in np.flatnonzero(np.diff(table.problem_of, prepend=-1))]
         if any(prompts[k] != firsts[i] for k, i in enumerate(table.problem_of)):
-            raise ValueError(f"{path}: one problem has several prompts")
+            raise ValueError("one problem has several prompts")
         table.prompts = _prompts(firsts)
     return table
+
+
+def _keys(file: Any) -> dict[str, list[Any]]:
+    """Which problem each row is of, and which response it is as far as that is said."""
+    keys = {name: file[name].to_pylist() for name in ("problem", "response") if name in file.column_names}
+    for name, column in keys.items():
+        # NaN is not equal to itself.
+        if any(one is None or one != one or isinstance(one, list | dict) for one in column):
+            raise ValueError(f"the column {name} has rows without a number or a name")
+    return keys
 
 
 def _places(columns: Mapping[str, list[Any]]) -> list[tuple[int, int]]:
@@ -292,7 +331,8 @@ def _places(columns: Mapping[str, list[Any]]) -> list[tuple[int, int]]:
 
 
 def _is_number(arrow: Any, kind: Any) -> bool:
-    return arrow.types.is_floating(kind) or arrow.types.is_integer(kind) or arrow.types.is_boolean(kind)
+    types = arrow.types
+    return types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind) or types.is_null(kind)
 
 
 def _arrow() -> tuple[Any, Any]:

@@ -35,6 +35,15 @@ METHODS: dict[str, type[Aggregator]] = {
 }
 
 
+USE_LABELS = ("auto", "anchored")
+
+
+def check_labelled(method: str, labelled: int) -> None:
+    """ValueError: labels are to be shown to a method that does not look at them."""
+    if labelled and method not in USE_LABELS:
+        raise ValueError(f"method {method} does not look at labels: leave labelled out")
+
+
 def check_one_right(table: ScoreTable) -> None:
     """ValueError: by the table's labels, problems have none or several right responses."""
     if table.labels is None:

@@ -63,7 +63,7 @@ def _judged(aggregator: Aggregator, table: ScoreTable, p: np.ndarray) -> str:
     """What can be said with labels."""
     labels = table.labels
     if labels is None or not (~np.isnan(labels) & ~np.isnan(p)).any():
-        return "<p>Without labels nothing can be said here about how right the probabilities are.</p>"
+        return "<p>Without labels that the fit has not seen nothing can be said here about how right it is.</p>"
     kept = table.labelled_problems()
     p, labels = p[kept], labels[kept]
     measures: list[tuple[str, Callable[[np.ndarray, np.ndarray], float]]] = [
@@ -81,7 +81,7 @@ def _judged(aggregator: Aggregator, table: ScoreTable, p: np.ndarray) -> str:
             return measure(p[chosen], labels[chosen]) if judged else float("nan")
 
         low, high = bootstrap(drawn, len(p), draws=200)
-        rows.append((name, _short(measure(p, labels)), f"{_short(low)} to {_short(high)}"))
+        rows.append((name, _short(measure(p, labels)), "" if np.isnan(low) else f"{_short(low)} to {_short(high)}"))
     compared = {aggregator.report.method: p}
     for other in (NaiveMean(), RankMean()):
         with suppress(ValueError):  # constant scores, beside answers that a majority goes by

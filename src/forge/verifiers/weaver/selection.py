@@ -12,7 +12,7 @@ from math import comb
 
 import numpy as np
 
-from .table import ScoreTable
+from .table import ScoreTable, check_labels
 
 
 def best_of(p: np.ndarray) -> np.ndarray:
@@ -36,6 +36,7 @@ def chosen_right(p: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """[problems] the probability that the choice is right; NaN where a problem has no labels."""
     if np.shape(p) != np.shape(labels):
         raise ValueError(f"probabilities are {np.shape(p)} and labels {np.shape(labels)}")
+    check_labels(np.asarray(labels))
     filled = np.where(np.isnan(p), -1.0, p)
     top = np.where(np.isnan(labels), -2.0, filled).max(1, keepdims=True)
     ties = (filled == top) & ~np.isnan(labels)
@@ -62,6 +63,7 @@ def accuracy_against_k(p: np.ndarray, labels: np.ndarray, ks: Sequence[int] | No
     Raises:
         ValueError: a k that some problem has not the responses for.
     """
+    check_labels(labels)
     known = ~np.isnan(labels)
     rows = [(np.where(np.isnan(p[i, m]), -1.0, p[i, m]), labels[i, m]) for i, m in enumerate(known) if m.any()]
     fewest = min((len(label) for _, label in rows), default=0)

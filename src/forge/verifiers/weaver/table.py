@@ -24,7 +24,8 @@ class ScoreTable:
         labels: [problems, responses]: 1 right, 0 wrong, NaN unknown.
         answers: the final answer of each response, "" where it gave none, for votes.
         prompts, responses: the texts, for distillation; a prompt that is not known is "".
-        families: one name a verifier; those that share one are known to be related, as readings of one model are.
+        families: one name a verifier; those that share one are known to be related, as readings of one model are. In
+            files that do not say it, `families_by_name`.
         present: [problems, responses] bool, True up to a problem's last response; all by default. Lists (answers,
             responses) hold only the present ones.
 
@@ -199,6 +200,13 @@ def families_by_name(verifiers: Sequence[str]) -> tuple[str, ...]:
     return tuple(READINGS.sub("", name) for name in verifiers)
 
 
+def check_labels(labels: np.ndarray) -> None:
+    """ValueError: some are neither 1 nor 0 nor NaN."""
+    wrong = labels[(labels != 0) & (labels != 1) & ~np.isnan(labels)]
+    if wrong.size:
+        raise ValueError(f"a label is {wrong[0]}: 1 is right, 0 wrong, NaN unknown")
+
+
 def _names(verifiers: Sequence[str], count: int) -> tuple[str, ...]:
     names = (verifiers,) if isinstance(verifiers, str) else tuple(str(name) for name in verifiers)
     if len(names) != count:
@@ -213,10 +221,7 @@ def _labels(labels: np.ndarray, present: np.ndarray) -> np.ndarray:
     labels = np.asarray(labels, dtype=np.float64)
     if labels.shape != present.shape:
         raise ValueError(f"labels are {labels.shape} where the responses are {present.shape}")
-    known = labels[~np.isnan(labels)]
-    wrong = known[(known != 0) & (known != 1)]
-    if wrong.size:
-        raise ValueError(f"a label is {wrong[0]}: 1 is right, 0 wrong, NaN unknown")
+    check_labels(labels)
     if not np.isnan(labels[~present]).all():
         # Labels come as whole arrays of 0 and 1 more often than not; what is not there has none.
         labels = np.where(present, labels, np.nan)
