@@ -234,7 +234,8 @@ class VerifiersConfig(Section):
         if not names:
             raise ConfigError(f"{where} has none: set rules, reward_models, judges, math or another")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"{where}: two are called {', '.join(repeated)}: give one another name")
+            rename = "give one another name (a rule has that of its function)"
+            raise ConfigError(f"{where}: two are called {', '.join(repeated)}: {rename}")
         if self.cache is not None and not Path(self.cache).parent.is_dir():
             raise ConfigError(f"{where}.cache: the folder of {self.cache} does not exist")
 

@@ -127,6 +127,7 @@ class Online(BinnedDawidSkene):
             said += "; it is listened to all the same, with no more verifiers than this"
         elif self.mute:
             self.muted[v] = True
+            said += "; it is listened to no more"
             # What the others were measured by was partly its word.
             self.watch = np.zeros_like(self.watch)
         self.report.alarms.append(f"{names[v]}: {said}")
