@@ -9,7 +9,6 @@ from forge.data.config import DatasetConfig
 from forge.sections import GeneratorConfig, RunConfig, ServiceConfig
 from forge.verifiers.spec import VerifiersConfig
 from forge.verifiers.weaver import make
-from forge.verifiers.weaver.methods import check_labelled
 
 
 @dataclass
@@ -42,8 +41,7 @@ class FitConfig(Section):
 
     def validate(self) -> None:
         try:
-            make(self.method, self.class_balance, self.one_right)
-            check_labelled(self.method, self.labelled)
+            make(self.method, self.class_balance, self.one_right, self.labelled)
         except ValueError as error:
             raise ConfigError(f"fit: {error}") from None
         if self.method == "majority":

@@ -107,9 +107,7 @@ def build(cls: type[T], values: Any, where: str = "") -> T:
     fields = _fields(cls)
     for name in values:
         if name not in fields:
-            quotes = "; YAML takes a bare yes, no, on or off for true or false: put the key in quotes"
-            hint = quotes if isinstance(name, bool) else _nearest(name, fields)
-            raise ConfigError(f"unknown key {_join(where, name)!r}{hint}")
+            raise ConfigError(f"unknown key {_join(where, name)!r}{_nearest(name, fields)}")
     hints = typing.get_type_hints(cls)
     known = {
         fields[name].name: _convert(hints[fields[name].name], _over_default(fields[name], value), _join(where, name))
@@ -253,6 +251,8 @@ def _plain(hint: type) -> str:
 
 
 def _nearest(name: Any, among: Any) -> str:
+    if isinstance(name, bool):
+        return "; YAML takes a bare yes, no, on or off for true or false: put the key in quotes"
     near = difflib.get_close_matches(str(name), [str(a) for a in among], n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(map(str, among))}"
 

@@ -206,9 +206,11 @@ CASES = [
 def test_bad_input_is_one_line_and_starts_nothing(tmp_path, case):
     overrides, message = bad(tmp_path)[case]
     small_model(tmp_path / "runs/test/model")
+    before = children(os.getpid())
     with pytest.raises(SystemExit) as ended:
         launch(None, GRPOConfig, command(tmp_path, *overrides)[3:])  # where None would be run, checks are over
-    assert re.match(f"error: .*{message}", str(ended.value))
+    assert re.fullmatch(f"error: .*{message}.*", str(ended.value))  # a dot is no end of a line
+    assert children(os.getpid()) == before
 
 
 def test_a_program_that_bad_input_ends_says_no_more_than_that(tmp_path):

@@ -128,7 +128,7 @@ def test_nothing_is_left_when_run_returns():
 
     started = run(main())
     assert len(started) >= 4
-    assert gone_within(started, 10)
+    assert gone_within(started, 0.5)
 
 
 def children() -> list[int]:

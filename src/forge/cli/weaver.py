@@ -87,7 +87,6 @@ def _score(args: argparse.Namespace) -> None:
     from ..verifiers.spec import VerifiersConfig
     from ..verifiers.weaver.formats import check_path
 
-    check_path(args.out)
     problems = read_problems(args.responses)
     verifiers = read(VerifiersConfig, Path(args.verifiers))
     if COLUMN in verifiers.names:

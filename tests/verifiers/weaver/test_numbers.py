@@ -298,6 +298,8 @@ def test_calibration_measures():
     assert ece(np.array([1.0]), np.array([1.0])) == 0
     with pytest.raises(ValueError, match="no response has both"):
         ece(np.array([NAN]), np.array([1.0]))
+    with pytest.raises(ValueError, match="go from -1"):
+        ece(np.array([-1.0]), np.array([1.0]))
 
 
 def test_labels_on_another_scale_are_refused():
@@ -307,8 +309,6 @@ def test_labels_on_another_scale_are_refused():
         for other in (2 * y, 2 * y - 1):
             with pytest.raises(ValueError, match="label"):
                 measure(p, other)
-    with pytest.raises(ValueError, match="go from -1"):
-        ece(np.array([-1.0]), np.array([1.0]))
 
 
 def test_recalibration_undoes_a_distortion():

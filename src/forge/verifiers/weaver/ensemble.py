@@ -15,7 +15,7 @@ from .auto import Auto
 from .binned import BinnedDawidSkene
 from .dependence import residual_correlation
 from .majority import Majority
-from .methods import check_labelled, check_one_right, make
+from .methods import check_one_right, make
 from .normalise import NormalScores
 from .online import Online
 from .reward import Form, WeaverReward, check_form
@@ -37,8 +37,7 @@ def fit_table(
     Raises:
         ValueError: the table has none of these labels or contradicts `one_right`, or what `make` and the fit refuse.
     """
-    aggregator = make(method, class_balance, one_right)
-    check_labelled(method, labelled)
+    aggregator = make(method, class_balance, one_right, labelled)
     if one_right:
         check_one_right(table)
     if not 0 <= labelled <= len(table):

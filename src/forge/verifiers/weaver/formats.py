@@ -233,10 +233,11 @@ def _read_parquet(path: Path) -> Any:
 
 
 def _load_parquet(path: Path) -> ScoreTable:
+    file = _read_parquet(path)
     try:
-        return _from_parquet(_read_parquet(path))
+        return _from_parquet(file)
     except ValueError as error:
-        raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _from_parquet(file: Any) -> ScoreTable:
@@ -278,8 +279,9 @@ def _from_parquet(file: Any) -> ScoreTable:
 
     # Integers beyond 2^53 are rounded, as floats are.
     numbers = [file[name].cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False) for name in verifiers]
-    by_name = zip(verifiers, families_by_name(verifiers), strict=True)
-    families = json.loads(told) if (told := (file.schema.metadata or {}).get(_FAMILIES)) else dict(by_name)
+    told = (file.schema.metadata or {}).get(_FAMILIES)
+    by_name = dict(zip(verifiers, families_by_name(verifiers), strict=True))
+    families = by_name if told is None else json.loads(told)
     labels = None
     if "label" in columns:
         labels = spread(np.array(_labels(columns["label"], "column label")))

@@ -33,15 +33,7 @@ METHODS: dict[str, type[Aggregator]] = {
     "triplets": MedianTriplets,
     "weaver": PublishedWeaver,
 }
-
-
 USE_LABELS = ("auto", "anchored")
-
-
-def check_labelled(method: str, labelled: int) -> None:
-    """ValueError: labels are to be shown to a method that does not look at them."""
-    if labelled and method not in USE_LABELS:
-        raise ValueError(f"method {method} does not look at labels: leave labelled out")
 
 
 def check_one_right(table: ScoreTable) -> None:
@@ -54,17 +46,20 @@ def check_one_right(table: ScoreTable) -> None:
         raise ValueError(f"{wrong} problems have none or several right responses by their labels, not one")
 
 
-def make(method: str, class_balance: float | None = None, one_right: bool = False) -> Aggregator:
+def make(method: str, class_balance: float | None = None, one_right: bool = False, labelled: int = 0) -> Aggregator:
     """An aggregator that is still to be fitted.
 
     Args:
         class_balance: the share of right responses, where it is known.
         one_right: exactly one response of each problem is right.
+        labelled: of how many problems it is going to see labels.
 
     ValueError: no such method, or it has no use for what is given.
     """
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}: take one of {', '.join(METHODS)}")
+    if labelled and method not in USE_LABELS:
+        raise ValueError(f"method {method} does not look at labels: leave labelled out")
     check_balance(class_balance)
     if class_balance is not None and one_right:
         raise ValueError("one right response of each problem is a share of its own: leave the share out")
