@@ -1,0 +1,78 @@
+"""Objects by name: `package.module:Name` and its settings, as a configuration or a command line gives them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def nearest(name: object, known: Iterable[object]) -> str:
+    """The hint that ends an error about an unknown name: the closest known one, or all of them."""
+    if isinstance(name, bool):
+        return "; YAML reads a bare yes, no, on or off as true or false: quote the key"
+    options = [str(option) for option in known]
+    close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(options) or 'none'}"
+
+
+def resolve(name: str, what: str, home: str | None = None) -> Any:
+    """The object that `package.module:Name` names.
+
+    Args:
+        what: what the errors call it, such as "reward".
+        home: the module that names without a colon are looked up in; None requires the full form.
+
+    Raises:
+        ValueError: the module or the name does not exist.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not colon and home is None:
+        raise ValueError(f"{what} {name!r} is unknown: write package.module:Name")
+    try:
+        return getattr(importlib.import_module(module or str(home)), attribute)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"{what} {name!r} was not found ({error}); write package.module:Name") from error
+
+
+def construct(target: Callable[..., Any], settings: Mapping[str, Any], where: str) -> Any:
+    """`target(**settings)`, where the settings come from a file: names and types are checked against its signature.
+
+    Args:
+        where: the configuration key, for errors.
+
+    Raises:
+        ValueError: an unknown or missing setting, a wrong type, or what `target` itself raises (ValueError, TypeError).
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    if unknown := [name for name in settings if name not in parameters]:
+        raise ValueError(f"unknown key {f'{where}.{unknown[0]}'!r}{nearest(unknown[0], parameters)}")
+    if missing := [n for n, p in parameters.items() if p.default is p.empty and n not in settings]:
+        raise ValueError(f"{f'{where}.{missing[0]}'!r} must be set")
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        adapter = TypeAdapter(hints.get(name, Any), config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+        try:
+            # A YAML list stands for a tuple, a whole number for a float: strict in all else.
+            values[name] = adapter.validate_python(tuple(value) if _wants_tuple(hints.get(name), value) else value)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ValueError(f"{where}.{name}: {problem['msg']}, got {problem['input']!r:.80}") from None
+    try:
+        return target(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _wants_tuple(hint: Any, value: Any) -> bool:
+    return isinstance(value, list) and tuple in (typing.get_origin(hint), hint)
