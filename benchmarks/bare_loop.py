@@ -61,11 +61,11 @@ def bare(cfg: Any) -> Clock:
     from transformers import AutoTokenizer
 
     from forge.actors.reward import load_reward
-    from forge.advantages import group_relative
-    from forge.credit import skip_idle
+    from forge.algorithms.advantages import group_relative
     from forge.data.load import load_data
     from forge.data.packing import pack
     from forge.engines import EmbeddedEngine
+    from forge.training.credit import skip_idle
     from forge.training.distributed import join
     from forge.training.optimizer import OptimizerSettings
     from forge.training.trainer import PolicyTrainer

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer, Window
-from forge.advantages import group_relative
+from forge.algorithms.advantages import group_relative
 from forge.controller import Service, endpoint, first_to_end, run, runtime
 from forge.data.packing import pack
 from forge.losses import GRPOLoss

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.advantages import group_relative, leave_one_out
+from forge.algorithms.advantages import group_relative, leave_one_out
+from forge.algorithms.gae import whiten
+from forge.algorithms.terms import kl, sequence_mean_weights, token_mean_weights, weighted_sum
 from forge.losses import Correction, ReinforcePlusPlusLoss, ValueLoss, gae, load_algorithm
-from forge.losses.common import kl, sequence_mean_weights, token_mean_weights, weighted_sum
-from forge.losses.gae import whiten
 
 PEERS = Path(__file__).parents[1] / "tests" / "losses" / "peers.json"
 HORIZON, GROUP = 16, 3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.advantages import group_relative
+from forge.algorithms.advantages import group_relative
 
 REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=32)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from forge.algorithms import Algorithm, Correction, load_algorithm
 from forge.config import ConfigError, Section
 from forge.data.config import DatasetConfig
-from forge.losses import Algorithm, Correction, PolicyLoss, load_algorithm
 from forge.sections import MetricsConfig, RecipeConfig, ServiceConfig
 
 
@@ -168,7 +168,7 @@ class GRPOConfig(RecipeConfig):
                 "only: set grpo.loss.clip_ratio or grpo.correction, or make one update",
             ),
             (
-                isinstance(algorithm, PolicyLoss) and not algorithm.beta and bool({"kl", "kl_in"} & algo.loss.keys()),
+                not algorithm.beta and bool({"kl", "kl_in"} & algo.loss.keys()),
                 "grpo.loss.kl and grpo.loss.kl_in do nothing: grpo.beta is 0",
             ),
             (

@@ -11,7 +11,7 @@ import asyncio
 from typing import Any
 
 from apps.grpo.config import GRPOConfig
-from forge import actors, credit, start
+from forge import actors, start
 from forge.actors import Agent, Window, evaluate
 from forge.controller import drain_metrics, first_to_end
 from forge.data.packing import pack
@@ -20,6 +20,7 @@ from forge.losses import Algorithm, ValueLoss
 from forge.observability import Run, phase
 from forge.recipe import launch
 from forge.store import VersionStore
+from forge.training import credit
 from forge.types import Episode, Group, Sample
 
 

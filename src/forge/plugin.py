@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -49,16 +50,24 @@ def construct(target: Callable[..., Any], settings: Mapping[str, Any], where: st
     """
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    parameters = {
-        name: parameter
-        for name, parameter in inspect.signature(target).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
+    # A constructor with **kwargs passes them on to that of its base.
+    calls = (
+        [vars(c)["__init__"] for c in target.__mro__ if "__init__" in vars(c)] if inspect.isclass(target) else [target]
+    )
+    parameters: dict[str, inspect.Parameter] = {}
+    hints: dict[str, Any] = {}
+    for call in calls:
+        found = inspect.signature(call).parameters.values()
+        named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        parameters = {p.name: p for p in named[inspect.isclass(target) :]} | parameters
+        # A dataclass has the names of its annotations in the modules of itself and its bases.
+        hints = _hints(target if dataclasses.is_dataclass(target) else call) | hints
+        if all(p.kind is not p.VAR_KEYWORD for p in found):
+            break
     if unknown := [name for name in settings if name not in parameters]:
         raise ValueError(f"unknown key {f'{where}.{unknown[0]}'!r}{nearest(unknown[0], parameters)}")
     if missing := [n for n, p in parameters.items() if p.default is p.empty and n not in settings]:
         raise ValueError(f"{f'{where}.{missing[0]}'!r} must be set")
-    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     values: dict[str, Any] = {}
     for name, value in settings.items():
         adapter = TypeAdapter(hints.get(name, Any), config=ConfigDict(strict=True, arbitrary_types_allowed=True))
@@ -72,6 +81,13 @@ def construct(target: Callable[..., Any], settings: Mapping[str, Any], where: st
         return target(**values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(target)
+    except NameError:  # annotated with names that only a type checker imports: any value is accepted
+        return {}
 
 
 def _wants_tuple(hint: Any, value: Any) -> bool:

@@ -52,7 +52,7 @@ from functools import partial
 
 from apps.grpo.config import GRPOConfig
 from apps.grpo.main import main
-from forge.losses.algorithm import OwnLoss
+from forge.algorithms import load_algorithm
 from forge.recipe import launch
 
 
@@ -61,7 +61,7 @@ def plain(logprobs, advantages, weights, scale=1.0):
 
 
 if __name__ == "__main__":
-    launch(partial(main, algorithm=OwnLoss(plain, scale=2.0)), GRPOConfig)
+    launch(partial(main, algorithm=load_algorithm(plain, scale=2.0)), GRPOConfig)
 """
 
 

@@ -37,7 +37,7 @@ LENGTHS = [5, 1, 3, 8, 2]
 def call(loss_fn: torch.nn.Module, tensors: dict[str, Tensor]) -> Tensor:
     """With the tensors that it takes by name, as the trainer calls it."""
     known = tensors | {"padding_mask": (tensors["weights"] != 0).double()}
-    names = inspect.signature(loss_fn.forward).parameters
+    names = inspect.signature(loss_fn).parameters
     return loss_fn(**{name: known[name] for name in names if name in known})
 
 

@@ -18,7 +18,7 @@ LOSSES = {
     "simple_grpo weighted": lambda x: SimpleGRPOLoss(0.1)(
         x["logprobs"], x["ref_logprobs"], x["advantages"], MASK, WEIGHTS
     ),
-    "grpo": lambda x: GRPOLoss(0.2, 0.2, 0.1, 0.01)(
+    "grpo": lambda x: GRPOLoss(0.2, 0.2, beta=0.1, entropy_coef=0.01)(
         x["logprobs"], x["behaviour_logprobs"], x["advantages"], WEIGHTS, x["ref_logprobs"], x["entropy"]
     ),
     "reinforce": lambda x: ReinforceLoss(0.2)(x["logprobs"], x["ref_logprobs"], x["advantages"], MASK),

@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
+from forge.algorithms.terms import weighted_sum
 from forge.losses import Algorithm, GRPOLoss, GSPOLoss, load_algorithm
-from forge.losses.common import weighted_sum
 
 
 def own_loss(logprobs, advantages, weights, scale: float = 1.0):
@@ -81,29 +81,29 @@ def test_a_class_of_ones_own():
         ("no.such.module:Name", {}, "was not found .*write package.module:Name"),
         ("my_losses:nothing", {}, "was not found"),
         ("my_losses:three", {}, "is neither a class nor a function"),
-        ("my_losses:Plain", {"in_features": 1, "out_features": 1}, "is no forge.losses.Algorithm"),
-        ("grpo", {"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg': did you mean 'clip_high'"),
-        ("rloo", {"tau_positive": 1.0}, "algorithm rloo has no setting 'tau_positive': it has clip_low, clip_high"),
-        ("sapo", {"clip_low": 0.1}, "algorithm sapo has no setting 'clip_low'"),
-        ("ppo", {"normalize": False}, "algorithm ppo has no setting 'normalize'"),
+        ("my_losses:Plain", {"in_features": 1, "out_features": 1}, "needs 'input', which is not a tensor of a batch"),
+        ("grpo", {"clip_hihg": 0.3}, "unknown key 'grpo.clip_hihg'; did you mean 'clip_high'"),
+        ("rloo", {"tau_positive": 1.0}, "unknown key 'grpo.tau_positive'; known here: clip_low, clip_high"),
+        ("sapo", {"clip_low": 0.1}, "unknown key 'grpo.clip_low'"),
+        ("ppo", {"normalize": False}, "unknown key 'grpo.normalize'"),
         ("rloo", {"kl_in": "reward"}, "RLOO has its KL in the loss"),
         ("decoupled_ppo", {"correction": None}, "decoupled PPO is its correction"),
-        ("grpo", {"std": "mean"}, "std must be sample or population"),
-        ("distill", {"beta": 0.1}, "algorithm distill has no setting 'beta'"),
-        ("my_losses:needs_scale", {}, "algorithm my_losses:needs_scale needs 'scale', which is no tensor"),
-        ("grpo", {"clip_low": "a"}, "algorithm grpo: "),
-        ("grpo", {"correction": "mask"}, "correction must be a Correction"),
-        ("grpo", {"entropy_coef": -1.0}, "beta must be at least 0, and so must entropy_coef"),
+        ("grpo", {"std": "mean"}, "grpo.std: Input should be 'sample' or 'population', got 'mean'"),
+        ("distill", {"beta": 0.1}, "distill has no KL besides its own"),
+        ("my_losses:needs_scale", {}, "algorithm my_losses:needs_scale needs 'scale', which is not a tensor"),
+        ("grpo", {"clip_low": "a"}, "grpo.clip_low: Input should be a valid number, got 'a'"),
+        ("grpo", {"correction": "mask"}, "grpo.correction: Input should be an instance of Correction"),
+        ("grpo", {"entropy_coef": -1.0}, "beta and entropy_coef must be at least 0"),
         ("my_losses:own_loss", {"factor": 1.0}, "has no setting 'factor': it has scale"),
         ("grpo", {"clip_low": 2.0}, "clip_low must be in"),
         ("grpo", {"dual_clip": 1.1}, "dual_clip must be above 1"),
-        ("grpo", {"beta": -1.0}, "beta must be at least 0"),
-        ("grpo", {"kl": "k4"}, "kl must be k1, k2 or k3"),
-        ("grpo", {"kl_in": "advantage"}, "kl_in must be loss or reward"),
+        ("grpo", {"beta": -1.0}, "beta and entropy_coef must be at least 0"),
+        ("grpo", {"kl": "k4"}, "grpo.kl: Input should be 'k1', 'k2' or 'k3'"),
+        ("grpo", {"kl_in": "advantage"}, "grpo.kl_in: Input should be 'loss' or 'reward'"),
         ("dapo", {"dynamic_sampling": -1}, "dynamic_sampling must be at least 0"),
         ("cispo", {"clip_low": 1.5}, "clip_low must be in"),
         ("sapo", {"tau_negative": 0.0}, "tau_positive and tau_negative must be above 0"),
-        ("reinforce", {"baseline": "group"}, "baseline must be batch or none"),
+        ("reinforce", {"baseline": "group"}, "grpo.baseline: Input should be 'batch' or 'none'"),
         ("ppo", {"trace": 1.5}, "discount and trace must be in"),
         ("distill", {"clip_high": -1.0}, "clip_high must be at least 0"),
     ],

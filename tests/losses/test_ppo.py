@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
+from forge.algorithms.gae import packed, padded, whiten
 from forge.losses import ValueLoss, gae
-from forge.losses.gae import packed, padded, whiten
 
 MASKS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4)
 

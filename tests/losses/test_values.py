@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from forge.algorithms.terms import importance_ratio, kl_k3
 from forge.losses import GRPOLoss, ReinforceLoss, SFTLoss, SimpleGRPOLoss
-from forge.losses.common import importance_ratio, kl_k3
 
 MASK = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [1, 1, 1, 1]])
 TRAINED = [(b, t) for b in range(3) for t in range(4) if MASK[b, t]]
@@ -62,7 +62,7 @@ def test_simple_grpo():
 @pytest.mark.parametrize(("beta", "entropy_coef"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
 def test_grpo(beta: float, entropy_coef: float):
     x = tensors()
-    loss_fn = GRPOLoss(0.1, 0.3, beta, entropy_coef)
+    loss_fn = GRPOLoss(0.1, 0.3, beta=beta, entropy_coef=entropy_coef)
     names = ("logprobs", "behaviour_logprobs", "advantages", "weights", "ref_logprobs", "entropy")
     value = 0.0
     for place in TRAINED:

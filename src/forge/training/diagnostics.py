@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..losses.common import importance_ratio, kl_k3
+from ..algorithms.terms import importance_ratio, kl_k3
 from .distributed import Ranks
 from .named import Loss, Named, call_by_name
 

@@ -1,4 +1,4 @@
-"""The pieces that losses share: importance ratio, clip, KL estimates, sums over sequences, aggregation.
+"""Terms that algorithms share: importance ratio, clip, KL estimators, sums over sequences, aggregation.
 
 Tensors are [batch, seq], where each row is a sequence, or packed [tokens] with `sequences` [tokens], the number of each
 token's sequence from 0. A token is trained where its `weights` is not 0.
@@ -52,9 +52,30 @@ def clipped_surrogate(
     return torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
 
 
+def beyond_clip(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """Where `clipped_surrogate` has no gradient; bool, of the shape of `ratio`."""
+    high = (ratio > 1.0 + clip_high) & (advantages > 0)
+    low = (ratio < 1.0 - clip_low) & (advantages < 0)
+    return high | low if dual_clip is None else high | low | ((ratio > dual_clip) & (advantages < 0))
+
+
+def check_clip(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
+    """Check the bounds of `clipped_surrogate`.
+
+    Raises:
+        ValueError: the interval does not contain 1, or the dual clip lies inside it.
+    """
+    if not 0 <= clip_low < 1 or clip_high < 0:
+        raise ValueError(f"clip_low must be in [0, 1) and clip_high at least 0, got {clip_low} and {clip_high}")
+    if dual_clip is not None and dual_clip <= 1 + clip_high:
+        raise ValueError(f"dual_clip must be above 1 + clip_high, got {dual_clip}")
+
+
 def weighted_gradient(ratio: Tensor, logprobs: Tensor, advantages: Tensor, high: float, low: float = 0.0) -> Tensor:
-    """`stop_gradient(clip(r, low, high)) * A * log pi`, to be maximised: a bound on the importance weight that takes no
-    token's gradient away."""
+    """`stop_gradient(clip(r, low, high)) * A * log pi`, to be maximised: bounds the importance weight and
+    keeps every token's gradient."""
     return ratio.detach().clamp(low, high) * advantages * logprobs
 
 

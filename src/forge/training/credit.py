@@ -1,28 +1,42 @@
-"""Credit assignment: from the rewards of episodes to the advantage of every token of a batch."""
+"""Credit assignment: from the rewards of episodes to a batch with an advantage for every token.
+
+rewards [groups][samples]  --algorithm.advantages-->  one number per episode  --pack-->  Batch
+Batch + reference, critic  --assign-->  one number per token
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from .losses import Algorithm
-from .losses.common import kl
-from .losses.gae import gae, packed, padded, whiten
-from .observability import Reduce, record_metric
-from .types import Batch, Episode, Group
+from ..algorithms import Algorithm
+from ..algorithms.gae import gae, packed, padded, whiten
+from ..algorithms.terms import kl
+from ..data.packing import pack
+from ..observability import Reduce, record_metric
+from ..types import Batch, Episode, Group
 
 
-def record_age(groups: Sequence[Group], version: int) -> None:
-    """How many versions before `version`, which is to be trained, the groups' oldest tokens were sampled."""
+def make_batch(groups: Sequence[Group], algorithm: Algorithm, version: int, **shares: Any) -> Batch:
+    """The groups as one batch that trains weights `version`, with episode-level advantages.
+
+    Sequences that cannot change the gradient are left out, see `skip_idle`. Records how many versions old the groups
+    are, and the share of groups without signal.
+
+    Args:
+        shares: `aggregation` and `horizon` of `forge.data.packing.pack`.
+    """
     for group in groups:
         record_metric("policy_age", version - group.version)
         record_metric("policy_age", version - group.version, Reduce.MAX)
+    return skip_idle(pack(learnable(groups, algorithm), **shares), algorithm)
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
-    """The groups' episodes with their advantages, in the order of the data. All branches of one have the same."""
+    """The groups' episodes with their advantages, in the order of the data. All branches of an episode share one."""
     for group, advantages in zip(groups, algorithm.advantages([group.rewards for group in groups]), strict=True):
         for episode, advantage in zip(group.episodes, advantages, strict=True):
             for branch in (*episode.branches, episode):
@@ -34,21 +48,23 @@ def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
 
 
 def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch without the sequences that cannot change its gradient, because their advantage is 0 and the loss has
-    nothing else to say of them. All others keep their share of the loss. A batch of such sequences alone stays."""
-    more_to_say = algorithm.needs_reference or algorithm.entropy_coef or algorithm.whiten
-    if more_to_say or not (algorithm.within_group and algorithm.advantages_alone):
+    """The batch without sequences that have no gradient: their advantage is 0 and the loss has no other term.
+
+    All others keep their share of the loss. A batch of such sequences alone is returned unchanged.
+    """
+    other_terms = algorithm.needs_reference or algorithm.entropy_coef or algorithm.whiten
+    if other_terms or not (algorithm.within_group and algorithm.advantages_alone):
         return batch
     cuts = np.cumsum(batch.lengths)[:-1]
-    teaching = np.array([values.any() for values in np.split(batch.advantages, cuts)])
-    return batch.select(np.flatnonzero(teaching)) if teaching.any() else batch
+    has_signal = np.array([values.any() for values in np.split(batch.advantages, cuts)])
+    return batch.select(np.flatnonzero(has_signal)) if has_signal.any() else batch
 
 
 def assign(batch: Batch, algorithm: Algorithm) -> None:
-    """Fill in what depends on more than an episode's own reward: KL in the reward, a critic's values, whitening.
+    """Fill in token-level credit, in place: KL in the reward, GAE over a critic's values, whitening.
 
-    `batch.advantages` come in as one number an episode. They leave as they came, less the KL that a sequence still has
-    before it; with a critic they are made anew from `batch.rewards` and `batch.values`, and `batch.returns` is set.
+    `batch.advantages` holds one number per episode. It becomes that number less the KL still to come in its sequence;
+    with a critic it is computed from `batch.rewards` and `batch.values` instead, and `batch.returns` is set.
 
     Raises:
         ValueError: the batch lacks what the algorithm needs.

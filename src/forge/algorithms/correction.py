@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .common import BOUND, log_ratio, over_tokens, sequence_means, sequence_sums, where_trained
+from .terms import BOUND, log_ratio, over_tokens, sequence_means, sequence_sums, where_trained
 
 Kind = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "geometric"]
@@ -53,7 +53,7 @@ class Correction:
 
     @torch.no_grad()
     def ratio(self, logprobs: Tensor, behaviour_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-        """The unbounded weights, of the shape of `logprobs`; see `forge.losses.common` for `weights`, `sequences`."""
+        """The unbounded weights, of the shape of `logprobs`; `weights` and `sequences` as in `terms`."""
         logs = where_trained(log_ratio(logprobs, behaviour_logprobs), weights)
         if self.level == "sequence":
             logs = over_tokens(sequence_sums(logs, sequences).clamp(-BOUND, BOUND), logs, sequences)

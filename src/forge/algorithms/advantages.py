@@ -1,4 +1,4 @@
-"""Advantages: how much better an episode did than what was to be expected of it.
+"""Advantages of episodes: the reward less a baseline.
 
 Functions of the rewards of one prompt's samples, [samples], or of several prompts', [groups][samples].
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
+
+Std = Literal["sample", "population"]
 
 
 def group_relative(
-    rewards: Sequence[float], *, normalize: bool = True, epsilon: float = 1e-4, population: bool = False
+    rewards: Sequence[float], normalize: bool = True, epsilon: float = 1e-4, std: Std = "sample"
 ) -> list[float]:
     """Group-relative advantages of GRPO (Shao et al. 2024, DeepSeekMath, eq. 3): `(r_i - mean) / (std + epsilon)`.
 
@@ -19,7 +22,7 @@ def group_relative(
         normalize: divide by the group's standard deviation; False gives Dr.GRPO's centred rewards (Liu et al. 2025),
             which do not over-weight groups that are nearly all right or all wrong.
         epsilon: added to the standard deviation.
-        population: the deviation of the samples themselves (n) and not the estimate for their source (n - 1).
+        std: "sample" is the unbiased estimate (n - 1), "population" the deviation of the samples themselves (n).
 
     Raises:
         ValueError: fewer than two rewards; a group of one has no baseline.
@@ -27,8 +30,14 @@ def group_relative(
     centred = _centred(rewards)
     if not normalize:
         return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - (0 if population else 1)))
-    return [c / (std + epsilon) for c in centred]
+    deviation = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - (0 if std == "population" else 1)))
+    return [c / (deviation + epsilon) for c in centred]
+
+
+def check_std(std: str, epsilon: float) -> None:
+    """ValueError: not a standard deviation that `group_relative` has."""
+    if std not in ("sample", "population") or epsilon < 0:
+        raise ValueError(f"std must be sample or population and std_epsilon at least 0, got {std}, {epsilon}")
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .common import weighted_sum, wide
+from .terms import weighted_sum, wide
 
 
-class SFTLoss(nn.Module):
+class SFTLoss:
     """Maximum likelihood: the weighted cross-entropy of given tokens, `-sum(weights * logprobs)`."""
 
-    def forward(self, logprobs: Tensor, weights: Tensor) -> Tensor:
+    def __call__(self, logprobs: Tensor, weights: Tensor) -> Tensor:
         """`logprobs` and `weights` of one shape. Returns a scalar, in nats."""
         return -weighted_sum(wide(logprobs), weights)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .common import in_order, log_ratio, pairs, weighted_sum, where_trained
+from .terms import in_order, log_ratio, pairs, weighted_sum, where_trained
 
 
-class DPOLoss(nn.Module):
+@dataclass(eq=False)
+class DPOLoss:
     """DPO (Rafailov et al. 2023, eq. 7), with the label smoothing of conservative DPO (Mitchell 2023).
 
         per pair:  -(1 - s) * log sigmoid(m) - s * log sigmoid(-m)
@@ -26,15 +30,18 @@ class DPOLoss(nn.Module):
         ValueError: a setting outside its range.
     """
 
-    unit = 2  # sequences that belong together
+    beta: float = 0.1
+    label_smoothing: float = 0.0
 
-    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
-        super().__init__()
-        if beta <= 0 or not 0 <= label_smoothing < 0.5:
-            raise ValueError(f"beta must be above 0 and label_smoothing in [0, 0.5), got {beta} and {label_smoothing}")
-        self.beta, self.label_smoothing = beta, label_smoothing
+    unit: ClassVar[int] = 2  # sequences that belong together
 
-    def forward(
+    def __post_init__(self) -> None:
+        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"beta must be above 0 and label_smoothing in [0, 0.5), got {self.beta} and {self.label_smoothing}"
+            )
+
+    def __call__(
         self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None = None
     ) -> Tensor:
         """All tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.

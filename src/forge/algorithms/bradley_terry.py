@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .common import in_order, pairs, sequence_sums, weighted_sum, where_trained
+from .terms import in_order, pairs, sequence_sums, weighted_sum, where_trained
 
 
-class BradleyTerryLoss(nn.Module):
+@dataclass(eq=False)
+class BradleyTerryLoss:
     """The preferred answer should score higher (Bradley & Terry 1952; Ouyang et al. 2022, eq. 1).
 
         per pair:  -log sigmoid(s_chosen - s_rejected) + center * (s_chosen + s_rejected)^2
@@ -24,15 +28,15 @@ class BradleyTerryLoss(nn.Module):
         ValueError: `center` below 0.
     """
 
-    unit = 2  # sequences that belong together
+    center: float = 0.0
 
-    def __init__(self, center: float = 0.0) -> None:
-        super().__init__()
-        if center < 0:
-            raise ValueError(f"center must be at least 0, got {center}")
-        self.center = center
+    unit: ClassVar[int] = 2  # sequences that belong together
 
-    def forward(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> Tensor:
+    def __post_init__(self) -> None:
+        if self.center < 0:
+            raise ValueError(f"center must be at least 0, got {self.center}")
+
+    def __call__(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> Tensor:
         """Both tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
 
         Raises:

@@ -1,22 +1,25 @@
-"""On-policy distillation: the student writes, the teacher says how likely each token would have been to it."""
+"""On-policy distillation: the student samples, the teacher scores every token of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .common import log_ratio, weighted_gradient, where_trained
-from .correction import Correction
-from .policy import PolicyLoss
+from .base import Algorithm
+from .terms import log_ratio, weighted_gradient, where_trained
 
 
-class DistillLoss(PolicyLoss):
-    """The reverse KL from student to teacher on what the student wrote (Agarwal et al. 2024, GKD; Lu et al. 2025,
+@dataclass(eq=False)
+class Distill(Algorithm):
+    """The reverse KL from student to teacher on the student's samples (Agarwal et al. 2024, GKD; Lu et al. 2025,
     "On-policy distillation"), by its policy gradient.
 
-        per token:  -min(pi / behaviour, 1 + clip_high) * stop_gradient(log teacher - log pi) * log pi
+        A = stop_gradient(log teacher - log pi)  of each token
+        per token:  -min(ratio, 1 + clip_high) * A * log pi
 
     Each token is judged by itself: it has the reward log(teacher / pi) and no part in what comes after it. In
     expectation over the student's tokens this is the gradient of KL(pi || teacher) at each position. The teacher is
@@ -24,32 +27,32 @@ class DistillLoss(PolicyLoss):
 
     Args:
         clip_high: the importance weight of a token is at most 1 + clip_high.
-        entropy_coef, correction: of `PolicyLoss`.
     """
 
-    uses_rewards = False
+    clip_high: float = 1.0
+
+    uses_rewards: ClassVar[bool] = False
     within_group = False
-    needs_teacher = True
+    needs_teacher: ClassVar[bool] = True
 
-    def __init__(
-        self, clip_high: float = 1.0, *, entropy_coef: float = 0.0, correction: Correction | None = None
-    ) -> None:
-        super().__init__(entropy_coef=entropy_coef, correction=correction)
-        if clip_high < 0:
-            raise ValueError(f"clip_high must be at least 0, got {clip_high}")
-        self.clip_high = clip_high
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip_high < 0:
+            raise ValueError(f"clip_high must be at least 0, got {self.clip_high}")
+        if self.beta or (self.kl, self.kl_in) != ("k3", "loss"):
+            raise ValueError("distill has no KL besides its own to the teacher: leave beta, kl and kl_in out")
 
-    def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Rewards play no part: zeros, which `forward` does not read."""
-        return [[0.0 for _ in group] for group in groups]
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Zeros: rewards play no part, and `__call__` does not read them."""
+        return [[0.0 for _ in group] for group in rewards]
 
-    def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        return weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high)
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high)
 
-    def limited(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         return ratio > 1.0 + self.clip_high
 
-    def forward(  # type: ignore[override]
+    def __call__(  # type: ignore[override]
         self,
         logprobs: Tensor,
         behaviour_logprobs: Tensor,
@@ -60,11 +63,11 @@ class DistillLoss(PolicyLoss):
         sequences: Tensor | None = None,
     ) -> Tensor:
         """All tensors of one shape; `ref_logprobs` are the teacher's. Returns a scalar."""
-        reward = where_trained(log_ratio(ref_logprobs, logprobs.detach()), weights)
-        return super().forward(
+        advantages = where_trained(log_ratio(ref_logprobs, logprobs.detach()), weights)
+        return super().__call__(
             logprobs,
             behaviour_logprobs,
-            reward,
+            advantages,
             weights,
             entropy=entropy,
             proximal_logprobs=proximal_logprobs,

@@ -1,0 +1,210 @@
+"""What an algorithm is: the loss of every token, the advantages it is weighted by, and how its batch is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .advantages import group_relative
+from .correction import Correction
+from .terms import Estimator, importance_ratio, kl, weighted_sum, where_trained
+
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
+
+# The tensors that a loss may take by name, see `forge.algorithms`.
+TENSORS = (
+    *("logprobs", "entropy", "behaviour_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values"),
+    *("old_values", "returns", "weights", "padding_mask", "sequences"),
+)
+
+
+@dataclass(eq=False)
+class Algorithm:
+    """A policy-gradient algorithm. Subclasses are dataclasses: their fields are the settings of the YAML's `grpo`.
+
+        loss = sum over tokens of weights * (correction * token_loss + beta * KL(pi || ref) - entropy_coef * H(pi))
+
+    A subclass writes `token_loss` and `advantages` as its paper does, and overrides `ratio` where the paper's is not a
+    token's. `ratio` is `pi / old`. The old policy is the one that sampled. With a `correction` it is the proximal
+    policy, which the step starts from, and the correction weighs that against what sampled (Hilton et al. 2022).
+
+    Args:
+        beta: weight of the KL to a frozen reference model.
+        kl: estimator of that KL, see `forge.algorithms.terms.kl`.
+        kl_in: "loss" adds the KL to the loss; "reward" subtracts it from each token's reward, see `credit.assign`.
+        entropy_coef: weight of the entropy bonus.
+        correction: importance weights for tokens that another policy sampled; None uses none.
+
+    Class attributes:
+        aggregation: how tokens share the loss, see `forge.data.packing.pack`.
+        fixed_aggregation: the loss is only defined under that aggregation.
+        uses_rewards: the advantages depend on rewards.
+        advantages_alone: a token whose advantage is 0 has no gradient if beta and entropy_coef are 0.
+        within_group: samples of a prompt are compared with one another, so that equal rewards carry no signal.
+        whiten: token advantages are normalised to mean 0 and deviation 1 over the batch.
+        needs_critic: advantages are GAE over a critic's values, with `discount` and `trace`.
+        needs_teacher: the reference model must be a model other than the start.
+        on_policy: every sample is treated as the current policy's own.
+        dynamic_sampling: at most so many prompts without signal are replaced for each prompt of a batch.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    _: KW_ONLY
+    beta: float = 0.0
+    kl: Estimator = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coef: float = 0.0
+    correction: Correction | None = None
+
+    aggregation: ClassVar[Aggregation] = "token_mean"
+    fixed_aggregation: ClassVar[bool] = False
+    uses_rewards: ClassVar[bool] = True
+    advantages_alone: ClassVar[bool] = True
+    needs_critic: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
+    whiten: ClassVar[bool] = False
+    # Some algorithms have these as settings.
+    within_group = True
+    on_policy = False
+    discount = 1.0
+    trace = 1.0
+    dynamic_sampling = 0
+
+    def __post_init__(self) -> None:
+        if self.beta < 0 or self.entropy_coef < 0:
+            raise ValueError(f"beta and entropy_coef must be at least 0, got {self.beta} and {self.entropy_coef}")
+        if not isinstance(self.correction, Correction | None):
+            raise ValueError(f"correction must be a Correction (grpo.correction in the YAML), got {self.correction!r}")
+        if self.kl not in ("k1", "k2", "k3"):
+            raise ValueError(f"kl must be k1, k2 or k3, got {self.kl!r}")
+        if self.kl_in not in ("loss", "reward"):
+            raise ValueError(f"kl_in must be loss or reward, got {self.kl_in!r}")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads `ref_logprobs`."""
+        return self.needs_teacher or self.beta > 0
+
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """One advantage per episode from the rewards of a batch, both [groups][samples]. The default is GRPO's."""
+        return [group_relative(group) for group in rewards]
+
+    def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
+        """`pi / old` of every token; all tensors of one shape."""
+        return importance_ratio(logprobs, old_logprobs)
+
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """The loss of every token, to be minimised; all tensors of one shape."""
+        return -ratio * advantages
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
+        """Where a bound removed or reduced the gradient: bool, of the shape of both. None: there are no bounds."""
+        return None
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        behaviour_logprobs: Tensor,
+        advantages: Tensor,
+        weights: Tensor,
+        ref_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        proximal_logprobs: Tensor | None = None,
+        sequences: Tensor | None = None,
+    ) -> Tensor:
+        """The loss, a scalar.
+
+        All tensors have one shape, [batch, seq] or packed [tokens]. `sequences` [tokens] is required where tokens are
+        packed and a term is taken over sequences. `proximal_logprobs` None is the current policy.
+
+        Raises:
+            ValueError: `beta` without `ref_logprobs`, or `entropy_coef` without `entropy`.
+        """
+        logprobs, advantages = where_trained(logprobs, weights), where_trained(advantages, weights)
+        behaviour = where_trained(behaviour_logprobs, weights)
+        old = self._old(logprobs, behaviour, proximal_logprobs, weights)
+        per_token = self.token_loss(self.ratio(logprobs, old, weights, sequences), logprobs, advantages)
+        if self.correction is not None:
+            apart = self.correction.ratio(old, behaviour, weights, sequences)
+            per_token = per_token * self.correction.bounded(apart)
+        if self.beta and self.kl_in == "loss":
+            if ref_logprobs is None:
+                raise ValueError("beta > 0 needs ref_logprobs: start a reference model, or set grpo.beta to 0")
+            per_token = per_token + self.beta * kl(logprobs, where_trained(ref_logprobs, weights), self.kl)
+        if self.entropy_coef:
+            if entropy is None:
+                raise ValueError("entropy_coef > 0 needs the policy's entropy")
+            per_token = per_token - self.entropy_coef * where_trained(entropy, weights)
+        return weighted_sum(per_token, weights)
+
+    @torch.no_grad()
+    def metrics(
+        self,
+        logprobs: Tensor,
+        behaviour_logprobs: Tensor,
+        advantages: Tensor,
+        weights: Tensor,
+        proximal_logprobs: Tensor | None = None,
+        sequences: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Per token, 1 or 0. `clip_fraction`: a bound of the loss removed or reduced the gradient.
+        `correction_fraction`: a bound of the correction changed the importance weight."""
+        old = self._old(logprobs, behaviour_logprobs, proximal_logprobs, weights)
+        clipped = self.clipped(self.ratio(logprobs, old, weights, sequences), advantages)
+        found = {} if clipped is None else {"clip_fraction": clipped.float()}
+        if self.correction is not None:
+            apart = self.correction.ratio(old, behaviour_logprobs, weights, sequences)
+            found["correction_fraction"] = (self.correction.bounded(apart) != apart).float()
+        return found
+
+    def _old(self, logprobs: Tensor, behaviour: Tensor, proximal: Tensor | None, weights: Tensor) -> Tensor:
+        if self.correction is None:
+            return behaviour
+        return logprobs.detach() if proximal is None else where_trained(proximal, weights)
+
+
+@dataclass(eq=False)
+class OwnLoss(Algorithm):
+    """Any callable over named tensors with GRPO's advantages: a function, or an `nn.Module`.
+
+    Args:
+        function: one with `beta` above 0 (a parameter or an attribute), or that requires `ref_logprobs` and has no
+            `beta`, is given a reference model's.
+        settings: further arguments of a function, all that are not tensors.
+    """
+
+    function: Callable[..., Tensor]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    advantages_alone: ClassVar[bool] = False  # unknown for user-defined losses
+
+    def __post_init__(self) -> None:
+        call = getattr(self.function, "forward", self.function)
+        parameters = inspect.signature(call).parameters
+        default = getattr(self.function, "beta", parameters["beta"].default if "beta" in parameters else None)
+        beta = self.settings.get("beta", default)
+        self.beta = float(beta) if isinstance(beta, int | float) else 0.0
+        ref = parameters.get("ref_logprobs")
+        self._requires_reference = ref is not None and ref.default is ref.empty and beta is None
+        # Shown as `forward`, so that the trainer passes the tensors that the function itself names.
+        self.forward = partial(call, **self.settings) if self.settings else call
+
+    @property
+    def needs_reference(self) -> bool:
+        return self._requires_reference or self.beta > 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.forward(*args, **kwargs)
+
+    @property
+    def metrics(self) -> Any:  # type: ignore[override]
+        """The function's own `metrics`, where it has them."""
+        return self.function.metrics  # type: ignore[attr-defined]

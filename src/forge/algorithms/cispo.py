@@ -1,0 +1,53 @@
+"""CISPO: the importance weight is clipped, the gradient is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from torch import Tensor
+
+from .advantages import Std, check_std, group_relative
+from .base import Algorithm
+from .terms import weighted_gradient
+
+
+@dataclass(eq=False)
+class CISPO(Algorithm):
+    """Clipped importance-sampling policy optimisation (MiniMax 2025, MiniMax-M1, eq. 4).
+
+        A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
+        per token:  -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi
+
+    A token beyond the bounds still trains, with a bounded weight: rare tokens that turn an argument around keep their
+    gradient, which a clipped surrogate removes.
+
+    Args:
+        clip_low: the weight is at least 1 - clip_low; 1 is no lower bound, as in the paper.
+        clip_high: the weight is at most 1 + clip_high.
+        normalize, std, std_epsilon: as of `GRPO`.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+    _: KW_ONLY
+    normalize: bool = True
+    std: Std = "sample"
+    std_epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_std(self.std, self.std_epsilon)
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
+            raise ValueError(
+                f"clip_low must be in [0, 1] and clip_high at least 0, got {self.clip_low} and {self.clip_high}"
+            )
+
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
+
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high, 1.0 - self.clip_low)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        return (ratio > 1.0 + self.clip_high) | (ratio < 1.0 - self.clip_low)

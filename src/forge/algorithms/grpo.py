@@ -1,0 +1,81 @@
+"""GRPO: group-relative policy optimisation, clipped off-policy (`GRPO`) and on-policy (`SimpleGRPOLoss`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .advantages import Std, check_std, group_relative
+from .base import Algorithm
+from .terms import beyond_clip, check_clip, clipped_surrogate, kl_k3, sequence_mean_weights, weighted_sum, where_trained
+
+
+@dataclass(eq=False)
+class GRPO(Algorithm):
+    """Group-relative policy optimisation (Shao et al. 2024, DeepSeekMath, eq. 3).
+
+        A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
+        per token:  -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(pi || ref)
+
+    The paper's aggregation is "sequence_mean"; the default here is "token_mean", as in most recipes since.
+    `clip_high > clip_low` keeps exploration alive (Yu et al. 2025, DAPO, section 3.1).
+
+    Args:
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        dual_clip: bound on the loss of a token with a negative advantage, see `terms.clipped_surrogate`; None: off.
+        normalize: divide by the standard deviation; False only subtracts the mean.
+        std: "sample" divides by n - 1, "population" by n.
+        std_epsilon: added to the deviation.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    _: KW_ONLY
+    dual_clip: float | None = None
+    normalize: bool = True
+    std: Std = "sample"
+    std_epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip(self.clip_low, self.clip_high, self.dual_clip)
+        check_std(self.std, self.std_epsilon)
+
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
+
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+
+class SimpleGRPOLoss(nn.Module):
+    """GRPO for batches that the current policy sampled (Shao et al. 2024, DeepSeekMath, eq. 3 at pi = pi_old).
+
+        per token:  -(pi / stop_gradient(pi)) * advantage + beta * KL(pi || ref)
+
+    averaged over the tokens of each sequence, then over sequences.
+    """
+
+    def __init__(self, beta: float = 0.1) -> None:
+        super().__init__()
+        self.beta = beta
+
+    def forward(
+        self,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        advantages: Tensor,
+        padding_mask: Tensor,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """All tensors [batch, seq]; `weights` replaces the default aggregation. Returns a scalar."""
+        weights = sequence_mean_weights(padding_mask) if weights is None else weights
+        logprobs = where_trained(logprobs, weights)
+        ratio = torch.exp(logprobs - logprobs.detach())
+        return weighted_sum(self.beta * kl_k3(logprobs, ref_logprobs) - ratio * advantages, weights)

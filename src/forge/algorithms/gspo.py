@@ -1,0 +1,67 @@
+"""GSPO: the importance ratio of a whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .advantages import Std, check_std, group_relative
+from .base import Aggregation, Algorithm
+from .terms import (
+    beyond_clip,
+    check_clip,
+    clipped_surrogate,
+    log_ratio,
+    over_tokens,
+    sequence_means,
+    where_trained,
+)
+
+
+@dataclass(eq=False)
+class GSPO(Algorithm):
+    """Group sequence policy optimisation (Zheng et al. 2025, eq. 5 and 7; per token as in eq. 14).
+
+        A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
+        s = exp(mean over the sequence's tokens of log(pi / old))
+        per token:  -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)
+
+    The reward belongs to the sequence, so the clip keeps or drops a sequence as a whole. Each token's ratio has the
+    value of `s` and the gradient of `s * log pi`, which is that of `s` where a sequence's tokens share one advantage
+    and one weight. The bounds are much narrower than a token's, because a mean over tokens varies less.
+
+    Args:
+        clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as of `GRPO`.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    _: KW_ONLY
+    dual_clip: float | None = None
+    normalize: bool = True
+    std: Std = "sample"
+    std_epsilon: float = 1e-4
+
+    aggregation: ClassVar[Aggregation] = "sequence_mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip(self.clip_low, self.clip_high, self.dual_clip)
+        check_std(self.std, self.std_epsilon)
+
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
+
+    def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
+        logs = where_trained(log_ratio(logprobs.detach(), old_logprobs), weights)
+        of_sequence = over_tokens(sequence_means(logs, weights, sequences), logs, sequences)
+        return (of_sequence + logprobs - logprobs.detach()).exp()
+
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

@@ -1,0 +1,81 @@
+"""Algorithms by name, and losses of one's own as algorithms."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from ..plugin import construct, resolve
+from .base import TENSORS, Algorithm, OwnLoss
+from .cispo import CISPO
+from .dapo import DAPO
+from .decoupled_ppo import DecoupledPPO
+from .distill import Distill
+from .dr_grpo import DrGRPO
+from .grpo import GRPO
+from .gspo import GSPO
+from .ppo import PPO
+from .reinforce import Reinforce
+from .reinforce_plus_plus import ReinforcePlusPlus
+from .rloo import RLOO
+from .sapo import SAPO
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "rloo": RLOO,
+    "reinforce": Reinforce,
+    "reinforce++": ReinforcePlusPlus,
+    "ppo": PPO,
+    "decoupled_ppo": DecoupledPPO,
+    "distill": Distill,
+}
+
+
+def load_algorithm(algorithm: Any, **settings: Any) -> Algorithm:
+    """An algorithm of this library by name, or one of your own, by `package.module:Name` or as an object.
+
+    Your own is an `Algorithm` (class or instance), an `nn.Module` (class or instance) or a function over named tensors,
+    see `forge.algorithms`. What is not an `Algorithm` is trained with GRPO's advantages.
+
+    Args:
+        settings: fields of the algorithm, arguments of the module's constructor, or further arguments of the function.
+
+    Raises:
+        ValueError: nothing of this name; an unknown setting, or a value out of its range.
+    """
+    where = f"algorithm {algorithm}" if isinstance(algorithm, str) else "algorithm"
+    if isinstance(algorithm, str) and algorithm not in ALGORITHMS and ":" not in algorithm:
+        near = difflib.get_close_matches(algorithm, ALGORITHMS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ALGORITHMS)}"
+        raise ValueError(f"unknown algorithm {algorithm!r}: {hint}; your own is written package.module:Name")
+    found = algorithm
+    if isinstance(algorithm, str):
+        found = ALGORITHMS[algorithm] if algorithm in ALGORITHMS else resolve(algorithm, "algorithm")
+    if not callable(found):
+        raise ValueError(f"algorithm {algorithm!r} is neither a class nor a function")
+    if inspect.isclass(found):
+        found, settings = construct(found, settings, "grpo"), {}
+    if isinstance(found, Algorithm):
+        if settings:
+            raise ValueError(f"{where} is an object and has its settings: leave out {', '.join(settings)}")
+        return found
+    call = getattr(found, "forward", found)
+    if not callable(call):
+        raise ValueError(f"{where} cannot be called with the tensors of a batch: write a function or an Algorithm")
+    parameters = inspect.signature(call).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    own = [p for p in named if p.name not in TENSORS]
+    if unknown := [name for name in settings if name not in {p.name for p in own}]:
+        known = ", ".join(p.name for p in own) or "none"
+        raise ValueError(f"{where} has no setting {unknown[0]!r}: it has {known}")
+    if missing := [p.name for p in own if p.default is p.empty and p.name not in settings]:
+        raise ValueError(f"{where} needs {missing[0]!r}, which is not a tensor of a batch: set it under grpo")
+    if len(own) == len(named):
+        raise ValueError(f"{where} takes no tensor of a batch: name its parameters {', '.join(TENSORS[:6])}, ...")
+    return OwnLoss(found, settings)

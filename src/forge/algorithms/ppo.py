@@ -1,0 +1,96 @@
+"""PPO: a clipped policy, and a critic that predicts the return at each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .base import Algorithm
+from .terms import Estimator, beyond_clip, check_clip, clipped_surrogate, weighted_sum, where_trained
+
+
+@dataclass(eq=False)
+class PPO(Algorithm):
+    """Proximal policy optimisation (Schulman et al. 2017, eq. 7), the policy's part.
+
+        A = whiten(GAE over the critic's values)
+        per token:  -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+
+    The KL to the reference, if there is one, is in the reward of each token (Ziegler et al. 2019; Ouyang et al. 2022).
+
+    Args:
+        clip_low, clip_high, dual_clip: as of `GRPO`.
+        discount, trace: gamma and lambda of `gae.gae`.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    _: KW_ONLY
+    discount: float = 1.0
+    trace: float = 0.95
+    dual_clip: float | None = None
+    kl: Estimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+
+    within_group = False
+    whiten: ClassVar[bool] = True
+    needs_critic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip(self.clip_low, self.clip_high, self.dual_clip)
+        if not 0 <= self.discount <= 1 or not 0 <= self.trace <= 1:
+            raise ValueError(f"discount and trace must be in [0, 1], got {self.discount} and {self.trace}")
+
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """The rewards themselves: `credit.assign` makes advantages of them with the critic's values."""
+        return [list(group) for group in rewards]
+
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+
+@dataclass(eq=False)
+class ValueLoss:
+    """The critic's part: half the squared error to the returns, at least that of a value that moved by `clip` (Schulman
+    et al. 2016, eq. 28, clipped as in the reference code of PPO; Engstrom et al. 2020, section 3).
+
+        per token:  max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2
+
+    Args:
+        clip: how far a value may move in one step before its gradient ends; None: no bound.
+
+    Raises:
+        ValueError: `clip` not above 0.
+    """
+
+    clip: float | None = 0.2
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"clip must be None or above 0, got {self.clip}")
+
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
+        """All tensors of one shape, [batch, seq] or packed [tokens]. Returns a scalar."""
+        values, old, returns = (where_trained(x, weights) for x in (values, old_values, returns))
+        error = (values - returns) ** 2
+        if self.clip is not None:
+            error = torch.maximum(error, (old + (values - old).clamp(-self.clip, self.clip) - returns) ** 2)
+        return weighted_sum(0.5 * error, weights)
+
+    @torch.no_grad()
+    def metrics(self, values: Tensor, old_values: Tensor, returns: Tensor) -> dict[str, Tensor]:
+        """Per token: squared `value_error`, and `clip_fraction`, 1 where a value moved further than `clip`."""
+        bound = float("inf") if self.clip is None else self.clip
+        return {
+            "value": values,
+            "value_error": (values - returns) ** 2,
+            "clip_fraction": ((values - old_values).abs() > bound).float(),
+        }

@@ -1,0 +1,57 @@
+"""REINFORCE++: no critic, advantages normalised over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from .base import Algorithm
+from .terms import Estimator, beyond_clip, check_clip, clipped_surrogate
+
+
+@dataclass(eq=False)
+class ReinforcePlusPlus(Algorithm):
+    """REINFORCE++ (Hu et al. 2025), with and without a group baseline.
+
+        A_t = whiten(r - baseline - beta * sum from t on of log(pi / ref))  over all tokens of the batch
+        per token:  -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+
+    The KL to the reference is in the reward of each token, advantages are whitened over the batch, and the surrogate
+    is PPO's. A prompt needs only one sample.
+
+    Args:
+        clip_low, clip_high, dual_clip: as of `GRPO`.
+        group_baseline: subtract the mean of a prompt's samples from its rewards first (the paper's
+            REINFORCE++-baseline, which then has its KL in the loss by k2).
+        kl, kl_in: None is what the paper has with and without the baseline.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    _: KW_ONLY
+    group_baseline: bool = False
+    dual_clip: float | None = None
+    kl: Estimator | None = None  # type: ignore[assignment]
+    kl_in: Literal["loss", "reward"] | None = None  # type: ignore[assignment]
+
+    whiten: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.kl = self.kl or ("k2" if self.group_baseline else "k1")
+        self.kl_in = self.kl_in or ("loss" if self.group_baseline else "reward")
+        self.within_group = self.group_baseline
+        super().__post_init__()
+        check_clip(self.clip_low, self.clip_high, self.dual_clip)
+
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        baselines = [sum(group) / len(group) if self.group_baseline else 0.0 for group in rewards]
+        return [[r - baseline for r in group] for group, baseline in zip(rewards, baselines, strict=True)]
+
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

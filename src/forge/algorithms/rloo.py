@@ -1,0 +1,68 @@
+"""RLOO: REINFORCE on whole sequences, each sample against the mean of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .advantages import leave_one_out
+from .base import Aggregation, Algorithm
+from .terms import (
+    BOUND,
+    beyond_clip,
+    check_clip,
+    clipped_surrogate,
+    log_ratio,
+    over_tokens,
+    sequence_sums,
+    where_trained,
+)
+
+
+@dataclass(eq=False)
+class RLOO(Algorithm):
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, "Back to basics", eq. 7), clipped for samples that are not fresh.
+
+        A_i = r_i - mean of the prompt's other rewards
+        R = product over the sequence's tokens of pi / old
+        per sequence:  -min(R * A, clip(R, 1 - clip_low, 1 + clip_high) * A)
+
+    A completion is one action: where pi is the old policy the gradient is that of `-A * sum of log pi`, the mean over
+    sequences of sums over tokens. KL and entropy are means over a sequence's tokens, as in the other losses.
+
+    Args:
+        clip_low, clip_high: of the sequence's ratio. A product over tokens leaves the bounds sooner the longer it is:
+            raise them for long answers, and watch `clip_fraction`.
+        dual_clip: as of `GRPO`.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    _: KW_ONLY
+    dual_clip: float | None = None
+
+    aggregation: ClassVar[Aggregation] = "sequence_mean"
+    fixed_aggregation: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip(self.clip_low, self.clip_high, self.dual_clip)
+        if self.kl_in == "reward":
+            # The KL of a whole sequence would have to be known before the leave-one-out.
+            raise ValueError("RLOO has its KL in the loss: leave kl_in out")
+
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        return [leave_one_out(group) for group in rewards]
+
+    def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
+        logs = where_trained(log_ratio(logprobs, old_logprobs), weights)
+        return over_tokens(sequence_sums(logs, sequences).clamp(-BOUND, BOUND), logs, sequences).exp()
+
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

@@ -1,0 +1,52 @@
+"""SAPO: a smooth gate in place of the clip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .advantages import Std, check_std, group_relative
+from .base import Aggregation, Algorithm
+
+
+@dataclass(eq=False)
+class SAPO(Algorithm):
+    """Soft adaptive policy optimisation (Gao et al. 2025, eq. 5 and 6).
+
+        A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
+        per token:  -(4 / tau) * sigmoid(tau * (ratio - 1)) * A,   tau = tau_positive where A > 0, else tau_negative
+
+    The gradient fades as the ratio leaves 1 and is never cut off; at ratio 1 it is that of ratio * A. A larger
+    `tau_negative` makes tokens with negative advantages fade sooner, since these push probability to all other tokens.
+
+    Args:
+        tau_positive, tau_negative: temperatures of the gate, above 0.
+        normalize, std, std_epsilon: as of `GRPO`.
+    """
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    _: KW_ONLY
+    normalize: bool = True
+    std: Std = "sample"
+    std_epsilon: float = 1e-4
+
+    aggregation: ClassVar[Aggregation] = "sequence_mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_std(self.std, self.std_epsilon)
+        if self.tau_positive <= 0 or self.tau_negative <= 0:
+            taus = f"{self.tau_positive} and {self.tau_negative}"
+            raise ValueError(f"tau_positive and tau_negative must be above 0, got {taus}")
+
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
+
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
+        return -(4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages)
