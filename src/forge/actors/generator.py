@@ -20,8 +20,9 @@ from ..names import apply_folded, has_adapters
 from ..observability import Reduce, phase, record_metric
 from ..store import Store, VersionStore
 from ..types import Completion, Prompt, Sampling
-from .identity import POLICY, StaleWeights, check_current, differing
+from .identity import POLICY, check_current, differing
 from .keeper import Reach, connect
+from .staleness import StaleWeights
 from .streams import Streams
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from ..store import MissingVersion, Store, VersionStore
 from ..types import Batch, Origin
+from .staleness import StaleWeights
 
 # The key under which the policy's weights are published.
 POLICY = "policy"
 # Versions back from a checkpoint whose identities go with it.
 RECENT = 256
-
-
-class StaleWeights(RuntimeError):
-    """Tokens of weights that are older than allowed, or of a replica that missed an update."""
 
 
 class UnknownWeights(RuntimeError):
@@ -65,24 +62,6 @@ class Identities:
             return f"{who}, but its weights (checksum {origin.identity}) were never published"
         tensor = differing(self._store, origin.version, same[-1])
         return f"{who}, but its weights are those of version {same[-1]}{tensor}"
-
-
-def check_age(batch: Batch, version: int, max_policy_age: int) -> None:
-    """StaleWeights unless every trained token was sampled by a version from `version - max_policy_age` to `version`,
-    by what the tokens themselves say. Tokens that do not say (version -1) pass."""
-    versions = batch.versions[batch.mask]
-    known = versions[versions >= 0]
-    if not len(known):
-        return
-    for extreme, wrong, what in (
-        (int(known.min()), known.min() < version - max_policy_age, f"max_policy_age is {max_policy_age}"),
-        (int(known.max()), known.max() > version, "that is in the future"),
-    ):
-        if wrong:
-            by = sorted({origin.sampled_by for origin in batch.origins if origin.version == extreme})
-            raise StaleWeights(
-                f"step {version} was given tokens that version {extreme} sampled ({', '.join(by) or 'unknown'}): {what}"
-            )
 
 
 def check_current(store: VersionStore, version: int, who: str) -> None:

@@ -1,35 +1,63 @@
-"""Where rollouts wait for the trainer."""
+"""Where rollouts wait for the trainer, and what decides how far they may run ahead of it."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..controller import ForgeActor, endpoint
+from ..controller import ForgeActor, Unrecoverable, endpoint
 from ..observability import Reduce, phase, record_metric
-from .contents import Contents, Item
-from .ledger import Ledger
+from ..types import Episode, Group
+from .staleness import Staleness
+
+Item = Episode | Group
+REASONS = ("unscored", "unscored_episodes", "no_signal", "too_old", "repeated", "forgotten")
+
+
+@dataclass
+class Seen:
+    """A set of stream indices that is nearly all of them from 0 on: all below `low`, and those `above`."""
+
+    low: int = 0
+    above: set[int] = field(default_factory=set)
+
+    def __contains__(self, index: int) -> bool:
+        return index < self.low or index in self.above
+
+    def add(self, index: int) -> None:
+        if index not in self:
+            self.above.add(index)
+        while self.low in self.above:
+            self.above.remove(self.low)
+            self.low += 1
 
 
 class ReplayBuffer(ForgeActor):
     """Episodes or groups, bounded in number and in age.
 
-    `add` waits while the buffer is full (back-pressure); `sample` waits until there is enough that is young enough.
-    What is dropped is counted with its reason. A group with an unscored episode keeps the others if two remain. A group
-    that has an index is taken once: one that comes again is dropped.
+    `add` waits while the buffer is full (back-pressure); `sample` waits until there is enough that is fresh. What is
+    dropped is counted with its reason. A group with an unscored episode keeps the others if two remain. A group that
+    has an index is taken once in a run: one that comes again is dropped.
+
+    With `batch_size` it also admits rollouts: number i trains in step `i // batch_size`, and `admit` returns once
+    version `i // batch_size - max_policy_age` is served (`advance`). What is dropped is admitted again. This is what
+    makes one rollout loop synchronous or asynchronous.
+
+    It lives in the controller (`as_local`) or in a process of its own (`as_actor`), whose loss ends the run.
 
     Args:
         capacity: most items held.
-        max_policy_age: an item whose oldest token was sampled more than this many versions ago is dropped; None keeps
-            any age.
+        max_policy_age: see `Staleness`; an older item is dropped.
         order: "fifo" or "random" (without replacement).
-        replace: drop groups whose rewards are all equal, for others to come in their place, at most so many for one
-            `sample`: where a policy is right or wrong about everything, the search must end.
         seed: of the random order.
-        journal: file from which a replaced buffer takes up what was held; None makes the loss of its process the end
-            of the run.
+        replace: drop groups whose rewards are all equal, for others to come in their place, at most so many per
+            `sample`: where a policy is right or wrong about everything, the search must end.
+        batch_size: rollouts of one training step; None admits any number.
+        steps: training steps of the run; no rollout beyond them is admitted.
+        start: the version served at the start.
     """
 
     def __init__(
@@ -40,100 +68,173 @@ class ReplayBuffer(ForgeActor):
         order: Literal["fifo", "random"] = "fifo",
         seed: int = 0,
         replace: int = 0,
-        journal: str | None = None,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        start: int = 0,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
-        if max_policy_age is not None and max_policy_age < 0:
-            raise ValueError(f"max_policy_age must be None or at least 0, got {max_policy_age}")
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
-        self.capacity = capacity
-        self.contents = Contents(max_policy_age, order, seed, replace)
+        self.capacity, self.order, self.replace = capacity, order, replace
+        self.staleness = Staleness(max_policy_age)
+        self.batch_size, self.steps = batch_size, steps
+        self.served = start
+        self.admitted = start * (batch_size or 0)
+        self.items: list[Item] = []
+        self.dropped = dict.fromkeys(REASONS, 0)
+        self.seen = Seen()
+        self.random = random.Random(seed)
+        self.version = 0  # the weights that train next: what is too old for them is too old for all that follow
+        self.replaced = 0
         self.changed = asyncio.Condition()
-        lost = "the items in the replay buffer are lost: give ReplayBuffer a journal= to keep them"
-        self.ledger = Ledger(self, journal, lost=lost, state=self.contents.state_dict)
-
-    def setup(self) -> None:
-        self.ledger.begin()
 
     def on_respawn(self) -> None:
-        self.ledger.replay(self.contents.load_state_dict, self._apply)
+        raise Unrecoverable(f"{self.context} was lost with the items it held: resume the run from its last checkpoint")
+
+    @endpoint
+    async def admit(self) -> None:
+        """Wait until one more rollout may start; waits until it is cancelled once the run has all it needs."""
+        async with self.changed:
+            await self.changed.wait_for(self._admits_rollout)
+            self.admitted += 1
+
+    @endpoint
+    async def advance(self, version: int) -> None:
+        """The generators now serve `version`."""
+        async with self.changed:
+            self.served = version
+            self.changed.notify_all()
 
     @endpoint
     async def add(self, item: Item) -> bool:
-        """Put one item in, waiting for room. Returns False if it was dropped: unscored, repeated or too old by then."""
-        if self.ledger.repeated:
-            return self.ledger.answer
+        """Put one item in, waiting for room. Returns False if it was dropped: unscored, repeated, without signal, or
+        too old by then."""
         async with self.changed:
-            await self.changed.wait_for(lambda: self._size < self.capacity or not self.contents.admits(item))
-            return self._complete("add", item)
+            while (reason := self._unfit(item)) is None and len(self.items) >= self.capacity:
+                await self.changed.wait()
+            index = _index(item)
+            if index is not None and reason != "repeated":
+                self.seen.add(index)
+            if reason is not None:
+                self.replaced += reason == "no_signal"
+                self._drop(reason)
+                return False
+            scored = _scored(item)
+            assert scored is not None
+            if isinstance(item, Group) and isinstance(scored, Group):
+                self._count("unscored_episodes", len(item.episodes) - len(scored.episodes))
+            self.items.append(scored)
+            self.changed.notify_all()
+            return True
 
     @endpoint
     async def sample(self, version: int, batch_size: int) -> list[Item]:
         """Take `batch_size` items to train `version`, waiting until they are there. Each item is taken once."""
         if batch_size > self.capacity:
             raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
-        if self.ledger.repeated:
-            return self.ledger.answer
         async with self.changed:
-            self.ledger.enter(("expire", version))
-            self._change("expire", version)
+            self._expire(version)
             with phase("wait_for_batch"):
-                await self.changed.wait_for(lambda: self._size >= batch_size)
-            taken = self._complete("take", batch_size)
-        record_metric("buffer/size", self._size)
+                await self.changed.wait_for(lambda: len(self.items) >= batch_size)
+            if self.order == "random":
+                self.random.shuffle(self.items)
+            taken, self.items = self.items[:batch_size], self.items[batch_size:]
+            self.replaced = 0
+            self.changed.notify_all()
+        record_metric("buffer/size", len(self.items))
         return taken
 
     @endpoint
     async def expire(self, version: int) -> int:
         """Drop what is too old to train `version`, now and from here on; returns how many items that were."""
-        if self.ledger.repeated:
-            return self.ledger.answer
         async with self.changed:
-            return self._complete("expire", version)
+            return self._expire(version)
 
     @endpoint
     async def counts(self) -> dict[str, int]:
         """Items held, and items dropped since the start by reason."""
-        return {"size": self._size, **self.contents.dropped}
+        return {"size": len(self.items), **self.dropped}
 
     @endpoint
     async def state_dict(self) -> dict[str, Any]:
         """Everything held, the counters and the random state."""
-        return copy.deepcopy(self.contents.state_dict())
+        return {
+            "items": list(self.items),
+            "dropped": dict(self.dropped),
+            "version": self.version,
+            "random": self.random.getstate(),
+            "seen": Seen(self.seen.low, set(self.seen.above)),
+            "replaced": self.replaced,
+        }
 
     @endpoint
     async def load_state_dict(self, state: dict[str, Any], forgotten: Sequence[int] = ()) -> int:
-        """Take up a saved state in place of the current one; returns how many items it holds.
+        """Restore a saved state in place of the current one; returns how many items it holds.
 
         Args:
-            forgotten: indices of groups that can no longer come in, to be counted as dropped.
+            forgotten: indices of groups that can no longer come in, counted as dropped.
         """
-        if self.ledger.repeated:
-            return self.ledger.answer
         async with self.changed:
-            self.contents.load_state_dict(state)
-            self._change("forget", forgotten)
-            return self.ledger.restart(self.contents.state_dict(), self._size)
+            self.items, self.dropped = list(state["items"]), dict(state["dropped"])
+            self.version, self.replaced = state["version"], state["replaced"]
+            self.random.setstate(state["random"])
+            self.seen = Seen(state["seen"].low, set(state["seen"].above))
+            self.admitted = self.served * (self.batch_size or 0) + len(self.items)
+            for index in forgotten:
+                self.seen.add(index)
+                self._count("forgotten")
+            self.changed.notify_all()
+            return len(self.items)
 
-    @property
-    def _size(self) -> int:
-        return len(self.contents.items)
+    def _admits_rollout(self) -> bool:
+        if self.batch_size is None:
+            return True
+        steps = self.staleness.admitted_steps(self.served)
+        return self.admitted < self.batch_size * (steps if self.steps is None else min(steps, self.steps))
 
-    def _complete(self, operation: str, argument: Any) -> Any:
-        return self.ledger.complete((operation, argument), self._change(operation, argument))
+    def _unfit(self, item: Item) -> str | None:
+        """Why `add` would drop an item now; None if it would not."""
+        index, scored = _index(item), _scored(item)
+        if index is not None and index in self.seen:
+            return "repeated"
+        if scored is None:
+            return "unscored"
+        if not self.staleness.fresh(scored, self.version):
+            return "too_old"
+        if self.replaced < self.replace and isinstance(scored, Group) and len(set(scored.rewards)) == 1:
+            return "no_signal"
+        return None
 
-    def _change(self, operation: str, argument: Any) -> Any:
-        """Apply an operation and tell of it; holds the condition."""
-        before = dict(self.contents.dropped)
-        answer = self._apply((operation, argument))
-        for reason, number in self.contents.dropped.items():
-            if number > before[reason]:
-                record_metric(f"dropped/{reason}", number - before[reason], Reduce.SUM)
+    def _expire(self, version: int) -> int:
+        self.version = max(self.version, version)
+        fresh = [item for item in self.items if self.staleness.fresh(item, self.version)]
+        expired, self.items = len(self.items) - len(fresh), fresh
+        if expired:
+            self._drop("too_old", expired)
+        return expired
+
+    def _drop(self, reason: str, number: int = 1) -> None:
+        """Count items that are dropped, and admit rollouts in their place."""
+        self.admitted -= number
+        self._count(reason, number)
         self.changed.notify_all()
-        return answer
 
-    def _apply(self, change: tuple[str, Any]) -> Any:
-        operation, argument = change
-        return getattr(self.contents, operation)(argument)
+    def _count(self, reason: str, number: int = 1) -> None:
+        if number:
+            self.dropped[reason] += number
+            record_metric(f"dropped/{reason}", number, Reduce.SUM)
+
+
+def _index(item: Item) -> int | None:
+    return item.index if isinstance(item, Group) and item.index >= 0 else None
+
+
+def _scored(item: Item) -> Item | None:
+    """The item with its scored episodes alone; None if too few remain."""
+    if isinstance(item, Episode):
+        return item if item.reward is not None else None
+    episodes = [episode for episode in item.episodes if episode.reward is not None]
+    if len(episodes) < min(2, len(item.episodes)):
+        return None
+    return replace(item, episodes=episodes)

@@ -14,9 +14,10 @@ from ..data.packing import Aggregation, pack
 from ..observability import phase
 from ..store import Store
 from ..types import Batch, Episode, Group
-from .identity import POLICY, Identities, check_age
+from .identity import POLICY, Identities
 from .keeper import Reach, connect
 from .ledger import Ledger
+from .staleness import Staleness
 
 if TYPE_CHECKING:
     from ..training.background import Background
@@ -48,7 +49,7 @@ class Trainer(ForgeActor):
             again, from a journal beside it. None makes the loss of a process the end of the run.
         report: what its metrics and its time are called: `<report>/loss`.
         max_policy_age: the most versions (steps) that a trained token may be old; None is any age. A batch with an
-            older one is refused.
+            older one is an error.
         colocated: leave the device to others whenever a call is done: what it holds goes to host memory.
         **settings: further settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
             `mini_batches` and `epochs` (updates that a step makes of its batch), `lora` (train adapters alone), and how
@@ -73,14 +74,14 @@ class Trainer(ForgeActor):
     ) -> None:
         self.model, self.loss, self.reach, self.aggregation = model, loss, store, aggregation
         self.optimizer, self.parallelism, self.settings = optimizer or {}, dict(parallelism or {}), settings
-        self.max_policy_age, self.report, self.colocated = max_policy_age, report, colocated
+        self.staleness, self.report, self.colocated = Staleness(max_policy_age), report, colocated
         self.unit = getattr(loss, "unit", 1)
         if aggregation == "fixed_horizon":
             raise ValueError("fixed_horizon needs a horizon: pack batches with it, and leave aggregation out here")
         self.recovery = None if recovery is None else Path(recovery).resolve()
         lost = "what it had learned is lost: set checkpoint.every, or give Trainer a recovery= folder"
         journal = None if self.recovery is None else str(self.recovery / JOURNAL)
-        self.ledger = Ledger(self, journal, lost=lost, shared=True)
+        self.ledger = Ledger(self, journal, lost=lost)
         self.background: Background | None = None
         self.writing: tuple[Write, str, int] | None = None  # its path, and the point in the journal
 
@@ -139,8 +140,7 @@ class Trainer(ForgeActor):
             batch = batch if isinstance(batch, Batch) else self._pack(batch)
             if batch.unit != self.unit:
                 raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
-            if self.max_policy_age is not None:
-                check_age(batch, self.trainer.step, self.max_policy_age)
+            self.staleness.check(batch, self.trainer.step)
             if self.identities is not None:
                 self.identities.check(batch)
             with self._on_device():
@@ -198,7 +198,7 @@ class Trainer(ForgeActor):
             return self.ledger.answer
         with phase("checkpoint") if self.context.rank == 0 else nullcontext():
             self._settle()
-            known = {} if self.identities is None else self.identities.recent(self.trainer.step, self.max_policy_age)
+            known = {} if self.identities is None else self.identities.recent(self.trainer.step, self.staleness.max_policy_age)
             write = Write(folder, {**(extra or {}), IDENTITIES: known}, keep)
             if not wait:
                 path = self._begin(write)

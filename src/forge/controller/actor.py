@@ -11,10 +11,12 @@ await counter.add.route(1)
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, overload
 
 from .context import ActorContext
+from .local import Local
 from .options import Options
 from .routers import resolve_router
 from .runtime import runtime
@@ -88,6 +90,14 @@ class ForgeActor:
     @classmethod
     async def as_actor(cls, *args: Any, **kwargs: Any) -> Service:
         return await cls.options().as_actor(*args, **kwargs)
+
+    @classmethod
+    async def as_local(cls, *args: Any, **kwargs: Any) -> Local:
+        """An instance in this process behind the same verbs, for components whose state belongs to the controller."""
+        component = cls(*args, **kwargs)
+        if (prepared := component.setup()) is not None:
+            await prepared
+        return Local(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower(), component, cls.endpoints())
 
     @classmethod
     def endpoints(cls) -> dict[str, bool]:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -60,8 +61,10 @@ async def _run(main: Coroutine[Any, Any, T]) -> T:
         print(f"\n{number.name}: stopping (once more to stop at once)", file=sys.stderr)
         interrupted.set_result(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+    # Python handles signals in the main thread alone; a run in another thread ends with its caller.
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
     task = loop.create_task(main)
     try:
         dead = runtime().failure

@@ -125,10 +125,11 @@ class Clock:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self.task: asyncio.Task | None = None
+        self.thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Count the current task's time from here on, and that of no task that it starts."""
-        self.task = asyncio.current_task()
+        self.task, self.thread = asyncio.current_task(), threading.current_thread()
         _clock.set(self)
 
     def take(self) -> dict[str, float]:
@@ -153,7 +154,7 @@ _clock: ContextVar[Clock | None] = ContextVar("forge_clock", default=None)
 def on_the_clock(name: str) -> AbstractContextManager[None]:
     """A block of which the current task's clock, if it has one, takes note."""
     clock = _clock.get()
-    if clock is None or threading.current_thread() is not threading.main_thread():
+    if clock is None or threading.current_thread() is not clock.thread:
         return nullcontext()
     return clock.within(name) if clock.task is asyncio.current_task() else nullcontext()
 

@@ -1,0 +1,61 @@
+"""How old, in policy versions, a token may be when it trains: the one rule that admission, buffer and trainer apply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..types import Batch, Episode, Group
+
+
+class StaleWeights(RuntimeError):
+    """Tokens of weights that are older than allowed, or of a replica that missed an update."""
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """`max_policy_age` versions at most between the weights that sampled a token and those it trains; None: any.
+
+    At 0 sampling and training take turns (lock-step). Version -1 means that the sampler is unknown: its age cannot be
+    judged, and the trainer takes it as on-policy.
+
+    Raises:
+        ValueError: a negative age.
+    """
+
+    max_policy_age: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_policy_age is not None and self.max_policy_age < 0:
+            raise ValueError(f"max_policy_age must be None or at least 0, got {self.max_policy_age}")
+
+    def admitted_steps(self, served: int) -> float:
+        """Rollouts for steps below this may start while the generators serve version `served`."""
+        return float("inf") if self.max_policy_age is None else served + self.max_policy_age + 1
+
+    def fresh(self, item: Episode | Group, version: int) -> bool:
+        """Whether an item may train weights `version`, by its oldest token."""
+        return self.max_policy_age is None or item.version == -1 or item.version >= version - self.max_policy_age
+
+    def check(self, batch: Batch, version: int) -> None:
+        """Check every trained token of a batch by the version that the token itself states.
+
+        Raises:
+            StaleWeights: a token is older than allowed, or of a version after `version`; names who sampled it.
+        """
+        if self.max_policy_age is None:
+            return
+        versions = batch.versions[batch.mask]
+        known = versions[versions >= 0]
+        if not len(known):
+            return
+        oldest, newest = int(known.min()), int(known.max())
+        for extreme, wrong, reason in (
+            (oldest, oldest < version - self.max_policy_age, f"max_policy_age is {self.max_policy_age}"),
+            (newest, newest > version, "that is in the future"),
+        ):
+            if wrong:
+                by = sorted({origin.sampled_by for origin in batch.origins if origin.version == extreme})
+                raise StaleWeights(
+                    f"step {version} was given tokens that version {extreme} sampled ({', '.join(by) or 'unknown'}): "
+                    f"{reason}"
+                )
