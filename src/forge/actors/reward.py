@@ -1,83 +1,95 @@
-"""Rewards as a service: functions of the user's or of `forge.data.rewards`, verifiers, an ensemble of them."""
+"""Rewards as a service: functions of the user's or of `forge.data.rewards`, verifiers, plug-ins."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
 from ..data.rewards.load import RewardFunction, load_reward
 from ..observability import Reduce, record_metric
+from ..plugin import load_plugin
 from ..verifiers.reward import PanelReward
 from ..verifiers.spec import VerifiersConfig
-from ..verifiers.weaver.ensemble import EnsembleConfig
+from ..verifiers.verifier import Verifier
 
 
 class RewardActor(ForgeActor):
     """The sum of rewards: functions `f(prompt, response, target) -> float | None`, plain or async; objects whose
-    `score_group(prompt, responses, target)` sees all responses of a prompt; verifiers; an ensemble of them.
+    `score_group(prompt, responses, target)` sees all responses of a prompt; verifiers.
 
     What returns None or NaN could not score: the response stays unscored, whatever the others say. What raises ends the
     call with its exception, and so does what is no finite number, or another number of scores than of responses
     (ValueError).
 
     Args:
-        functions: callables or such objects, or names that `load_reward` resolves.
+        functions: callables or such objects; names that `load_reward` resolves; verifiers, or mappings
+            `{"use": "package.module:Name", **settings}` that name one, see `forge.verifiers.Verifier`.
         verifiers: models, judges and rules whose scores are added as they are.
-        ensemble: verifiers whose scores are one probability.
         accuracy: the function that decides whether a response is right (a score of at least 1); by default the first
-            of `functions`, so that without functions nothing is known to be right.
+            of `functions` that is no verifier, so that without one nothing is known to be right.
     """
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction | str] | None = None,
+        functions: Sequence[RewardFunction | Verifier | Mapping[str, Any] | str] | None = None,
         *,
         verifiers: VerifiersConfig | None = None,
-        ensemble: EnsembleConfig | None = None,
         accuracy: RewardFunction | str | None = None,
     ) -> None:
-        self.functions: list[Any] = [load_reward(f) if isinstance(f, str) else f for f in functions or ()]
-        first = self.functions[0] if self.functions else None
+        self.functions: list[Any] = []
+        self._plugins: list[Any] = []
+        for number, item in enumerate(functions or ()):
+            made = load_reward(item) if isinstance(item, str) else item
+            if isinstance(made, Mapping):
+                made = load_plugin(made, f"reward.functions[{number}]")
+            if hasattr(made, "score") and not hasattr(made, "score_group"):
+                self._plugins.append(made)
+                made = PanelReward(made, type(made).__name__)
+            self.functions.append(made)
+        first = next((one for one in self.functions if not isinstance(one, PanelReward)), None)
         self.accuracy = load_reward(accuracy) if isinstance(accuracy, str) else accuracy or first
-        self.verifiers, self.ensemble = verifiers, ensemble
-        if not self.functions and verifiers is None and ensemble is None:
-            raise ValueError("a reward needs at least one function, verifiers or an ensemble")
-        self._opened: list[Any] = []
+        self.verifiers = verifiers
+        if not self.functions and verifiers is None:
+            raise ValueError("a reward needs at least one function, or verifiers")
+        learning = [plugin for plugin in self._plugins if getattr(plugin, "learns", False)]
+        if len(learning) > 1:
+            raise ValueError("only one of a reward's functions may learn")
+        self._learner = learning[0] if learning else None
 
     def setup(self) -> None:
         if self.verifiers is not None:
-            self._opened.append(PanelReward(self.verifiers.panel()))
-        if self.ensemble is not None:
-            self._opened.append(self.ensemble.open())
-        self.functions += self._opened
+            self.functions.append(PanelReward(self.verifiers.panel()))
+        for plugin in self._plugins:
+            if hasattr(plugin, "setup"):
+                plugin.setup()
 
     async def teardown(self) -> None:
-        closing = [reward.close() for reward in self._opened]
+        closing = [reward.close() for reward in self.functions if isinstance(reward, PanelReward)]
         for outcome in await asyncio.gather(*closing, return_exceptions=True):  # all, also if one fails
             if isinstance(outcome, BaseException):
                 raise outcome
 
     @endpoint
     async def state_dict(self) -> dict[str, Any] | None:
-        """What an ensemble that follows has learned in this replica; None where it does not."""
-        if self.ensemble is None or not self.ensemble.follow:
+        """What a function that learns has learned in this replica; None if none does."""
+        if self._learner is None:
             return None
-        return {"replica": self.context.replica, **await self._opened[-1].state_dict()}
+        return {"replica": self.context.replica, **await self._learner.state_dict()}
 
     @endpoint(catch_up=True)
     async def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Take up this replica's own of the states of all replicas, or one of them where it has none.
 
-        ValueError: they are of another ensemble than this one.
+        ValueError: this reward does not learn, or the states are of another one.
         """
-        if self.ensemble is None:
-            raise ValueError("the run began with an ensemble that follows as its reward: go on with that")
+        if self._learner is None:
+            raise ValueError("the run began with a reward that learns, and this one does not: resume with that one")
         own = [state for state in states if state["replica"] == self.context.replica]
-        self._opened[-1].load_state_dict((own or states)[0])
+        await self._learner.load_state_dict((own or states)[0])
 
     @endpoint
     async def evaluate_response(self, prompt: Any, response: str, target: str) -> float | None:
@@ -93,8 +105,9 @@ class RewardActor(ForgeActor):
                 record_metric("reward", reward)
                 record_metric("reward", reward, Reduce.STD)
         if self.accuracy is not None:
-            known = scores[0]
-            if self.accuracy is not self.functions[0]:
+            at = self.functions.index(self.accuracy) if self.accuracy in self.functions else None
+            known = scores[at] if at is not None else None
+            if known is None:
                 known = await _score_all(self.accuracy, prompt, responses, target)
             for score in known:
                 if score is not None:

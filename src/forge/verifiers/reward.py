@@ -8,18 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..observability import record_metric
-from .panel import Panel
-from .verifier import Scores
+from .verifier import Scores, Verifier
 
 log = logging.getLogger(__name__)
 REASONS = 10
 
 
 class Watched:
-    """A panel whose missing scores are seen: their share by verifier is a metric, and each verifier's first `REASONS`
+    """A verifier whose missing scores are seen: the share by verifier is a metric, and each verifier's first `REASONS`
     reasons are logged, each once."""
 
-    def __init__(self, panel: Panel) -> None:
+    def __init__(self, panel: Verifier) -> None:
         self.panel, self._told = panel, dict[str, set[str]]()
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
@@ -38,14 +37,19 @@ class Watched:
         return scores
 
     async def close(self) -> None:
-        await self.panel.close()
+        if hasattr(self.panel, "close"):
+            await self.panel.close()
 
 
 class PanelReward:
-    """The sum of all verifiers' scores. A response that one of them could not score has no reward (None)."""
+    """A verifier, such as a `Panel`, as a reward: the sum of its columns. A response that lacks one is unscored (None).
 
-    def __init__(self, panel: Panel) -> None:
-        self.panel = Watched(panel)
+    Args:
+        name: in metrics.
+    """
+
+    def __init__(self, panel: Verifier, name: str = "PanelReward") -> None:
+        self.panel, self.__name__ = Watched(panel), name
 
     async def score_group(self, prompt: str, responses: Sequence[str], target: str | None = None) -> list[float | None]:
         """The rewards of the responses of one prompt, in order."""
