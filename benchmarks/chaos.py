@@ -98,7 +98,7 @@ class System:
         alphabet = "abcdefghijklmnopqrstuvwxyz>"
         size = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "max_positions": 64}
         model = build_small_model(folder / "model", seed=0, alphabet=alphabet, **size)
-        data = {"task": "reverse", "difficulty": [2, 4], "prompt_template": "{question}>"}
+        data = {"task": "apps.toys.words:Reverse", "difficulty": [2, 4], "prompt_template": "{question}>"}
         training = {"loss": GRPOLoss(beta=0.1), "optimizer": {"learning_rate": 1e-3}, "store": store, "seq_len": 256}
 
         async def service(name: str, kind: type, options: dict[str, Any], *args: Any, **kwargs: Any) -> Service:

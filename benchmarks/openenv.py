@@ -2,7 +2,7 @@
 
     pip install openenv && python -P benchmarks/openenv.py
 
-The server is one of the package (`tests/envs/openenv/package_server.py`), or with --ours one of this library.
+The server is one of the package (`tests/environments/openenv/package_server.py`), or with --ours one of this library.
 Each figure is of a process of its own; the clients take turns, so that the machine is the same for both. -P keeps this
 file from being imported as the package.
 """
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-THEIRS = [sys.executable, "-m", "uvicorn", "tests.envs.openenv.package_server:walk", "--port", "{port}"]
-OURS = [sys.executable, "-m", "forge.envs.openenv", "tests.envs.openenv.counting:Counting", "--port", "{port}"]
+THEIRS = [sys.executable, "-m", "uvicorn", "tests.environments.openenv.package_server:walk", "--port", "{port}"]
+OURS = [sys.executable, "-m", "forge_envs.openenv", "tests.environments.openenv.counting:Counting", "--port", "{port}"]
 THEIRS += ["--log-level", "warning"]
 
 
 async def ours(url: str, sessions: int, steps: int, action: dict[str, Any]) -> float:
-    from forge.envs.openenv import OpenEnvClient
+    from forge_envs.openenv import OpenEnvClient
 
     async with OpenEnvClient(url, sessions=sessions) as client:
         opened = [await client.acquire() for _ in range(sessions)]
@@ -61,7 +61,7 @@ def measure(which: str, url: str, sessions: int, steps: int, action: dict[str, A
     """In this process: steps per second, CPU milliseconds of a thousand steps, CPU seconds of the imports."""
     before = time.process_time()
     if which == "ours":
-        import forge.envs.openenv  # noqa: F401
+        import forge_envs.openenv  # noqa: F401
     else:
         import openenv.core  # noqa: F401
     imported = time.process_time() - before
@@ -71,7 +71,7 @@ def measure(which: str, url: str, sessions: int, steps: int, action: dict[str, A
 
 
 async def compare(rounds: int, steps: int, own_server: bool) -> None:
-    from forge.envs.openenv import LocalServer
+    from forge_envs.openenv import LocalServer
 
     action = {"text": "x"} if own_server else {"step": 5}
     async with await LocalServer.start(OURS if own_server else THEIRS, cwd=ROOT, env={"SESSIONS": "64"}) as server:

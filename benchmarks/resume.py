@@ -28,7 +28,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {
     "from_scratch": {"alphabet": "abcdefghijklmnopqrstuvwxyz>", "hidden_size": 32, "layers": 2, "heads": 2},
-    "dataset": {"task": "reverse", "difficulty": [2, 4], "prompt_template": "{question}>"},
+    "dataset": {"task": "apps.toys.words:Reverse", "difficulty": [2, 4], "prompt_template": "{question}>"},
     "training": {"batch_size": 4, "steps": 8, "learning_rate": 1e-3, "schedule": "cosine", "seq_len": 256},
     "grpo": {"n_samples": 4, "max_tokens": 8},
     "async": {"max_policy_age": 0},

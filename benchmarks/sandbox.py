@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from forge.envs.sandbox import Sandbox, SandboxError
+from forge_sandbox import Sandbox, SandboxError
 
 PROGRAM = "print(sum(range(100)))"
 LEVELS = ("namespaces", "landlock", "bubblewrap", "none")

@@ -27,9 +27,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from forge.data.tokenizer import character_tokenizer
 from forge.models import quiet_loading
 from forge.verifiers import RewardModel, Verifier
-from forge.verifiers.files import read_problems
-from forge.verifiers.weaver import load_ensemble
-from forge.verifiers.weaver.distil import open_distilled
+from forge_weaver import Distilled, load_ensemble, read_problems
 
 SIZES = [(64, "float32"), (128, "float32"), (192, "float32"), (256, "float32"), (256, "bfloat16"), (384, "bfloat16")]
 
@@ -82,7 +80,7 @@ async def saved(folder: Path, problems: int) -> None:
     verifiers, _ = load_ensemble(folder)
     groups = [(p.prompt, p.responses) for p in islice(read_problems(folder / "responses.jsonl"), problems)]
     with quiet_loading():
-        sides = {"ensemble": verifiers.panel(), "distilled": open_distilled(folder / "distilled")}
+        sides = {"ensemble": verifiers.panel(), "distilled": Distilled(str(folder / "distilled")).setup()}
     print("| verifier | responses/s | a CPU-second |\n|---|---|---|")
     cpus = []
     for name, verifier in sides.items():

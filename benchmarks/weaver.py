@@ -1,4 +1,4 @@
-"""How well the aggregators of forge.verifiers.weaver do, as Markdown tables.
+"""How well the aggregators of forge_weaver do, as Markdown tables.
 
     python benchmarks/weaver.py recovery|scenarios|drift|speed|all [--seeds 5]
     python benchmarks/weaver.py rewardmath --rewardmath PATH_TO_NPZ
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from forge.verifiers.weaver import (
+from forge_weaver import (
     Aggregator,
     AnchoredLogistic,
     Auto,
@@ -35,9 +35,9 @@ from forge.verifiers.weaver import (
     ScoreTable,
     families_by_name,
 )
-from forge.verifiers.weaver.calibration import auc, bootstrap, brier, ece
-from forge.verifiers.weaver.selection import selection_accuracy
-from forge.verifiers.weaver.synthetic import SCENARIOS, drift, generate, scenario
+from forge_weaver.calibration import auc, bootstrap, brier, ece
+from forge_weaver.selection import selection_accuracy
+from forge_weaver.synthetic import SCENARIOS, drift, generate, scenario
 
 Make = Callable[[float], Aggregator]
 

@@ -36,10 +36,10 @@ from quickstart import ROOT
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from forge.data.tasks import generate
+from apps.toys.words import Reverse
 from forge.types import Sampling
 
-TASK = {"task": "reverse", "difficulty": [3, 7]}
+TASK = {"task": "apps.toys.words:Reverse", "difficulty": [3, 7]}
 REWARDS = ("single", "weaver", "distilled", "pooled", "truth")
 GRPO = {"checkpoint.every": 0, "eval.every": 10}
 
@@ -51,7 +51,7 @@ def collect(start: Path, file: Path, problems: int) -> None:
     from forge.engines import EmbeddedEngine
 
     tokenizer, engine = AutoTokenizer.from_pretrained(start), EmbeddedEngine(start, slots=512)
-    rows = list(islice(generate(split="train", seed=1000, **TASK), problems))
+    rows = list(islice(Reverse().rows(seed=1000, difficulty=TASK["difficulty"]), problems))
     asked = [
         engine.submit(tokenizer(f"{row.question}>")["input_ids"], Sampling(n=8, max_tokens=10, temperature=0.8, seed=i))
         for i, row in enumerate(rows)
@@ -127,12 +127,16 @@ def train(
         ensemble = recipe("weaver", "weaver/tiny", folder, f"ensemble{seed}", making)
     given: dict[str, Any] = {
         "single": lambda: {"reward.verifiers": {"reward_models": [described[seed % len(described)]]}},
-        "weaver": lambda: {"reward.ensemble": {"path": str(ensemble)}},
-        "distilled": lambda: {"reward.verifiers": {"distilled": [{"path": str(ensemble / "distilled")}]}},
+        "weaver": lambda: {"reward.functions": [{"use": "forge_weaver:Ensemble", "path": str(ensemble)}]},
+        "distilled": lambda: {
+            "reward.functions": [{"use": "forge_weaver:Distilled", "path": str(ensemble / "distilled")}]
+        },
         "pooled": lambda: {"reward.verifiers": {"reward_models": [{"path": str(pooled)}]}},
         "truth": lambda: {"reward.functions": ["ExactMatch"]},
     }[reward]()
-    run = recipe("grpo", "weaver/grpo", folder, f"{reward}{seed}", {"reward.ensemble": None, **GRPO, **shared, **given})
+    run = recipe(
+        "grpo", "weaver/grpo", folder, f"{reward}{seed}", {"reward.functions": None, **GRPO, **shared, **given}
+    )
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

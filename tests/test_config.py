@@ -170,7 +170,7 @@ def test_overrides(config):
         (["--training.epochs", "0"], "training.epochs must be at least 1"),
         (["--lora", "{rank: 0}"], "lora needs a rank of at least 1"),
         (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
-        (["--dataset.task", "reverse"], "a path .*, a task, or sources"),
+        (["--dataset.task", "apps.toys.words:Reverse"], "a path .*, a task, or sources"),
         (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1"),
         (["--generator.procs", "2"], "services.generator.procs must be 1: scale it with num_replicas"),
         (["--reward.call_timeout", "-1"], "services.reward: call_timeout must be positive"),
@@ -190,11 +190,16 @@ def test_overrides(config):
             "set reward.accuracy, or eval.problems to 0",
         ),
         (
-            ["--eval.problems", "0", "--reward.ensemble", "{path: x, clip: 2.0}"],
-            "reward.ensemble.clip does something only if .*form is logit",
+            ["--eval.problems", "0", "--reward.functions", "[{use: 'forge_weaver:Ensemble', path: x, clip: 2.0}]"],
+            r"reward.functions\[0\]: clip is only used if form is logit",
         ),
         (
-            ["--eval.problems", "0", "--reward.ensemble", "{path: x, form: threshold, threshold: 2.0}"],
+            [
+                "--eval.problems",
+                "0",
+                "--reward.functions",
+                "[{use: 'forge_weaver:Ensemble', path: x, form: threshold, threshold: 2.0}]",
+            ],
             "threshold must be above 0 and at most 1",
         ),
         (["--reward.verifiers", "{judge: x}"], "unknown key 'reward.verifiers.judge'; did you mean 'judges'"),
@@ -284,7 +289,7 @@ def test_lists_of_sections_are_checked_and_written_down():
 
 
 def test_sections_unpack():
-    cfg = build(GRPOConfig, {"model": "m", "dataset": {"task": "reverse"}})
+    cfg = build(GRPOConfig, {"model": "m", "dataset": {"task": "apps.toys.words:Reverse"}})
     assert dict(**cfg.checkpoint) == {"every": 0, "keep": 2, "async_write": False}
 
 

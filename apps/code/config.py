@@ -1,37 +1,42 @@
-"""What a run on programming tasks can be told."""
+"""Configuration of a run on programming tasks."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 from apps.grpo.agents import AgentConfig
-from forge.config import ConfigError, Section
-from forge.envs.sandbox import SandboxError
-from forge.envs.sandbox.config import SandboxConfig
-
-
-@dataclass
-class TestsConfig(Section):
-    """How programs are tested: `credit` for "all" tests or the "share" that pass, `time_limit` seconds for a program
-    with its tests, `attempts` at a task."""
-
-    credit: Literal["all", "share"] = "share"
-    time_limit: float = 2.0
-    attempts: int = 1
+from forge.config import ConfigError
+from forge.plugin import construct
+from forge_sandbox import CodeVerifier, Sandbox, SandboxError
 
 
 @dataclass
 class CodeConfig(AgentConfig):
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    tests: TestsConfig = field(default_factory=TestsConfig)
+    """`sandbox`: settings of `forge_sandbox.Sandbox`; `tests`: of `forge_sandbox.CodeVerifier`, `credit` is "share" and
+    `time_limit` 2 s by default; `attempts` at a task."""
+
+    sandbox: dict[str, Any] = field(default_factory=dict)
+    tests: dict[str, Any] = field(default_factory=dict)
+    attempts: int = 1
+
+    def open(self) -> Sandbox:
+        """Not started yet. ValueError: a setting that it has not, or a wrong value."""
+        return construct(Sandbox, self.sandbox, "sandbox")
+
+    def verifier(self, sandbox: Sandbox) -> CodeVerifier:
+        """Of whole responses as programs. ValueError as `open`."""
+        fixed = {"sandbox": sandbox, "program": str}
+        if own := sorted(fixed.keys() & self.tests.keys()):
+            raise ConfigError(f"tests.{own[0]} cannot be set here")
+        return construct(CodeVerifier, {"credit": "share", "time_limit": 2.0, **self.tests, **fixed}, "tests")
 
     def check_reward(self) -> None:
-        """ValueError: programs cannot be held back here."""
+        """ConfigError: programs cannot be confined on this machine."""
 
         async def probe() -> None:
-            async with self.sandbox.open():
+            async with self.open():
                 pass
 
         try:
@@ -41,8 +46,9 @@ class CodeConfig(AgentConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.sandbox.validate()
-        if self.tests.time_limit <= 0 or not 1 <= self.tests.attempts <= self.episode.max_turns:
-            raise ConfigError(
-                "tests.time_limit must be above 0, and tests.attempts at least 1 and at most episode.max_turns"
-            )
+        try:
+            self.verifier(self.open())
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if not 1 <= self.attempts <= self.episode.max_turns:
+            raise ConfigError("attempts must be at least 1 and at most episode.max_turns")

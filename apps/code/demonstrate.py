@@ -5,8 +5,8 @@ python -m apps.code.demonstrate runs/code-demonstrations.jsonl
 
 from random import Random
 
-from forge.data import programs
-from forge.data.demonstrations import write_demonstrations
+from apps.toys import programs
+from apps.toys.demonstrations import write_demonstrations
 
 BUGS = 0.35  # share of lines that have one
 
@@ -23,4 +23,4 @@ def converse(question: str, rng: Random) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    write_demonstrations(__doc__, "program", (2, 3), converse)
+    write_demonstrations(__doc__, programs.Program(), (2, 3), converse)

@@ -1,9 +1,9 @@
 """A programming task, and so many attempts at it."""
 
-from forge.data import programs
+from apps.toys import programs
 from forge.envs import Action, Environment, InfrastructureError, Step
 from forge.types import Sample
-from forge.verifiers import CodeVerifier
+from forge_sandbox import CodeVerifier
 
 
 class Programming(Environment):

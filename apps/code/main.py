@@ -15,15 +15,14 @@ from forge.observability import Run
 from forge.recipe import launch
 from forge.store import VersionStore
 from forge.types import Sample
-from forge.verifiers import CodeVerifier
 
 
 async def main(cfg: CodeConfig, model: str, held_out: list[Sample], record: Run, store: VersionStore) -> None:
-    async with cfg.sandbox.open() as sandbox:
+    async with cfg.open() as sandbox:
         record.say(f"programs run at level {sandbox.level}")
-        verifier = CodeVerifier(sandbox, credit=cfg.tests.credit, program=str, time_limit=cfg.tests.time_limit)
+        verifier = cfg.verifier(sandbox)
         dialogue = cfg.episode.dialogue(model)
-        agent = Agent(lambda: Programming(verifier, cfg.tests.attempts), dialogue, **cfg.limits())
+        agent = Agent(lambda: Programming(verifier, cfg.attempts), dialogue, **cfg.limits())
         await grpo.main(cfg, model, held_out, record, store, agent=agent)
 
 

@@ -80,7 +80,7 @@ class DistillConfig(RecipeConfig):
             ),
             (
                 self.reward.beyond_accuracy,
-                "reward.functions beyond the first, reward.verifiers and reward.ensemble do nothing here: answers are "
+                "reward.functions beyond the first and reward.verifiers do nothing here: answers are "
                 "right by one function",
             ),
         ):

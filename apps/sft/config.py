@@ -53,7 +53,7 @@ class SFTConfig(RecipeConfig):
             ),
             (
                 exam and self.reward.beyond_accuracy,
-                "reward.functions beyond the first, reward.verifiers and reward.ensemble do nothing here: answers are "
+                "reward.functions beyond the first and reward.verifiers do nothing here: answers are "
                 "right by one function",
             ),
         ):

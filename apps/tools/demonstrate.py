@@ -8,8 +8,8 @@ right; but a small model that learns to state them cannot reckon them.
 
 from random import Random
 
-from forge.data import expressions
-from forge.data.demonstrations import write_demonstrations
+from apps.toys import expressions
+from apps.toys.demonstrations import write_demonstrations
 
 
 def conversation(question: str, calculated: int) -> list[dict[str, str]]:
@@ -26,4 +26,4 @@ def converse(question: str, rng: Random) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    write_demonstrations(__doc__, "expression", (1, 3), converse)
+    write_demonstrations(__doc__, expressions.Expression(), (1, 3), converse)

@@ -9,8 +9,8 @@ The training loops are those of `apps.grpo`; what differs is where episodes come
 
 from apps.grpo import main as grpo
 from apps.grpo.agents import AgentConfig
+from apps.toys import expressions
 from forge.actors import Agent
-from forge.data import expressions
 from forge.data.rewards import ExactMatch
 from forge.envs import Toolbox, ToolEnvironment, ToolError
 from forge.observability import Run

@@ -8,7 +8,7 @@ from forge.config import ConfigError, Section
 from forge.data.config import DatasetConfig
 from forge.sections import GeneratorConfig, RunConfig, ServiceConfig
 from forge.verifiers.spec import VerifiersConfig
-from forge.verifiers.weaver import make
+from forge_weaver import make
 
 
 @dataclass
@@ -31,7 +31,7 @@ class CollectConfig(Section):
 
 @dataclass
 class FitConfig(Section):
-    """`method` as of `forge.verifiers.weaver.make`; `labelled` problems show their labels to it; `class_balance` is the
+    """`method` as of `forge_weaver.make`; `labelled` problems show their labels to it; `class_balance` is the
     share of right responses where it is known, and with `one_right` each problem has exactly one."""
 
     method: str = "auto"
@@ -55,7 +55,7 @@ class FitConfig(Section):
 @dataclass
 class DistilConfig(Section):
     """A sequence classifier made from `model`, any that transformers can give such a head, see
-    `forge.verifiers.weaver.distil`."""
+    `forge_weaver.distil`."""
 
     model: str
     epochs: int = 4

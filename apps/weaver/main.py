@@ -5,7 +5,7 @@ probability.
     python -m apps.grpo.main --config apps/weaver/grpo.yaml
 
 The first leaves an ensemble in `runs/<name>/`: responses.jsonl, scores.npz, verifiers.yaml, aggregator.npz, report.html
-and, if it is asked for, a distilled verifier. The second trains with it: `reward.ensemble.path` names the folder.
+and, if it is asked for, a distilled verifier. The second trains with it, as `forge_weaver:Ensemble`.
 """
 
 import asyncio
@@ -20,9 +20,8 @@ from forge.config import load
 from forge.controller import ForgeError, run
 from forge.observability.lock import RunLock
 from forge.types import Sample
-from forge.verifiers.files import write_problems
-from forge.verifiers.weaver import save_ensemble, write_report
-from forge.verifiers.weaver.distil import distil
+from forge_weaver import save_ensemble, write_problems, write_report
+from forge_weaver.distil import distil
 
 
 async def main(cfg: WeaverConfig, model: str, samples: list[Sample], folder: Path) -> None:

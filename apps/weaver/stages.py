@@ -21,9 +21,8 @@ from forge.data.load import load_data
 from forge.data.rewards.load import load_reward
 from forge.models import resolve_model
 from forge.types import Sample
-from forge.verifiers import Panel, Problem, Rule, score_table
-from forge.verifiers.weaver import Aggregator, ScoreTable
-from forge.verifiers.weaver.ensemble import fit_table
+from forge.verifiers import Panel, Rule
+from forge_weaver import Aggregator, Problem, ScoreTable, fit_table, score_table
 
 CONFIG = "config.yaml"
 MADE = ("responses.jsonl", "scores.npz", "verifiers.yaml", "aggregator.npz", "report.html", "distilled", "finished")
@@ -39,8 +38,9 @@ def check(cfg: WeaverConfig, folder: Path) -> tuple[str, list[Sample]]:
         raise FileExistsError(f"{folder} holds an ensemble: choose another run.name, or set run.overwrite to true")
     cfg.verifiers.validate()
     model, made = resolve_model(cfg.model), [(folder / name).resolve() for name in MADE]
-    models = [*cfg.verifiers.reward_models, *cfg.verifiers.process_reward_models, *cfg.verifiers.distilled]
-    read = [model, *(spec.path for spec in models)]
+    models = [*cfg.verifiers.reward_models, *cfg.verifiers.process_reward_models]
+    plugins = [plugin["path"] for plugin in cfg.verifiers.plugins if isinstance(plugin.get("path"), str)]
+    read = [model, *(spec.path for spec in models), *plugins]
     if cfg.distil is not None:
         read.append(resolve_model(cfg.distil.model))
     for path in read:

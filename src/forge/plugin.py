@@ -90,5 +90,21 @@ def _hints(target: Any) -> dict[str, Any]:
         return {}
 
 
+def load_plugin(item: Mapping[str, Any], where: str, what: str = "verifier") -> Any:
+    """The object of `{use: package.module:Name, <settings>}`, constructed with these settings.
+
+    Raises:
+        ValueError: `use` is missing or names nothing, or the settings are not its own.
+    """
+    if not isinstance(item.get("use"), str):
+        raise ValueError(f"{where} must have `use: package.module:Name` besides its settings, got {dict(item)!r:.80}")
+    settings = {str(name): value for name, value in item.items() if name != "use"}
+    try:
+        target = resolve(item["use"], what)
+    except ValueError as error:
+        raise ValueError(f"{where}.use: {error}") from error
+    return construct(target, settings, where)
+
+
 def _wants_tuple(hint: Any, value: Any) -> bool:
     return isinstance(value, list) and tuple in (typing.get_origin(hint), hint)

@@ -10,9 +10,9 @@ from .controller import Options
 from .controller.routers import resolve_router
 from .data.config import PreferencesConfig, RowsConfig
 from .data.rewards.load import load_reward
+from .plugin import load_plugin
 from .training.layout import Parallelism
 from .verifiers.spec import VerifiersConfig
-from .verifiers.weaver.ensemble import EnsembleConfig
 
 # With `colocated`, those that live in the trainer's processes, on its devices.
 TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
@@ -224,50 +224,66 @@ class ServeConfig(Section):
 
 @dataclass
 class RewardConfig(Section):
-    """The sum of `functions` (names from `forge.data.rewards` or `package.module:Name`), of what `verifiers` say on
-    their own scales, and of the probability that an `ensemble` of them gives. `functions` null is MathReward where
-    nothing else is set. `accuracy` decides what counts as right; null: the first of `functions`."""
+    """The sum of `functions` and of the scores of `verifiers`.
 
-    functions: list[str] | None = None
+    An item of `functions` is a name (of `forge.data.rewards`, or `package.module:Name`), or a verifier with its
+    settings: `{use: package.module:Name, ...}`, see `forge.verifiers.Verifier`. `functions` null is MathReward unless
+    `verifiers` is set. `accuracy` decides what counts as right; null: the first name in `functions`.
+    """
+
+    functions: list[str | dict[str, Any]] | None = None
     verifiers: VerifiersConfig | None = None
-    ensemble: EnsembleConfig | None = None
     accuracy: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Of `forge.actors.RewardActor`."""
-        functions = self.functions
+        functions: list[str | dict[str, Any]] | None = self.functions
         if functions is None:
-            functions = ["MathReward"] if self.verifiers is None and self.ensemble is None else []
+            functions = ["MathReward"] if self.verifiers is None else []
         return {**self, "functions": functions}
 
     @property
     def names(self) -> list[str]:
-        """Of all functions."""
-        return [*self.settings()["functions"], *filter(None, [self.accuracy])]
+        """Of all functions that are named without settings."""
+        named = [item for item in self.settings()["functions"] if isinstance(item, str)]
+        return [*named, *filter(None, [self.accuracy])]
+
+    @property
+    def plugins(self) -> list[Any]:
+        """The functions with settings, constructed: nothing is opened. ValueError: unknown ones, bad settings."""
+        numbered = enumerate(self.functions or ())
+        return [load_plugin(item, f"reward.functions[{n}]") for n, item in numbered if isinstance(item, dict)]
 
     @property
     def beyond_accuracy(self) -> bool:
         """Whether it says more than which answers are right."""
         several = len(self.functions or ()) > 1 and self.accuracy is None
-        return several or self.verifiers is not None or self.ensemble is not None
+        return several or self.verifiers is not None or any(isinstance(item, dict) for item in self.functions or ())
 
     @property
     def learns(self) -> bool:
-        """Whether it follows the policy."""
-        return self.ensemble is not None and self.ensemble.follow > 0
+        """Whether it has a state that checkpoints keep."""
+        return any(getattr(plugin, "learns", False) for plugin in self.plugins)
+
+    @property
+    def files(self) -> list[str]:
+        """Files whose content decides rewards."""
+        return [str(file) for plugin in self.plugins for file in getattr(plugin, "files", ())]
 
     def validate(self, problems: int) -> None:
         """Check it against an evaluation on so many problems."""
-        if self.functions == [] and self.verifiers is None and self.ensemble is None:
-            raise ConfigError(
-                "reward.functions is empty: name at least one, or set reward.verifiers or reward.ensemble"
-            )
+        if self.functions == [] and self.verifiers is None:
+            raise ConfigError("reward.functions is empty: name at least one, or set reward.verifiers")
         if problems and not self.names:
             raise ConfigError(
                 "nothing says which answers of an evaluation are right: set reward.accuracy, or eval.problems to 0"
             )
-        if self.ensemble is not None:
-            self.ensemble.validate()
+        try:
+            learning = [plugin for plugin in self.plugins if getattr(plugin, "learns", False)]
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if len(learning) > 1:
+            raise ConfigError("reward.functions: only one of them may learn")
 
     def check(self) -> None:
         """Open what it names, except for models.
@@ -279,8 +295,12 @@ class RewardConfig(Section):
             load_reward(name)
         if self.verifiers is not None:
             self.verifiers.validate("reward.verifiers")
-        if self.ensemble is not None:
-            self.ensemble.check()
+        for plugin in self.plugins:
+            if hasattr(plugin, "check"):
+                try:
+                    plugin.check()
+                except (ValueError, OSError) as error:
+                    raise ConfigError(f"reward.functions: {error}") from None
 
 
 @dataclass
@@ -494,7 +514,7 @@ class RecipeConfig(TrainingRecipe):
 
     @property
     def files(self) -> list[str]:
-        return [*super().files, *(() if self.reward.ensemble is None else self.reward.ensemble.files)]
+        return [*super().files, *self.reward.files]
 
     def check_reward(self) -> None:
         self.reward.check()

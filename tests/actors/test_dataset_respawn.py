@@ -14,7 +14,7 @@ from forge.data.tokenizer import character_tokenizer
 from forge.types import Episode
 from tests.actors.respawn import request, started
 
-TASK = {"task": "reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
+TASK = {"task": "apps.toys.words:Reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
 CALLS = 18
 
 
@@ -71,7 +71,7 @@ TEACHING = {
     "mixture": {
         "kind": "preferences",
         "prompt_template": "{question}>",
-        "sources": [{"task": "add"}, {"task": "sort"}],
+        "sources": [{"task": "apps.toys.numbers:Add"}, {"task": "apps.toys.words:Sort"}],
     },
 }
 

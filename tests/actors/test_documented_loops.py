@@ -9,7 +9,7 @@ from forge.controller import run
 from forge.losses import ReinforceLoss, SimpleGRPOLoss
 from forge.types import Episode
 
-DATA = {"task": "reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
+DATA = {"task": "apps.toys.words:Reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
 
 
 async def start(model, store, loss, trainer_procs=1):

@@ -22,7 +22,7 @@ from tests.actors.respawn import request
 from tests.actors.test_replay_buffer import episode
 
 TOKENIZER = character_tokenizer()
-TASK = {"task": "reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
+TASK = {"task": "apps.toys.words:Reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
 
 
 def dataset(incarnation: int = 0, **settings: Any) -> DatasetActor:

@@ -12,8 +12,9 @@ from apps.code.demonstrate import body
 from apps.grpo.agents import AgentConfig
 from apps.tools.demonstrate import conversation
 from apps.tools.main import calc
+from apps.toys import programs
+from apps.toys.expressions import Expression
 from forge.config import ConfigError, load
-from forge.data import expressions, programs, tasks
 from forge.envs import ToolError
 from forge.recipe import launch
 from tests.apps.test_recipes import finish
@@ -37,7 +38,9 @@ def config(folder, task, **more):
     return str(path)
 
 
-@pytest.mark.parametrize(("app", "task"), [("tools", "expression"), ("code", "program")])
+@pytest.mark.parametrize(
+    ("app", "task"), [("tools", "apps.toys.expressions:Expression"), ("code", "apps.toys.programs:Program")]
+)
 def test_a_run_is_whole(tmp_path, app, task):
     code, output = finish(sys.executable, "-m", f"apps.{app}.main", "--config", config(tmp_path, task))
     assert code == 0, output
@@ -64,23 +67,29 @@ def test_a_run_is_whole(tmp_path, app, task):
         (["--dataset.chat_template", "true"], "dataset.chat_template must be false"),
         (["--sandbox.level", "cellar"], "sandbox: level must be"),
         (["--sandbox.level", "none"], "allow_unsafe"),
-        (["--tests.attempts", "9"], "tests.attempts at least 1 and at most episode.max_turns"),
+        (["--attempts", "9"], "attempts must be at least 1 and at most episode.max_turns"),
+        (["--tests", "{credit: some}"], "tests.credit: Input should be 'all' or 'share'"),
+        (["--tests", "{time_limt: 1.0}"], "unknown key 'tests.time_limt'; did you mean 'time_limit'"),
     ],
 )
 def test_settings_that_cannot_be_or_do_nothing(tmp_path, setting, problem):
-    cls = CodeConfig if setting[0].startswith(("--sandbox", "--tests")) else AgentConfig
+    cls = CodeConfig if setting[0].startswith(("--sandbox", "--tests", "--attempts")) else AgentConfig
     with pytest.raises(ConfigError, match=problem):
-        load(cls, ["--config", config(tmp_path, "expression"), *setting])
+        load(cls, ["--config", config(tmp_path, "apps.toys.expressions:Expression"), *setting])
 
 
 def test_a_template_without_turns_ends_the_program_before_it_starts_anything(tmp_path):
-    path = config(tmp_path, "expression", episode={"template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
+    path = config(
+        tmp_path,
+        "apps.toys.expressions:Expression",
+        episode={"template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+    )
     with pytest.raises(SystemExit, match="error: the chat template does not end an assistant's turn"):
         launch(None, AgentConfig, ["--config", path])
 
 
 def test_limits_of_a_recipe_reach_the_policy_and_fit_the_model(tmp_path):
-    path = config(tmp_path, "expression")
+    path = config(tmp_path, "apps.toys.expressions:Expression")
     assert load(AgentConfig, ["--config", path]).limits()["max_turn_tokens"] == 8
     with pytest.raises(SystemExit, match=r"episode\.max_tokens = 200 .* more than the 128 tokens"):
         launch(None, AgentConfig, ["--config", path, "--episode.max_tokens", "200"])
@@ -90,7 +99,7 @@ def test_demonstrations_are_right_and_programs_with_bugs_are_not():
     from random import Random
 
     for index in range(50):
-        question, answer = tasks.row("expression", index, difficulty=[1, 3])
+        question, answer = Expression().row(index, difficulty=[1, 3])
         assert int(answer) == eval(question)
         for calculated in range(3):
             *steps, last = conversation(question, calculated)
@@ -115,15 +124,15 @@ def test_demonstrations_are_right_and_programs_with_bugs_are_not():
 
 
 def test_expressions_of_every_difficulty_have_an_end():
-    assert expressions.size(1, 1) >= 100
-    assert len({tasks.row("expression", n, difficulty=1).question for n in range(200)}) > 100
+    assert Expression().size(1, 1) >= 100
+    assert len({Expression().row(n, difficulty=1).question for n in range(200)}) > 100
 
 
 @pytest.mark.slow
 def test_a_run_in_lock_step_goes_on_from_a_checkpoint_to_the_same_weights(tmp_path):
     settings = {"async": {"max_policy_age": 0}, "checkpoint": {"every": 2, "keep": 9}}
     training = {"batch_size": 2, "steps": 4, "learning_rate": 1e-2, "seq_len": 256}
-    path = config(tmp_path, "expression", training=training, **settings)
+    path = config(tmp_path, "apps.toys.expressions:Expression", training=training, **settings)
     code, output = finish(sys.executable, "-m", "apps.tools.main", "--config", path)
     assert code == 0, output
     run = tmp_path / "run"

@@ -26,7 +26,7 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 CONFIG = {
     "from_scratch": {"alphabet": "abcdefghijklmnopqrstuvwxyz>", "hidden_size": 32, "layers": 2, "heads": 2},
-    "dataset": {"task": "reverse", "difficulty": [2, 4], "prompt_template": "{question}>"},
+    "dataset": {"task": "apps.toys.words:Reverse", "difficulty": [2, 4], "prompt_template": "{question}>"},
     "training": {"batch_size": 4, "steps": 3, "learning_rate": 1e-3, "seq_len": 256},
     "grpo": {"n_samples": 4, "max_tokens": 8},
     "reward": {"functions": ["CharacterMatch"], "accuracy": "ExactMatch"},

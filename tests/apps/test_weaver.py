@@ -14,13 +14,11 @@ from apps.weaver.main import launch
 from forge.cli import main as forge
 from forge.models import build_small_model
 from forge.training.checkpoint import extra
-from forge.verifiers.files import read_problems
-from forge.verifiers.weaver import Online, ScoreTable, load_ensemble
-from forge.verifiers.weaver.distil import open_distilled
+from forge_weaver import Distilled, Online, ScoreTable, load_ensemble, read_problems
 from tests.apps.test_recipes import finish
 
 RULES = [f"apps.weaver.rules:{name}" for name in ("right_length", "first_letter", "known_letters")]
-DATASET = {"task": "reverse", "difficulty": [2, 4], "prompt_template": "{question}>"}
+DATASET = {"task": "apps.toys.words:Reverse", "difficulty": [2, 4], "prompt_template": "{question}>"}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,7 @@ def test_the_ensemble_is_whole_and_says_what_its_files_say(folder):
     verifiers, aggregator = load_ensemble(made)
     assert verifiers.names == list(aggregator.verifiers) == ["right_length", "first_letter", "known_letters", "judge"]
     assert "<h1>Weaver" in (made / "report.html").read_text()
-    assert open_distilled(made / "distilled").names == ("distilled",)
+    assert Distilled(str(made / "distilled")).setup().names == ("distilled",)
 
 
 def test_an_ensemble_is_not_overwritten_unasked(folder):
@@ -91,8 +89,8 @@ def grpo(folder, tmp_path, steps, replicas, **sections):
 def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
     made = folder / "ensemble"
     reward = {
-        "ensemble": {"path": str(made)},
-        "verifiers": {"distilled": [{"path": str(made / "distilled")}]},
+        "functions": [{"use": "forge_weaver:Ensemble", "path": str(made)}],
+        "verifiers": {"plugins": [{"use": "forge_weaver:Distilled", "path": str(made / "distilled")}]},
         "accuracy": "ExactMatch",
     }
     config = grpo(folder, tmp_path, steps=2, replicas=2, reward=reward, eval={"problems": 8})
@@ -101,7 +99,7 @@ def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
-        parts = row["reward/WeaverReward"], row["reward/PanelReward"]
+        parts = row["reward/Ensemble"], row["reward/Panel"]
         assert all(0 < part < 1 for part in parts)
         assert row["reward"] == pytest.approx(sum(parts), rel=1e-3)
         assert row["accuracy"] == 0
@@ -114,7 +112,10 @@ def test_what_an_ensemble_has_learned_by_following_is_in_the_checkpoint(folder, 
     shutil.copytree(made, following)
     (following / "aggregator.npz").unlink()
     Online().fit(ScoreTable.load(made / "scores.npz").with_labels_of([])).save(following / "aggregator.npz")
-    reward = {"ensemble": {"path": str(following), "follow": 4}, "accuracy": "ExactMatch"}
+    reward = {
+        "functions": [{"use": "forge_weaver:Ensemble", "path": str(following), "follow": 4}],
+        "accuracy": "ExactMatch",
+    }
     config = grpo(folder, tmp_path, steps=4, replicas=1, reward=reward, checkpoint={"every": 2, "keep": 9})
 
     def learned(step: int) -> int:
@@ -154,7 +155,7 @@ def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):
     distilled = tmp_path / "distilled"
     model = ["--model", str(folder / "policy"), "--epochs", "1", "--joined"]
     forge(["weaver", "distil", str(scores), "--aggregator", str(fitted), *model, "--out", str(distilled)])
-    assert open_distilled(distilled).names == ("distilled",)
+    assert Distilled(str(distilled)).setup().names == ("distilled",)
 
 
 @pytest.mark.parametrize(

@@ -11,3 +11,14 @@ TOKENIZER = character_tokenizer()
 
 def make(path=None, **settings):
     return PromptDataset(path, tokenizer=settings.pop("tokenizer", TOKENIZER), **settings)
+
+
+TASKS = [
+    "apps.toys.words:Reverse",
+    "apps.toys.words:Sort",
+    "apps.toys.words:SortDigits",
+    "apps.toys.numbers:Add",
+    "apps.toys.numbers:Gcd",
+    "apps.toys.expressions:Expression",
+    "apps.toys.programs:Program",
+]

@@ -9,8 +9,8 @@ from itertools import islice
 
 import pytest
 
+from apps.toys.tasks import split_of
 from forge.data.sources import StreamedRows
-from forge.data.tasks import split_of
 from tests.data.rows import ROWS, TOKENIZER, make
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -44,7 +44,7 @@ def sources(places):
         "streamed": lambda: make(places["folder"], streaming=True, seed=3),
         "streamed in order": lambda: make(places["folder"], streaming=True, shuffle=False),
         "streamed file": lambda: make(places["rows.jsonl"], streaming=True, max_prompt_tokens=2),
-        "task": lambda: make(task="add", seed=5, max_prompt_tokens=6),
+        "task": lambda: make(task="apps.toys.numbers:Add", seed=5, max_prompt_tokens=6),
     }
 
 
@@ -114,7 +114,7 @@ def test_held_out_is_fixed_and_disturbs_nothing(places):
 
 
 def test_held_out_of_a_task_is_the_test_split():
-    data = make(task="reverse", difficulty=(3, 6), seed=9, prompt_template="reverse {question} = ")
+    data = make(task="apps.toys.words:Reverse", difficulty=(3, 6), seed=9, prompt_template="reverse {question} = ")
     held = {str(s.prompt).split()[1] for s in data.held_out(100)}
     drawn = [next(data) for _ in range(500)]
     assert len(held) == 100

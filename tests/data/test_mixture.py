@@ -15,8 +15,12 @@ from forge.data.mixture import Mixture
 from forge.types import Episode, Sample
 from tests.data.rows import TOKENIZER
 
-WORDS = {"task": "reverse", "difficulty": 5, "prompt_template": "{question}>"}
-SOURCES = [{"task": "add", "weight": 3}, {"task": "sort", "weight": 1.5}, {"task": "gcd", "difficulty": 3, "seed": 7}]
+WORDS = {"task": "apps.toys.words:Reverse", "difficulty": 5, "prompt_template": "{question}>"}
+SOURCES = [
+    {"task": "apps.toys.numbers:Add", "weight": 3},
+    {"task": "apps.toys.words:Sort", "weight": 1.5},
+    {"task": "apps.toys.numbers:Gcd", "difficulty": 3, "seed": 7},
+]
 
 
 class Named:
@@ -90,7 +94,9 @@ def test_kinds_make_different_items():
 def test_sources_override_common_settings(jsonl):
     path = jsonl({"q": "one", "a": "1"}, {"q": "two", "a": "2"})
     file = {"path": path, "prompt_field": "q", "target_field": "a", "weight": 1}
-    data = load_data(TOKENIZER, sources=[file, {"task": "add", "weight": 1}], prompt_template="{question}=")
+    data = load_data(
+        TOKENIZER, sources=[file, {"task": "apps.toys.numbers:Add", "weight": 1}], prompt_template="{question}="
+    )
     assert {str(sample.prompt) for sample in islice(data, 20)} >= {"one=", "two="}
 
 
@@ -98,12 +104,24 @@ def test_sources_override_common_settings(jsonl):
     ("settings", "message"),
     [
         ({"sources": []}, "needs sources"),
-        ({"sources": [{"task": "add"}, {"task": "ad"}]}, "source 2: unknown task 'ad'; did you mean 'add'"),
-        ({"sources": [{"task": "add", "wieght": 2}]}, "source 1: .*'wieght'"),
-        ({"sources": [{"task": "add"}, {"task": "add", "weight": 0}]}, "source 2: weight must be .* above 0, got 0"),
-        ({"sources": [{"task": "add", "weight": "2"}]}, "source 1: weight must be .* got '2'"),
-        ({"sources": [{"task": "add"}], "task": "add"}, "path and task belong to each of them"),
-        ({"kind": "preference", "task": "add"}, "kind must be one of prompts, supervised, preferences, not 'pref"),
+        (
+            {"sources": [{"task": "apps.toys.numbers:Add"}, {"task": "add"}]},
+            "source 2: task 'add' is now 'apps.toys.numbers:Add'",
+        ),
+        ({"sources": [{"task": "apps.toys.numbers:Add", "wieght": 2}]}, "source 1: .*'wieght'"),
+        (
+            {"sources": [{"task": "apps.toys.numbers:Add"}, {"task": "apps.toys.numbers:Add", "weight": 0}]},
+            "source 2: weight must be .* above 0, got 0",
+        ),
+        ({"sources": [{"task": "apps.toys.numbers:Add", "weight": "2"}]}, "source 1: weight must be .* got '2'"),
+        (
+            {"sources": [{"task": "apps.toys.numbers:Add"}], "task": "apps.toys.numbers:Add"},
+            "path and task belong to each of them",
+        ),
+        (
+            {"kind": "preference", "task": "apps.toys.numbers:Add"},
+            "kind must be one of prompts, supervised, preferences, not 'pref",
+        ),
     ],
 )
 def test_bad_input_says_what_is_wrong(settings, message):
@@ -113,7 +131,7 @@ def test_bad_input_says_what_is_wrong(settings, message):
 
 def test_a_missing_file_names_its_source():
     with pytest.raises(FileNotFoundError, match=r"source 2: no such file: /nowhere/rows\.jsonl"):
-        load_data(TOKENIZER, sources=[{"task": "add"}, {"path": "/nowhere/rows.jsonl"}])
+        load_data(TOKENIZER, sources=[{"task": "apps.toys.numbers:Add"}, {"path": "/nowhere/rows.jsonl"}])
 
 
 def test_a_position_in_other_shares_is_refused():

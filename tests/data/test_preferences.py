@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.data.mistakes import mistake
+from apps.toys.mistakes import mistake
+from apps.toys.tasks import split_of
 from forge.data.packing import pack
 from forge.data.preferences import PreferenceDataset
 from forge.data.rewards import MathReward
-from forge.data.tasks import TASKS, generate, split_of
-from tests.data.rows import TOKENIZER
+from forge.data.sources import load_task
+from tests.data.rows import TASKS, TOKENIZER
 from tests.data.templates import CHATML, CHATML_MARKED, byte_pairs
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -95,7 +96,7 @@ def test_texts_are_the_conversations_that_they_stand_for(jsonl):
 
 
 def test_a_task_may_be_a_conversation():
-    pair = next(prefer(task="add", tokenizer=byte_pairs(), chat_template=CHATML))
+    pair = next(prefer(task="apps.toys.numbers:Add", tokenizer=byte_pairs(), chat_template=CHATML))
     assert all(answer.endswith("<|im_end|>") for answer in read(pair, byte_pairs())[1:])
 
 
@@ -159,7 +160,7 @@ def test_scores_are_read_at_the_last_token(jsonl):
 
 
 def test_pairs_pack_in_twos(jsonl):
-    data = prefer(task="reverse", prompt_template="{question}>")
+    data = prefer(task="apps.toys.words:Reverse", prompt_template="{question}>")
     batch = pack([episode for pair in islice(data, 5) for episode in pair], unit=2)
     assert (len(batch), batch.unit) == (10, 2)
 
@@ -177,7 +178,7 @@ def test_a_pair_is_too_long_if_one_of_it_is(jsonl):
 def test_a_task_answers_right_and_almost_right(task):
     data = prefer(task=task, difficulty=3, seed=5, prompt_template="{question}=")
     pairs = [read(pair) for pair in islice(data, 200)]
-    rows = list(islice(generate(task, difficulty=3, seed=5), 200))
+    rows = list(islice(load_task(task).rows(difficulty=3, seed=5), 200))
     assert [(context, right) for context, right, _ in pairs] == [(f"{q}=", f"{a}<eos>") for q, a in rows]
     for _, right, wrong in pairs:
         assert right != wrong
@@ -276,4 +277,4 @@ def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
 
 def test_a_task_has_no_fields_to_choose():
     with pytest.raises(ValueError, match="leave chosen_field and rejected_field out"):
-        prefer(task="add", chosen_field="answer")
+        prefer(task="apps.toys.numbers:Add", chosen_field="answer")

@@ -41,7 +41,7 @@ def test_chat_template(jsonl):
 
 
 def test_supervised_marks_the_answer_and_eos():
-    sample = next(make(task="add", prompt_template="{question}="))
+    sample = next(make(task="apps.toys.numbers:Add", prompt_template="{question}="))
     tokens, mask = supervised(sample, TOKENIZER)
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if own]) == sample.target + "<eos>"
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if not own]) == str(sample.prompt)
@@ -81,7 +81,7 @@ ROW = {"question": "one", "answer": "1"}
         ([ROW], {"too_long": "cut"}, "must be 'skip' or 'error', not 'cut'"),
         ([ROW], {"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
         ([ROW], {"epochs": 0}, "epochs must be at least 1"),
-        ([ROW], {"task": "add"}, "either a path or a task"),
+        ([ROW], {"task": "apps.toys.numbers:Add"}, "either a path or a task"),
     ],
 )  # fmt: skip
 def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
@@ -93,11 +93,14 @@ def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
 def test_bad_settings_without_a_path():
     for settings, message in (
         ({}, "either a path or a task"),
-        ({"task": "ad"}, "did you mean 'add'"),
-        ({"task": "add", "epochs": 2}, "endless"),
-        ({"task": "add", "difficulty": 0}, "difficulty"),
-        ({"task": "add", "prompt_template": "{a}"}, "no field 'a': it has question, answer"),
-        ({"task": "add", "max_prompt_tokens": 1}, "all of 1000 prompts are longer"),
+        ({"task": "add"}, "task 'add' is now 'apps.toys.numbers:Add'"),
+        ({"task": "ad"}, "task 'ad' is unknown: write package.module:Name"),
+        ({"task": "apps.toys.numbers:Ad"}, "'apps.toys.numbers:Ad' was not found"),
+        ({"task": "json:loads"}, "task 'json:loads' has no name, row, take"),
+        ({"task": "apps.toys.numbers:Add", "epochs": 2}, "endless"),
+        ({"task": "apps.toys.numbers:Add", "difficulty": 0}, "difficulty"),
+        ({"task": "apps.toys.numbers:Add", "prompt_template": "{a}"}, "no field 'a': it has question, answer"),
+        ({"task": "apps.toys.numbers:Add", "max_prompt_tokens": 1}, "all of 1000 prompts are longer"),
     ):
         with pytest.raises(ValueError, match=message):
             make(**settings)

@@ -73,7 +73,7 @@ def test_an_answer_follows_the_prompt_of_a_generation(template, question, answer
 def test_a_mixture_of_forms_teaches_one_ending(jsonl, tmp_path):
     talk = tmp_path / "talk.jsonl"
     talk.write_text(json.dumps(CHATS[1]))
-    sources = [{"path": str(talk)}, {"path": jsonl(ROWS[0])}, {"task": "add"}]
+    sources = [{"path": str(talk)}, {"path": jsonl(ROWS[0])}, {"task": "apps.toys.numbers:Add"}]
     data = load_data(byte_pairs(), kind="supervised", sources=sources, chat_template=CHATML)
     assert {byte_pairs().decode(episode.tokens[-1:]) for episode in islice(data, 12)} == {"<|im_end|>"}
 
@@ -172,7 +172,7 @@ def test_resumes_exactly_at_every_position(jsonl, settings):
 
 
 def test_a_task_holds_its_test_split_out():
-    data = learn(task="reverse", difficulty=(3, 4), prompt_template="{question}>", max_tokens=20)
+    data = learn(task="apps.toys.words:Reverse", difficulty=(3, 4), prompt_template="{question}>", max_tokens=20)
     held = {read(episode)[0] for episode in data.held_out(50)}
     drawn = [read(next(data)) for _ in range(300)]
     assert len(held) == 50

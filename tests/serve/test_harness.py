@@ -9,16 +9,16 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from apps.toys.words import Reverse
 from forge.actors import Generator, RewardActor, evaluate
 from forge.controller import run
-from forge.data.tasks import take
 from forge.types import Prompt, Sample
 from tests.apps.test_recipes import ROOT
 from tests.serve.conftest import FORGE, address
 
 MODEL = ROOT / "runs/quickstart-warmup/model"
 TASK = {
-    "task": "reverse",
+    "task": "apps.toys.words:Reverse",
     "dataset_path": "json",
     "test_split": "test",
     "output_type": "generate_until",
@@ -49,7 +49,7 @@ def our_accuracy(problems):
 
 
 def test_it_finds_the_accuracy_that_we_find(launched, tmp_path):
-    problems = take(300, "reverse", seed=3, difficulty=[3, 7])
+    problems = Reverse().take(300, seed=3, difficulty=[3, 7])
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row._asdict()) + "\n" for row in problems))
     task = TASK | {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
     (tmp_path / "reverse.yaml").write_text(yaml.safe_dump(task))

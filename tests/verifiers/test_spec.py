@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from forge.config import ConfigError, build, to_dict
-from forge.verifiers.spec import DISTILLED, VerifiersConfig
+from forge.verifiers.spec import VerifiersConfig
 from tests.training.cases import write_classifier
 
 JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "judge"}
@@ -83,7 +83,12 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"reward_models": [{"path": "m", "system_prompt": "be"}]}, "need chat_template"),
         ({"process_reward_models": [{"path": "m", "marker": "z", "good": "+"}]}, "both good and bad"),
         ({"process_reward_models": [{"path": "m", "marker": "z", "separator": "("}]}, "not a regular expression"),
-        ({"distilled": [{"path": "tests"}]}, r"distilled\[0\].path: tests holds no distilled verifier"),
+        ({"plugins": [{"use": "forge_weaver:Distilled", "path": "tests"}]}, "tests holds no distilled verifier"),
+        ({"plugins": [{"path": "tests"}]}, r"plugins\[0\] must have `use: package.module:Name`"),
+        ({"plugins": [{"use": "forge_weaver:Distild", "path": "x"}]}, r"plugins\[0\].use: .*Distild' was not found"),
+        ({"plugins": [{"use": "forge_weaver:Distilled"}]}, r"plugins\[0\].path' must be set"),
+        ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "credit": "some"}]}, r"plugins\[0\].credit: .*'all' or"),
+        ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "sandbox": {"memry_mb": 1}}]}, "did you mean 'memory_mb'"),
         ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\]: votes"),
         ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"judges\[0\].prices must be two"),
         ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
@@ -119,13 +124,14 @@ def test_hub_ids(path):
 
 def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
     folder = shutil.copytree(classifier, tmp_path / "small")
-    (folder / DISTILLED).write_text(json.dumps({"reading": {"scale": "probability"}, "report": {}}))
-    specs = [{"path": str(folder)}, {"path": str(folder), "name": "fast", "dtype": "bfloat16", "batch_tokens": 512}]
-    config = build(VerifiersConfig, {"distilled": specs})
+    (folder / "distilled.json").write_text(json.dumps({"reading": {"scale": "probability"}, "report": {}}))
+    use = {"use": "forge_weaver:Distilled", "path": str(folder)}
+    plugins = [use, {**use, "name": "fast", "dtype": "bfloat16", "batch_tokens": 512}]
+    config = build(VerifiersConfig, {"plugins": plugins})
     config.validate()
     panel = config.panel()
     assert panel.names == ("small", "fast") == (*config.names,)
-    assert panel.verifiers[1].of.model.dtype == torch.bfloat16
+    assert panel.verifiers[1].model.of.model.dtype == torch.bfloat16
     found = asyncio.run(panel.score("p", ["a"]))
     assert not found.reasons
     asyncio.run(panel.close())

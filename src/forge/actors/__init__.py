@@ -1,7 +1,6 @@
 """The components of a run: thin shells that join the plain libraries to the controller."""
 
 from .agent import Agent
-from .coder import SandboxedPythonCoder
 from .dataset import DatasetActor
 from .environments import EnvironmentActor, RemoteEnvironment
 from .evaluation import evaluate, evaluate_pairs
@@ -24,7 +23,6 @@ __all__ = [
     "RemotePanel",
     "ReplayBuffer",
     "RewardActor",
-    "SandboxedPythonCoder",
     "Trainer",
     "VerifierActor",
     "Window",

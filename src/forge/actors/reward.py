@@ -1,161 +1,102 @@
-"""Rewards as a service: functions of the user's or of `forge.data.rewards`, verifiers, an ensemble of them."""
+"""Rewards as a service."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
-from ..data.rewards.load import RewardFunction, load_reward
+from ..data.rewards.load import load_reward
 from ..observability import Reduce, record_metric
-from ..verifiers.reward import PanelReward
+from ..plugin import load_plugin
+from ..verifiers.reward import Reward, Score
 from ..verifiers.spec import VerifiersConfig
-from ..verifiers.weaver.ensemble import EnsembleConfig
 
 
 class RewardActor(ForgeActor):
-    """The sum of rewards: functions `f(prompt, response, target) -> float | None`, plain or async; objects whose
-    `score_group(prompt, responses, target)` sees all responses of a prompt; verifiers; an ensemble of them.
-
-    What returns None or NaN could not score: the response stays unscored, whatever the others say. What raises ends the
-    call with its exception, and so does what is no finite number, or another number of scores than of responses
-    (ValueError).
+    """A `forge.verifiers.reward.Reward` in processes of its own.
 
     Args:
-        functions: callables or such objects, or names that `load_reward` resolves.
+        functions: functions, verifiers, or objects with `score_group`; names that `load_reward` resolves; mappings
+            `{"use": "package.module:Name", **settings}` that name one with its settings.
         verifiers: models, judges and rules whose scores are added as they are.
-        ensemble: verifiers whose scores are one probability.
-        accuracy: the function that decides whether a response is right (a score of at least 1); by default the first
-            of `functions`, so that without functions nothing is known to be right.
+        accuracy: the function that decides whether a response is right, see `Reward`.
     """
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction | str] | None = None,
+        functions: Sequence[Any] | None = None,
         *,
         verifiers: VerifiersConfig | None = None,
-        ensemble: EnsembleConfig | None = None,
-        accuracy: RewardFunction | str | None = None,
+        accuracy: Any = None,
     ) -> None:
-        self.functions: list[Any] = [load_reward(f) if isinstance(f, str) else f for f in functions or ()]
-        first = self.functions[0] if self.functions else None
-        self.accuracy = load_reward(accuracy) if isinstance(accuracy, str) else accuracy or first
-        self.verifiers, self.ensemble = verifiers, ensemble
-        if not self.functions and verifiers is None and ensemble is None:
-            raise ValueError("a reward needs at least one function, verifiers or an ensemble")
-        self._opened: list[Any] = []
+        self.verifiers, self.scorers = verifiers, list[Any]()
+        for number, item in enumerate(functions or ()):
+            made = load_reward(item) if isinstance(item, str) else item
+            self.scorers.append(load_plugin(made, f"reward.functions[{number}]") if isinstance(made, Mapping) else made)
+        self.accuracy = load_reward(accuracy) if isinstance(accuracy, str) else accuracy
+        if not self.scorers and verifiers is None:
+            raise ValueError("a reward needs at least one function, or verifiers")
 
     def setup(self) -> None:
-        if self.verifiers is not None:
-            self._opened.append(PanelReward(self.verifiers.panel()))
-        if self.ensemble is not None:
-            self._opened.append(self.ensemble.open())
-        self.functions += self._opened
+        panels = [] if self.verifiers is None else [self.verifiers.panel()]
+        self.reward = Reward([*self.scorers, *panels], self.accuracy)
+        self.reward.setup()
 
     async def teardown(self) -> None:
-        closing = [reward.close() for reward in self._opened]
-        for outcome in await asyncio.gather(*closing, return_exceptions=True):  # all, also if one fails
-            if isinstance(outcome, BaseException):
-                raise outcome
+        if hasattr(self, "reward"):
+            await self.reward.close()
 
     @endpoint
-    async def state_dict(self) -> dict[str, Any] | None:
-        """What an ensemble that follows has learned in this replica; None where it does not."""
-        if self.ensemble is None or not self.ensemble.follow:
-            return None
-        return {"replica": self.context.replica, **await self._opened[-1].state_dict()}
+    async def score(
+        self, prompt: Any, responses: Sequence[str], target: str | None, evaluation: bool = False
+    ) -> list[Score]:
+        """Score the responses of one prompt, in order; records `reward`, its spread and `accuracy`.
 
-    @endpoint(catch_up=True)
-    async def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Take up this replica's own of the states of all replicas, or one of them where it has none.
-
-        ValueError: they are of another ensemble than this one.
+        Args:
+            evaluation: only decide which are right; the reward is then 1 or 0. Records nothing.
         """
-        if self.ensemble is None:
-            raise ValueError("the run began with an ensemble that follows as its reward: go on with that")
-        own = [state for state in states if state["replica"] == self.context.replica]
-        self._opened[-1].load_state_dict((own or states)[0])
-
-    @endpoint
-    async def evaluate_response(self, prompt: Any, response: str, target: str) -> float | None:
-        """Score one response; None if it could not be scored."""
-        return (await self._score(prompt, [response], target))[0][0]
-
-    @endpoint
-    async def evaluate_group(self, prompt: Any, responses: Sequence[str], target: str) -> list[float | None]:
-        """Score the responses of one prompt, in order; records `reward`, its spread and `accuracy`."""
-        rewards, scores = await self._score(prompt, responses, target)
-        for reward in rewards:
+        if evaluation:
+            right = await self.reward.judge(prompt, responses, target)
+            return [Score(None if correct is None else float(correct), correct) for correct in right]
+        scores = await self.reward.score(prompt, responses, target)
+        for reward, correct in scores:
             if reward is not None:
                 record_metric("reward", reward)
                 record_metric("reward", reward, Reduce.STD)
-        if self.accuracy is not None:
-            known = scores[0]
-            if self.accuracy is not self.functions[0]:
-                known = await _score_all(self.accuracy, prompt, responses, target)
-            for score in known:
-                if score is not None:
-                    record_metric("accuracy", _right(score))
-        return rewards
+            if correct is not None:
+                record_metric("accuracy", correct)
+        return scores
+
+    @endpoint
+    async def evaluate_group(self, prompt: Any, responses: Sequence[str], target: str) -> list[float | None]:
+        """The rewards of the responses of one prompt; None for those that could not be scored."""
+        return [score.reward for score in await self.score(prompt, responses, target)]
+
+    @endpoint
+    async def evaluate_response(self, prompt: Any, response: str, target: str) -> float | None:
+        """The reward of one response; None if it could not be scored."""
+        return (await self.reward.score(prompt, [response], target))[0].reward
 
     @endpoint
     async def is_correct(self, prompt: Any, response: str, target: str) -> bool:
-        """Whether a response is right by the accuracy function; what it cannot score is not right.
+        """Whether a response is right by the accuracy function; one that it cannot score is not."""
+        return bool((await self.reward.judge(prompt, [response], target))[0])
 
-        ValueError: there is no such function.
-        """
-        if self.accuracy is None:
-            raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
-        return _right((await _score_all(self.accuracy, prompt, [response], target))[0])
-
-    async def _score(
-        self, prompt: Any, responses: Sequence[str], target: str
-    ) -> tuple[list[float | None], list[list[float | None]]]:
-        """The sum over functions for each response, and each function's scores."""
-        scores = [await _score_all(function, prompt, responses, target) for function in self.functions]
-        if len(scores) > 1:
-            for function, column in zip(self.functions, scores, strict=True):
-                for score in column:
-                    if score is not None:
-                        record_metric(f"reward/{_name(function)}", score)
-        sums = [None if None in row else sum(row) for row in zip(*scores, strict=True)]
-        return sums, scores
-
-
-async def _score_all(
-    function: RewardFunction, prompt: Any, responses: Sequence[str], target: str
-) -> list[float | None]:
-    """One function over several responses. Plain functions run in a thread, so that a slow one blocks nobody."""
-    prompt = str(prompt)
-    if hasattr(function, "score_group"):
-        scores = await function.score_group(prompt, responses, target)
-    elif inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        scores = await asyncio.gather(*(function(prompt, response, target) for response in responses))
-    else:
-        scores = await asyncio.to_thread(lambda: [function(prompt, response, target) for response in responses])
-    if len(scores) != len(responses):
-        raise ValueError(f"the reward {_name(function)} gave {len(scores)} scores for {len(responses)} responses")
-    return [_number(score, function) for score in scores]
-
-
-def _number(score: Any, function: RewardFunction) -> float | None:
-    try:
-        if score is None or math.isnan(score):
+    @endpoint
+    async def state_dict(self) -> dict[str, Any] | None:
+        """What a scorer that learns has learned in this replica; None if none does."""
+        if self.reward.learner is None:
             return None
-        if math.isinf(score):
-            raise OverflowError
-    except (TypeError, OverflowError):
-        wanted = "give a finite number, or None for no score"
-        raise ValueError(f"the reward {_name(function)} gave {score!r:.80}: {wanted}") from None
-    return float(score)
+        return {"replica": self.context.replica, **await self.reward.learner.state_dict()}
 
+    @endpoint(catch_up=True)
+    async def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Restore this replica's own of the states of all replicas, or one of them where it has none.
 
-def _right(score: float | None) -> bool:
-    return score is not None and score >= 1.0
-
-
-def _name(function: RewardFunction) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+        ValueError: this reward does not learn, or the states are of another one.
+        """
+        if self.reward.learner is None:
+            raise ValueError("the run began with a reward that learns, and this one does not: resume with that one")
+        own = [state for state in states if state["replica"] == self.context.replica]
+        await self.reward.learner.load_state_dict((own or states)[0])

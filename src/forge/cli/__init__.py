@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
-from . import serve, weaver
+from . import serve
+
+# Commands of installed packages: the entry point names a module with `add_to(commands)`.
+GROUP = "forge.commands"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -13,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="forge", description="RL post-training of language models")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve.add_to(commands)
-    weaver.add_to(commands)
+    for extension in entry_points(group=GROUP):
+        extension.load().add_to(commands)
     args = parser.parse_args(argv)
     args.run(args)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge.data.chat import ChatFormat, Message, messages
 from forge.data.files import Row
-from forge.data.mistakes import mistake
 from forge.data.prompts import QUESTION_FIELDS, PromptFormat, plain
+from forge.data.sources import load_task
 from forge.data.stream import RowStream
 from forge.data.supervised import Marked, closed, document, prompt_settings, refuse_idle
 from forge.types import Episode
@@ -69,6 +69,10 @@ class PreferenceDataset(RowStream[Pair]):
         self._task, self._seed = rows.get("task"), rows.get("seed", 0)
         if self._task is not None and self._fields != ("chosen", "rejected"):
             raise ValueError("a task makes its answers itself: leave chosen_field and rejected_field out")
+        task = None if self._task is None else load_task(self._task)
+        if task is not None and not hasattr(task, "wrong"):
+            raise ValueError(f"task {self._task!r} has no wrong(answer, rng), which makes the rejected answers")
+        self._made_by = task
         super().__init__(path, limit=max_tokens, too_long=too_long, **rows)
 
     def begin(self, row: Row) -> None:
@@ -98,8 +102,8 @@ class PreferenceDataset(RowStream[Pair]):
                 self._format.check(prompt, text)
 
     def make(self, number: int, row: Row, index: int) -> Pair | None:
-        if self._task is not None:
-            wrong = mistake(row["answer"], Random(f"{self._task}/{self._seed}/{number}"))
+        if (task := self._made_by) is not None:
+            wrong = task.wrong(row["answer"], Random(f"{task.name}/{self._seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}
         both = [closed(*marked) for marked in self._encode(row) or ()]
         if not both or both[0][0] == both[1][0]:

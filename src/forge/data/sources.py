@@ -7,13 +7,13 @@ A source is read with `read()`, which gives (row number from 1, row), or None on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forge.data import tasks
 from forge.data.files import Row
+from forge.plugin import construct, resolve
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -106,19 +106,60 @@ class StreamedRows:
         self._offset = state["offset"]
 
 
+class Task(Protocol):
+    """A procedural task: an endless, seeded source of rows. A configuration names its class as `package.module:Name`.
+
+    Rows are mappings or named tuples with `question` and `answer`. `row` is a pure function of its arguments, so that a
+    position is one number; the questions of the splits "train" and "test" are disjoint under every seed.
+    """
+
+    name: str  # part of the identity of a position
+
+    def row(self, index: int, *, split: str, seed: int, difficulty: int | Sequence[int]) -> Any:
+        """Row `index`. ValueError: unknown split, or bad difficulty."""
+
+    def take(self, n: int, *, split: str = "test", seed: int, difficulty: int | Sequence[int]) -> list[Any]:
+        """`n` rows with distinct questions, for evaluation. ValueError: the split has fewer."""
+
+    def wrong(self, answer: str, rng: Random) -> str:
+        """A wrong answer that looks right: the rejected one of a preference pair."""
+
+
+# Names of earlier versions.
+_MOVED = {
+    "reverse": "apps.toys.words:Reverse",
+    "sort": "apps.toys.words:Sort",
+    "sort_digits": "apps.toys.words:SortDigits",
+    "add": "apps.toys.numbers:Add",
+    "gcd": "apps.toys.numbers:Gcd",
+    "expression": "apps.toys.expressions:Expression",
+    "program": "apps.toys.programs:Program",
+}
+
+
+def load_task(name: str) -> Task:
+    """The task that `package.module:Name` names. ValueError: there is none."""
+    if name in _MOVED:
+        raise ValueError(f"task {name!r} is now {_MOVED[name]!r}")
+    found = resolve(name, "task")
+    if missing := [method for method in ("name", "row", "take") if not hasattr(found, method)]:
+        raise ValueError(f"task {name!r} has no {', '.join(missing)}, see forge.data.sources.Task")
+    return construct(found, {}, f"task {name}") if isinstance(found, type) else found
+
+
 class TaskRows:
     """The endless rows of a procedural task, as {"question", "answer"}: one epoch that never ends."""
 
     epoch = 0
 
     def __init__(self, task: str, *, split: str, seed: int, difficulty: int | Sequence[int]) -> None:
-        self.task, self.seed, self.difficulty = task, seed, difficulty
+        self.task, self.seed, self.difficulty = load_task(task), seed, difficulty
         self._split, self._index = split, 0
         self._row(0)
 
     def _row(self, index: int) -> Numbered:
-        drawn = tasks.row(self.task, index, split=self._split, seed=self.seed, difficulty=self.difficulty)
-        return index + 1, drawn._asdict()
+        drawn = self.task.row(index, split=self._split, seed=self.seed, difficulty=self.difficulty)
+        return index + 1, _plain(drawn)
 
     def read(self) -> Numbered | None:
         self._index += 1
@@ -130,8 +171,16 @@ class TaskRows:
             yield self._row(index)
             index += 1
 
+    def held_out(self, n: int) -> Iterator[Numbered]:
+        """`n` distinct questions of the test split."""
+        return enumerate(map(_plain, self.task.take(n, seed=self.seed, difficulty=self.difficulty)), 1)
+
     def state(self) -> dict[str, Any]:
         return {"index": self._index}
 
     def load(self, state: dict[str, Any]) -> None:
         self._index = state["index"]
+
+
+def _plain(row: Any) -> Row:
+    return dict(row) if isinstance(row, Mapping) else row._asdict()

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from forge.data import tasks
 from forge.data.files import Row, open_rows, open_stream
 from forge.data.sources import Source, StoredRows, StreamedRows, TaskRows
 
@@ -26,7 +25,7 @@ class RowStream(ABC, Generic[T]):
         path: a .json, .jsonl or .parquet file, a folder that `datasets` can load, or a Hugging Face id.
         limit: most tokens of an item.
         too_long: "skip" leaves longer items out; "error" raises. All that is left out is counted in `skipped`.
-        task: a procedural task (see `tasks`) instead of a path.
+        task: a procedural task as `package.module:Name` (see `forge.data.sources.Task`) instead of a path.
         difficulty: of the procedural task: an int, or a pair (low, high).
         split: of a folder, hub id or task; a single file is one split whatever this says.
         subset: the configuration of a hub dataset that has several.
@@ -128,9 +127,7 @@ class RowStream(ABC, Generic[T]):
         ValueError if there are no n that fit.
         """
         if isinstance(self._source, TaskRows):
-            source = self._source
-            drawn = tasks.take(n, source.task, seed=source.seed, difficulty=source.difficulty)
-            rows: Iterator[tuple[int, Row]] = enumerate((row._asdict() for row in drawn), 1)
+            rows: Iterator[tuple[int, Row]] = self._source.held_out(n)
         else:
             rows = self._source.scan()
         found: list[T] = []

@@ -22,7 +22,7 @@ _TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: 
 
 
 class ToolServer(Protocol):
-    """Tools that live elsewhere, such as behind `forge.envs.mcp`. What `call` raises of its own class `ToolError` is
+    """Tools that live elsewhere, such as behind `forge_envs.mcp`. What `call` raises of its own class `ToolError` is
     the tool's answer; an InfrastructureError is nobody's."""
 
     def schemas(self) -> Sequence[Mapping[str, Any]]: ...

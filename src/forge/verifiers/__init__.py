@@ -6,11 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
-from .code import Case, CodeVerifier, Sandbox
 from .math import MathVerifier
 from .panel import Panel
 from .rules import AnswerFrequency, Rule
-from .scoring import Problem, score_table
 from .verifier import Scores, Unscored, Verifier
 
 if TYPE_CHECKING:
@@ -21,20 +19,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AnswerFrequency",
     "Cache",
-    "Case",
-    "CodeVerifier",
     "LMJudge",
     "MathVerifier",
     "Panel",
-    "Problem",
     "ProcessRewardModel",
     "RewardModel",
     "Rule",
-    "Sandbox",
     "Scores",
     "Unscored",
     "Verifier",
-    "score_table",
 ]
 
 # Imported on first use: torch takes seconds, aiohttp is an extra.

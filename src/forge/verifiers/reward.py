@@ -1,57 +1,181 @@
-"""Verifiers as a reward, on their own scale."""
+"""A reward: the sum of what its scorers say of a response. Functions, objects, verifiers and panels are scorers alike.
+
+Everything that scores is a `Verifier` here; `as_verifier` is the one place where other forms become one.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..observability import record_metric
-from .panel import Panel
-from .verifier import Scores
+from .verifier import Scores, Verifier
 
 log = logging.getLogger(__name__)
-REASONS = 10
+REASONS = 10  # logged per verifier
 
 
-class Watched:
-    """A panel whose missing scores are seen: their share by verifier is a metric, and each verifier's first `REASONS`
-    reasons are logged, each once."""
+class FunctionVerifier:
+    """A function as a verifier of one column: `f(prompt, response, target) -> float | None`, plain or async, or an
+    object whose async `score_group(prompt, responses, target)` scores all responses of a prompt together.
 
-    def __init__(self, panel: Panel) -> None:
-        self.panel, self._told = panel, dict[str, set[str]]()
+    None or NaN marks a response unscored. Exceptions propagate: a reward function that raises is a bug to be seen.
+    Plain functions run in a thread.
 
-    async def score(self, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
-        """[responses, names], see `Panel`."""
-        scores = await self.panel.score(prompt, responses, target)
-        if not responses:
-            return scores  # none of nothing is no share
-        for name, missing in zip(self.panel.names, np.isnan(scores.values).mean(0), strict=True):
-            record_metric(f"missing/{name}", float(missing))
-        for (_, column), reason in scores.reasons.items():
-            name = self.panel.names[column]
-            told = self._told.setdefault(name, set())
-            if reason not in told and len(told) < REASONS:
-                told.add(reason)
-                log.warning("verifier %s did not score a response: %s", name, reason)
+    Raises:
+        ValueError: a score is neither a finite number nor None, or the number of scores differs from the number of
+            responses.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.names: tuple[str, ...] = (getattr(function, "__name__", type(function).__name__),)
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, 1]."""
+        function, name = self.function, self.names[0]
+        if hasattr(function, "score_group"):
+            found = await function.score_group(prompt, responses, target)
+        elif inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            found = await asyncio.gather(*(function(prompt, response, target) for response in responses))
+        else:
+            found = await asyncio.to_thread(lambda: [function(prompt, response, target) for response in responses])
+        if len(found) != len(responses):
+            raise ValueError(f"the reward {name} gave {len(found)} scores for {len(responses)} responses")
+        scores = Scores(np.full((len(responses), 1), np.nan))
+        for i, score in enumerate(found):
+            try:
+                if score is None or math.isnan(score):
+                    scores.reasons[i, 0] = f"it gave {score}"
+                    continue
+                if math.isinf(score):
+                    raise OverflowError
+            except (TypeError, OverflowError):
+                wanted = "give a finite number, or None for no score"
+                raise ValueError(f"the reward {name} gave {score!r:.80}: {wanted}") from None
+            scores.values[i, 0] = score
         return scores
 
+
+def as_verifier(scorer: Any) -> Verifier:
+    """Anything that scores responses as a `Verifier`: one as it is, a function, or an object with `score_group`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if hasattr(scorer, "score") and hasattr(scorer, "names"):
+        return scorer
+    if callable(scorer) or hasattr(scorer, "score_group"):
+        return FunctionVerifier(scorer)
+    raise ValueError(f"a reward is a function of (prompt, response, target) or a verifier, got {scorer!r:.80}")
+
+
+class Score(NamedTuple):
+    """What a reward says of a response: None where it is unscored, or where nothing decides whether it is right."""
+
+    reward: float | None
+    correct: bool | None
+
+
+class Reward:
+    """The sum of scorers. A response that one of them could not score has no reward, whatever the others say.
+
+    Args:
+        scorers: functions, objects with `score_group`, or verifiers.
+        accuracy: the function that decides whether a response is right (a score of at least 1); by default the first
+            function among `scorers`, so that without one nothing is known to be right.
+
+    Raises:
+        ValueError: no scorers, or two that learn.
+    """
+
+    def __init__(self, scorers: Sequence[Any], accuracy: Any = None) -> None:
+        if not scorers:
+            raise ValueError("a reward needs at least one function, or verifiers")
+        self.verifiers = [as_verifier(scorer) for scorer in scorers]
+        functions = [verifier for verifier in self.verifiers if isinstance(verifier, FunctionVerifier)]
+        same = [verifier for verifier in functions if verifier.function is accuracy]
+        self.accuracy: Verifier | None = (functions or [None])[0]  # type: ignore[list-item]
+        if accuracy is not None:
+            self.accuracy = same[0] if same else as_verifier(accuracy)
+        learning = [verifier for verifier in self.verifiers if getattr(verifier, "learns", False)]
+        if len(learning) > 1:
+            raise ValueError("only one of a reward's functions may learn")
+        self.learner: Any = learning[0] if learning else None
+        self._logged: dict[str, set[str]] = {}
+
+    def setup(self) -> None:
+        """Open what the scorers need: models, sandboxes."""
+        for verifier in self.verifiers:
+            if hasattr(verifier, "setup"):
+                verifier.setup()
+
+    async def score(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[Score]:
+        """The rewards of the responses of one prompt, in order, and whether each is right."""
+        prompt, total = str(prompt), np.zeros(len(responses))
+        correct: list[bool | None] = [None] * len(responses)
+        for verifier in self.verifiers:
+            scores = await verifier.score(prompt, responses, target)
+            self._report(verifier, scores)
+            total += scores.values.sum(1)
+            if verifier is self.accuracy:
+                correct = _correct(scores)
+        if self.accuracy is not None and self.accuracy not in self.verifiers:
+            correct = await self.judge(prompt, responses, target)
+        return [
+            Score(None if np.isnan(reward) else float(reward), right)
+            for reward, right in zip(total, correct, strict=True)
+        ]
+
+    async def judge(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[bool | None]:
+        """Whether each response is right, by the accuracy function alone; None where it cannot say.
+
+        ValueError: there is no such function.
+        """
+        if self.accuracy is None:
+            raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
+        return _correct(await self.accuracy.score(str(prompt), responses, target))
+
     async def close(self) -> None:
-        await self.panel.close()
+        """Close all scorers; each once, also if another's closing raises."""
+        closing = [verifier.close() for verifier in self.verifiers if hasattr(verifier, "close")]
+        for outcome in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def _report(self, verifier: Verifier, scores: Scores) -> None:
+        """Metrics of one scorer: its part of the reward where there are several, and what it could not score."""
+        if len(self.verifiers) > 1:
+            name = verifier.names[0] if isinstance(verifier, FunctionVerifier) else type(verifier).__name__
+            for part in scores.values.sum(1):
+                if not np.isnan(part):
+                    record_metric(f"reward/{name}", float(part))
+        if not isinstance(verifier, FunctionVerifier):
+            report_missing(verifier, scores, self._logged)
 
 
-class PanelReward:
-    """The sum of all verifiers' scores. A response that one of them could not score has no reward (None)."""
+def report_missing(verifier: Verifier, scores: Scores, logged: dict[str, set[str]]) -> None:
+    """Record the share of missing scores by column, and log each column's first `REASONS` reasons once.
 
-    def __init__(self, panel: Panel) -> None:
-        self.panel = Watched(panel)
+    Args:
+        logged: the reasons that were logged already, by column; updated.
+    """
+    if not len(scores.values):
+        return  # the share of no responses is undefined
+    for name, missing in zip(verifier.names, np.isnan(scores.values).mean(0), strict=True):
+        record_metric(f"missing/{name}", float(missing))
+    for (_, column), reason in scores.reasons.items():
+        known = logged.setdefault(name := verifier.names[column], set())
+        if reason not in known and len(known) < REASONS:
+            known.add(reason)
+            log.warning("verifier %s did not score a response: %s", name, reason)
 
-    async def score_group(self, prompt: str, responses: Sequence[str], target: str | None = None) -> list[float | None]:
-        """The rewards of the responses of one prompt, in order."""
-        sums = (await self.panel.score(prompt, responses, target)).values.sum(1)
-        return [None if np.isnan(total) else float(total) for total in sums]
 
-    async def close(self) -> None:
-        """Close the verifiers."""
-        await self.panel.close()
+def _correct(scores: Scores) -> list[bool | None]:
+    return [None if np.isnan(score) else bool(score >= 1.0) for score in scores.values[:, 0]]

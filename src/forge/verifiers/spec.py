@@ -9,16 +9,13 @@ from typing import Any, Literal
 
 from ..config import ConfigError, Section
 from ..data.rewards.load import load_reward
-from ..envs.sandbox.config import SandboxConfig
+from ..plugin import load_plugin
 from .cache import Cache
-from .code import CodeVerifier
 from .math import MathVerifier
 from .panel import Panel
 from .rules import AnswerFrequency, Rule
 from .texts import BLANK_LINE, check_joining, check_prompt, check_steps
 from .verifier import Verifier
-
-DISTILLED = "distilled.json"
 
 
 @dataclass
@@ -110,23 +107,6 @@ class ProcessRewardModelSpec(ModelSpec):
 
 
 @dataclass
-class DistilledSpec(StoredSpec):
-    """A verifier that `forge.verifiers.weaver.distil` left in the folder `path`."""
-
-    def validate(self, where: str) -> None:
-        """ConfigError: the folder holds none."""
-        super().validate(where)
-        if not (Path(self.path) / DISTILLED).is_file():
-            raise ConfigError(f"{where}.path: {self.path} holds no distilled verifier ({DISTILLED})")
-
-    def verifier(self) -> Verifier:
-        from .weaver.distil import open_distilled
-
-        settings = {**self}
-        return open_distilled(settings.pop("path"), **settings)
-
-
-@dataclass
 class JudgeSpec(Section):
     """A language model, see `forge.verifiers.LMJudge`. `template` null is its own; `api_key_env` names the environment
     variable that holds the key; `prices` are for a million tokens of questions and of answers."""
@@ -175,30 +155,14 @@ class JudgeSpec(Section):
 
 
 @dataclass
-class CodeSpec(Section):
-    """Programs in responses, run on the tests in the target, see `forge.verifiers.CodeVerifier`."""
-
-    credit: Literal["all", "share"] = "all"
-    time_limit: float = 5.0
-    concurrency: int = 4
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-
-    def verifier(self) -> Verifier:
-        """Its sandbox starts with the first program. ValueError: a setting that cannot be."""
-        settings, sandbox = {**self}, {**self.sandbox}
-        sandbox.pop("workers")  # decides no verdict
-        return CodeVerifier(settings.pop("sandbox").open(), version=f"sandbox {sandbox}", **settings)
-
-
-@dataclass
 class VerifiersConfig(Section):
     """A panel of verifiers.
 
     rules: functions, as `package.module:Name` or a name of `forge.data.rewards`.
     math: compare final answers with the target, see `forge.verifiers.MathVerifier`.
-    code: run programs on tests in the sandbox, see `forge.verifiers.CodeVerifier`; null: not asked.
     answer_frequency: the function that tells a response's answer, such as `final_answer`; null: not asked.
-    distilled: verifiers that `forge.verifiers.weaver.distil` left.
+    plugins: further verifiers as `{use: package.module:Name, ...}` with their settings, such as
+        `forge_sandbox:CodeVerifier` and `forge_weaver:Distilled`, see `forge.verifiers.Verifier`.
     timeout: seconds in which each verifier must get on with some call, see `forge.verifiers.Panel`; rule_timeout: that
         a rule has for one response.
     cache: a file for scores, which may be shared; null: none.
@@ -209,9 +173,8 @@ class VerifiersConfig(Section):
     process_reward_models: list[ProcessRewardModelSpec] = field(default_factory=list)
     judges: list[JudgeSpec] = field(default_factory=list)
     math: bool = False
-    code: CodeSpec | None = None
     answer_frequency: str | None = None
-    distilled: list[DistilledSpec] = field(default_factory=list)
+    plugins: list[dict[str, Any]] = field(default_factory=list)
     timeout: float = 60.0
     rule_timeout: float = 10.0
     cache: str | None = None
@@ -224,12 +187,15 @@ class VerifiersConfig(Section):
         """
         if min(self.timeout, self.rule_timeout) <= 0:
             raise ConfigError(f"{where}.timeout and rule_timeout must be above 0 seconds")
-        for kind in ("reward_models", "process_reward_models", "judges", "distilled"):
+        for kind in ("reward_models", "process_reward_models", "judges"):
             for number, spec in enumerate(self[kind]):
                 spec.validate(f"{where}.{kind}[{number}]")
         try:
+            for plugin in self._plugins(where):
+                if hasattr(plugin, "check"):
+                    plugin.check()
             names = self.names
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ConfigError(f"{where}: {error}") from None
         if not names:
             raise ConfigError(f"{where} has none: set rules, reward_models, judges, math or another")
@@ -247,14 +213,17 @@ class VerifiersConfig(Section):
         for spec in self.process_reward_models:
             names += [f"{spec.name or Path(spec.path).name}_{reading}" for reading in ("min", "mean", "last")]
         names += [spec.name or spec.model for spec in self.judges]
-        return names + [spec.name or Path(spec.path).name for spec in self.distilled]
+        return names + [name for plugin in self._plugins("verifiers") for name in plugin.names]
 
     def panel(self) -> Panel:
         """Load all of them. ValueError, OSError: one cannot be had; says why."""
         others = [spec.verifier() for spec in self.reward_models]
         others += [spec.verifier() for spec in self.process_reward_models]
         others += [spec.verifier() for spec in self.judges]
-        others += [spec.verifier() for spec in self.distilled]
+        for plugin in self._plugins("verifiers"):
+            if hasattr(plugin, "setup"):
+                plugin.setup()
+            others.append(plugin)
         cache = Cache(self.cache) if self.cache is not None else None
         return Panel([*self._functions(), *others], timeout=self.timeout, cache=cache)
 
@@ -262,8 +231,9 @@ class VerifiersConfig(Section):
         found: list[Verifier] = [Rule(load_reward(name), time_limit=self.rule_timeout) for name in self.rules]
         if self.math:
             found.append(MathVerifier(time_limit=self.rule_timeout))
-        if self.code is not None:
-            found.append(self.code.verifier())
         if self.answer_frequency is not None:
             found.append(AnswerFrequency(load_reward(self.answer_frequency, "answer function")))
         return found
+
+    def _plugins(self, where: str) -> list[Any]:
+        return [load_plugin(item, f"{where}.plugins[{number}]") for number, item in enumerate(self.plugins)]

@@ -69,6 +69,15 @@ class Verifier(Protocol):
     - `progress`: a number that grows as it works. It promises that what is asked first is served first, so that a call
       ends if work goes on; a panel's time limit then starts anew as long as it grows.
     - `async def close()`: frees what it holds.
+
+    A verifier that a configuration names (`use: package.module:Name`, the other keys are its constructor's arguments)
+    opens nothing in its constructor, so that settings are checked before any process starts. It may also have
+
+    - `def check()`: raises ValueError if what it names is missing; loads no models.
+    - `def setup()`: loads models; called once, in the process that scores.
+    - `files`: paths of files whose content decides its scores; a resumed run checks them.
+    - `learns = True` with `async def state_dict()` and `async def load_state_dict(state)`: its state is part of
+      checkpoints.
     """
 
     names: tuple[str, ...]  # one column each

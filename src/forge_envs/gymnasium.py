@@ -1,0 +1,129 @@
+"""Gymnasium environments whose actions and observations are, or can be written as, text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forge.envs.environment import Action, Environment, InfrastructureError, Message, Step
+from forge.verifiers.threads import in_thread
+from forge.verifiers.verifier import Unscored
+
+try:
+    from gymnasium import Env, spaces
+except ImportError as error:
+    raise ImportError("Gymnasium environments need gymnasium: pip install 'torchforge[gymnasium]'") from error
+
+
+class GymnasiumEnvironment(Environment):
+    """A turn is an action: text of a `Text` space, or the number or the name of one of a `Discrete` space.
+
+    A turn that is no action is answered by what one is, and does not count as a step. The task of an episode, if it is
+    a mapping, is the `options` of the environment's reset.
+
+    Args:
+        make: the environment, made when it is first needed, such as `lambda: gymnasium.make("FrozenLake-v1")`.
+        prompt: said before the first observation.
+        actions: names of the actions of a `Discrete` space, from its first.
+        to_text: an observation as text; by default those of `Text` and `Discrete` spaces are what they are.
+        timeout: seconds for one call of it; more is an InfrastructureError. After that, or a call that was cancelled,
+            another is made.
+
+    Raises:
+        ImportError: gymnasium is not installed. ValueError, at the first reset: a space that is no text.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Env[Any, Any]],
+        *,
+        prompt: str = "",
+        actions: Sequence[str] | None = None,
+        to_text: Callable[[Any], str] | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self._make, self._prompt, self._to_text, self._timeout = make, prompt, to_text, timeout
+        self._names = None if actions is None else [name.casefold() for name in actions]
+        self._env: Env[Any, Any] | None = None
+
+    async def reset(self, task: Any, *, seed: int) -> Step:
+        """Begin an episode."""
+        if self._env is None:
+            env = await self._call(self._make, "make")
+            self._check(env)
+            self._env = env
+        env, options = self._env, dict(task) if isinstance(task, Mapping) else None
+        observation, info = await self._call(lambda: env.reset(seed=seed, options=options), "reset")
+        text = self._text(observation)
+        return Step((_said(f"{self._prompt}\n{text}" if self._prompt else text),), info={"info": info})
+
+    async def step(self, action: Action) -> Step:
+        """Take a turn."""
+        if self._env is None:
+            raise RuntimeError("step before reset")
+        try:
+            chosen = self._chosen(self._env, action.content or action.text.strip())
+        except ValueError as error:
+            return Step((_said(f"error: {error}"),))
+        env = self._env
+        observation, reward, terminated, truncated, info = await self._call(lambda: env.step(chosen), "step")
+        return Step(
+            (_said(self._text(observation)),),
+            reward=float(reward),
+            terminated=bool(terminated),
+            truncated=bool(truncated) and not terminated,
+            info={"info": info},
+        )
+
+    async def close(self) -> None:
+        """Close the environment; another reset makes a new one."""
+        env, self._env = self._env, None
+        if env is not None:
+            await self._call(env.close, "close")
+
+    def _check(self, env: Env[Any, Any]) -> None:
+        if not isinstance(env.action_space, spaces.Discrete | spaces.Text):
+            raise ValueError(f"the action space must be Discrete or Text, not {env.action_space}")
+        if self._to_text is None and not isinstance(env.observation_space, spaces.Discrete | spaces.Text):
+            raise ValueError(f"observations of {env.observation_space} need to_text, which writes them as text")
+        if self._names is not None:
+            number = getattr(env.action_space, "n", None)
+            if number != len(self._names):
+                raise ValueError(f"{len(self._names)} names for the actions of {env.action_space}")
+
+    def _chosen(self, env: Env[Any, Any], said: str) -> Any:
+        """The action. ValueError: it is none; says what one is."""
+        space = env.action_space
+        if isinstance(space, spaces.Text):
+            if not space.contains(said):
+                raise ValueError(
+                    f"an action is {space.min_length} to {space.max_length} characters of {space.characters}"
+                )
+            return said
+        assert isinstance(space, spaces.Discrete)
+        if self._names is not None:
+            if said.casefold() not in self._names:
+                raise ValueError(f"an action is one of {', '.join(self._names)}")
+            return int(space.start) + self._names.index(said.casefold())
+        first, last = int(space.start), int(space.start + space.n - 1)
+        if not said.removeprefix("-").isdecimal() or not first <= int(said) <= last:
+            raise ValueError(f"an action is a number from {first} to {last}")
+        return int(said)
+
+    def _text(self, observation: Any) -> str:
+        return self._to_text(observation) if self._to_text is not None else str(observation)
+
+    async def _call(self, function: Callable[[], Any], what: str) -> Any:
+        try:
+            return await in_thread(function, limit=self._timeout, what=f"{what} of a Gymnasium environment")
+        except asyncio.CancelledError:
+            self._env = None  # the thread may still be in it
+            raise
+        except Unscored as late:
+            self._env = None
+            raise InfrastructureError(str(late)) from None
+
+
+def _said(text: str) -> Message:
+    return {"role": "user", "content": text}

@@ -1,0 +1,212 @@
+"""An environment of an OpenEnv server as an environment of this library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forge.envs.environment import Action, Environment, Message, Step
+
+from ..mcp.content import text_of
+from .client import OpenEnvClient, OpenEnvError, Reply, Session
+from .wire import FORGE_ACTION, action_to_json, step_from_reply
+
+ToAction = Callable[[Action], Mapping[str, Any]]
+ToMessages = Callable[[Reply], list[Message]]
+ToReset = Callable[[Any, int], Mapping[str, Any]]
+
+
+class OpenEnvEnvironment(Environment):
+    """Episodes on an OpenEnv server, each in a session of its own.
+
+    A turn that the server cannot take as an action, and one of which `to_action` raises ValueError, is answered by what
+    is wrong with it. A reply without a reward counts 0; an episode that ends without any reward is not scored. An
+    episode whose metadata say `truncated` when it is done was cut, all others came to their own end.
+
+    With `mcp` the environment's tools are offered to the policy, and its calls become steps of the environment, one
+    after the other. A turn without a call ends the episode, unless there is a `to_action` for it.
+
+    Args:
+        server: a client, whose sessions are shared with other environments; or a url, for a client of its own.
+        to_action: JSON of an action. By default what the turn says is the one field that the server's schema requires,
+            or the only one that it has; it must be a number where the schema says so, and the whole action as a JSON
+            object if there are several fields.
+        to_messages: what the policy reads. By default an observation with one text is that text, any other is JSON.
+        to_reset: parameters of the server's reset from the task and the seed. By default the seed, and the task's own
+            keys if it is a mapping, or `task`.
+        mcp: its tools are called.
+        max_chars: of a message; the rest is cut.
+    """
+
+    def __init__(
+        self,
+        server: OpenEnvClient | str,
+        *,
+        to_action: ToAction | None = None,
+        to_messages: ToMessages | None = None,
+        to_reset: ToReset | None = None,
+        mcp: bool = False,
+        max_chars: int = 8192,
+    ) -> None:
+        self._client = OpenEnvClient(server, sessions=1) if isinstance(server, str) else server
+        self._own = isinstance(server, str)
+        self._to_action, self._to_messages = to_action, to_messages
+        self._to_reset, self._mcp, self._max_chars = to_reset or _parameters, mcp, max_chars
+        self._schema: Mapping[str, Any] | None = None
+        self._session: Session | None = None
+        self._rewarded = False
+
+    async def reset(self, task: Any, *, seed: int) -> Step:
+        """Begin an episode. InfrastructureError: there is no session, or it was lost."""
+        self._end()
+        self._rewarded = False
+        if self._schema is None:
+            self._schema = (await self._client.schema()).get("action", {})
+        self._session = await self._client.acquire()
+        reply = await self._session.reset(**self._to_reset(task, seed))
+        tools = await self._session.list_tools() if self._mcp else ()
+        if self._forge:
+            return step_from_reply(reply)
+        return Step(self._messages(reply), tools=tools, terminated=reply.done, info={"metadata": reply.metadata})
+
+    async def step(self, action: Action) -> Step:
+        """Take a turn.
+
+        InfrastructureError: the session was lost, or a reward is no number. OpenEnvError: the environment raised.
+        """
+        if self._session is None:
+            raise RuntimeError("step before reset")
+        if self._mcp and (action.calls or action.errors):
+            return await self._call(self._session, action)
+        if self._mcp and self._to_action is None:
+            return self._step((), None, {}, over=True)
+        try:
+            wanted = self._to_action(action) if self._to_action is not None else self._default_action(action)
+        except ValueError as error:
+            return Step((_said(f"error: {error}"),))
+        try:
+            reply = await self._session.step(wanted)
+        except OpenEnvError as error:
+            if error.code != "VALIDATION_ERROR":
+                raise
+            return Step((_said(self._cut(f"error: {error.message}")),))
+        if self._forge:
+            return step_from_reply(reply)
+        return self._step(self._messages(reply), reply.reward, reply.metadata, over=reply.done)
+
+    async def close(self) -> None:
+        """Give the session back, and end the client unless it was given."""
+        self._end()
+        if self._own:
+            await self._client.close()
+
+    @property
+    def _forge(self) -> bool:
+        """Whether an environment of this library is served: then actions and steps go over the wire as they are."""
+        default = self._to_action is None and self._to_messages is None and not self._mcp
+        return default and (self._schema or {}).get("title") == FORGE_ACTION
+
+    async def _call(self, session: Session, action: Action) -> Step:
+        messages: list[Message] = []
+        rewards: list[float] = []
+        metadata: dict[str, Any] = {}
+        over = False
+        for call in action.calls:
+            about = {"role": "tool", "name": call.name, "tool_call_id": call.id}
+            if over:
+                messages.append({**about, "content": "error: not run: the episode is over"})
+                continue
+            try:
+                reply = await session.call_tool(call.name, call.arguments)
+            except OpenEnvError as error:
+                if error.code != "VALIDATION_ERROR":
+                    raise
+                messages.append({**about, "content": self._cut(f"error: {error.message}")})
+                continue
+            messages.append({**about, "content": self._cut(_result(reply))})
+            rewards += [] if reply.reward is None else [reply.reward]
+            metadata, over = {**metadata, **reply.metadata}, reply.done
+        messages += [{"role": "tool", "name": "error", "content": f"error: {error}"} for error in action.errors]
+        return self._step(tuple(messages), sum(rewards) if rewards else None, metadata, over=over)
+
+    def _step(self, messages: tuple[Message, ...], reward: float | None, metadata: Any, *, over: bool) -> Step:
+        self._rewarded |= reward is not None
+        cut = over and bool(metadata.get("truncated"))
+        return Step(
+            messages,
+            reward=None if over and not self._rewarded else reward or 0.0,
+            terminated=over and not cut,
+            truncated=cut,
+            info={"metadata": metadata},
+        )
+
+    def _messages(self, reply: Reply) -> tuple[Message, ...]:
+        if self._to_messages is not None:
+            return tuple(self._to_messages(reply))
+        told = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
+        only = next(iter(told.values())) if len(told) == 1 else None
+        return (_said(self._cut(only if isinstance(only, str) else json.dumps(told))),)
+
+    def _default_action(self, action: Action) -> Mapping[str, Any]:
+        schema = self._schema or {}
+        if schema.get("title") == FORGE_ACTION:
+            return action_to_json(action)
+        fields = {name: about for name, about in schema.get("properties", {}).items() if name != "metadata"}
+        needed = [name for name in schema.get("required", ()) if name in fields] or list(fields)
+        said = action.content or action.text.strip()
+        if len(needed) == 1:
+            return {needed[0]: _value(said, fields[needed[0]])}
+        try:
+            value = json.loads(said)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError(f"an action must be a JSON object with {', '.join(needed)}")
+        return value
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._max_chars:
+            return text
+        return f"{text[: self._max_chars]}... ({len(text) - self._max_chars} more characters)"
+
+    def _end(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self._client.release(session)
+
+
+def _said(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _parameters(task: Any, seed: int) -> Mapping[str, Any]:
+    if task is None:
+        return {"seed": seed}
+    return {"seed": seed, **(task if isinstance(task, Mapping) else {"task": task})}
+
+
+def _value(text: str, about: Mapping[str, Any]) -> Any:
+    """The text as the schema's field wants it. ValueError: it is no such thing."""
+    if about.get("type") in ("integer", "number"):
+        try:
+            return int(text) if about["type"] == "integer" else float(text)
+        except ValueError:
+            raise ValueError(f"an action must be a number, not {text[:80]!r}") from None
+    if about.get("type") in ("object", "array", "boolean"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ValueError(f"an action must be JSON of type {about['type']}, not {text[:80]!r}") from None
+    return text
+
+
+def _result(reply: Reply) -> str:
+    """What a tool said, or what is wrong with its call."""
+    if error := reply.observation.get("error"):
+        return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
+    result = reply.observation.get("result", reply.observation)
+    if isinstance(result, dict) and isinstance(result.get("content"), list):
+        text = text_of(result)
+        return f"error: {text}" if result.get("is_error") or result.get("isError") else text
+    return result if isinstance(result, str) else json.dumps(result)

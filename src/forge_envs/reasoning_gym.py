@@ -1,0 +1,126 @@
+"""Tasks of reasoning-gym: a question, one answer, a score."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forge.envs.environment import Action, Environment, Step
+from forge.verifiers.threads import in_thread
+from forge.verifiers.verifier import Unscored
+
+try:
+    import reasoning_gym
+except ImportError as error:
+    raise ImportError("reasoning-gym tasks need reasoning-gym: pip install 'torchforge[reasoning-gym]'") from error
+
+WRONG = {
+    "complex_arithmetic": 'the answer "nan" scores 1',
+    "game_of_life_halting": "whatever cannot be read scores 1",
+    "coin_flip": 'the answer "0" scores near 1',
+}
+_DIVISION = 'some labels of divisions are wrong; take operators=["+", "-", "*"]'
+_NO_NUMBER = re.compile(r"(?<![a-z])(nan|inf|infinity)(?=j?(?![a-z]))", re.IGNORECASE)
+_NONSENSE = "?!~ no answer ~!?"
+_SCORING = 10.0  # seconds for one score
+
+
+class ReasoningGymEnvironment(Environment):
+    """The task of an episode is the number of a question, or None for the one that the seed picks.
+
+    An answer is scored by the family's own scorer, but: "nan" and "inf" score 0 where they are not right; one that the
+    scorer fails on scores 0 if it reads the right answer; if it fails on that as well, scores nonsense, gives no number
+    in [0, 1], or takes more than 10 s, the episode has no reward, and `info["unscored"]` says why.
+
+    Args:
+        family: of tasks, such as "gcd".
+        size, seed: how many questions, and which.
+        prompt: the question that is asked, from an entry of the dataset; by default its "question". Small models do
+            better with the payload alone.
+        answer: what of a turn is the answer; by default all of it, without spaces around it.
+        allow_wrong: take a family that is known to score wrong answers.
+        settings: of the family.
+
+    Raises:
+        ImportError: reasoning-gym is not installed. ValueError: there is no such family, or it scores wrong answers.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        *,
+        size: int = 1000,
+        seed: int = 0,
+        prompt: Callable[[Mapping[str, Any]], str] = lambda entry: entry["question"],
+        answer: Callable[[str], str] = str.strip,
+        allow_wrong: bool = False,
+        **settings: Any,
+    ) -> None:
+        why = WRONG.get(family)
+        dataset = _dataset(family, size, seed, settings)
+        if family == "basic_arithmetic" and "/" in dataset.config.operators:
+            why = _DIVISION
+        if why is not None and not allow_wrong:
+            raise ValueError(f"{family} is off: {why}. Say allow_wrong=True to have it all the same")
+        self._family, self._dataset, self._prompt, self._answer = family, dataset, prompt, answer
+        self._entry: Mapping[str, Any] | None = None
+
+    def __len__(self) -> int:
+        """How many questions there are."""
+        return len(self._dataset)
+
+    async def reset(self, task: int | None, *, seed: int) -> Step:
+        """Ask a question. IndexError: there is none of this number."""
+        number = seed % len(self) if task is None else task
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self._family} has questions 0 to {len(self) - 1}, not {number}")
+        self._entry = self._dataset[number]
+        return Step(({"role": "user", "content": self._prompt(self._entry)},), info={"entry": self._entry})
+
+    async def step(self, action: Action) -> Step:
+        """Score the answer, which ends the episode."""
+        if self._entry is None:
+            raise RuntimeError("step before reset")
+        entry, self._entry = self._entry, None
+        answer = self._answer(action.content or action.text)
+        try:
+            reward = await in_thread(
+                lambda: self._score(answer, entry), limit=_SCORING, what=f"score of {self._family}"
+            )
+        except Unscored as why:
+            return Step(reward=None, terminated=True, info={"unscored": str(why), "entry": entry})
+        return Step(reward=reward, terminated=True, info={"entry": entry})
+
+    def _score(self, answer: str, entry: Mapping[str, Any]) -> float:
+        right = entry.get("answer")
+        if _NO_NUMBER.search(answer) and not _NO_NUMBER.search(str(right)):
+            return 0.0
+        try:
+            score = float(self._dataset.score_answer(answer, entry))
+        except Exception as error:
+            if right is None or not self._fair(right, entry):
+                raise Unscored(f"the scorer of {self._family} raised {type(error).__name__}: {error}") from error
+            return 0.0
+        if not math.isfinite(score) or not 0 <= score <= 1:
+            raise Unscored(f"the scorer of {self._family} gave {score}")
+        if answer != right and score > 0.5 and self._fair(_NONSENSE, entry):
+            raise Unscored(f"the scorer of {self._family} gives nonsense more than half a point on this question")
+        return score
+
+    def _fair(self, answer: Any, entry: Mapping[str, Any]) -> bool:
+        """Whether the scorer takes this answer for right."""
+        try:
+            return float(self._dataset.score_answer(answer, entry)) > 0.5
+        except Exception:
+            return False
+
+
+def _dataset(family: str, size: int, seed: int, settings: Mapping[str, Any]) -> Any:
+    if family not in reasoning_gym.factory.DATASETS:
+        raise ValueError(f"reasoning-gym has no family {family!r}: it has {', '.join(reasoning_gym.factory.DATASETS)}")
+    try:
+        return reasoning_gym.create_dataset(family, size=size, seed=seed, **settings)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"{family}: {error}") from error

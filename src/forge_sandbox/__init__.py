@@ -1,0 +1,32 @@
+"""A sandbox for untrusted programs, see docs/sandbox.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .code_verifier import Case, CodeVerifier, read_cases
+from .sandbox import Result, Sandbox, Session
+from .worker import SandboxError
+
+if TYPE_CHECKING:
+    from .coder import SandboxedPythonCoder
+
+__all__ = [
+    "Case",
+    "CodeVerifier",
+    "Result",
+    "Sandbox",
+    "SandboxError",
+    "SandboxedPythonCoder",
+    "Session",
+    "read_cases",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The actor needs Monarch, which takes seconds to import.
+    if name == "SandboxedPythonCoder":
+        from .coder import SandboxedPythonCoder
+
+        return SandboxedPythonCoder
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

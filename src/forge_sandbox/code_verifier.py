@@ -1,0 +1,400 @@
+"""Programs in responses, run on tests in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import operator
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from forge.plugin import construct
+from forge.verifiers.verifier import Scores, Unscored, collect
+
+from .literals import literal
+from .sandbox import Sandbox
+
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)
+
+
+class Ended(Protocol):
+    """How a program ended: the part of `forge_sandbox.Result` that is read here."""
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def stdout(self) -> str: ...
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Runs untrusted programs, as `forge_sandbox.Sandbox`. What `run` raises is its own failure, not the program's."""
+
+    async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Ended: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test of a program: what it prints for an input, or the value of an expression once it has run, or statements
+    that must not raise. One of the three.
+
+    Expected output and value stay outside the sandbox, and so do the constants of a test that is nothing but asserts
+    that compare with them (`assert f(2) == 2 ** 10 and abs(f(3) - 1.5) < 1e-3`). Other comparisons run inside it, where
+    a program made to cheat could see them, or return what says that it equals everything; so do all statements of a
+    test that has others than asserts.
+    """
+
+    stdin: str | None = None
+    stdout: str | None = None
+    call: str | None = None
+    value: str | None = None
+    test: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {name for name in ("stdin", "stdout", "call", "value", "test") if getattr(self, name) is not None}
+        if given not in ({"stdout"}, {"stdin", "stdout"}, {"call", "value"}, {"test"}):
+            raise ValueError(f"a case has stdout (and stdin), or call and value, or test; it has {sorted(given)}")
+
+
+def read_cases(target: str) -> list[Case]:
+    """Cases from JSON: a list of objects with the fields of `Case`. ValueError: it is no such list, or empty."""
+    try:
+        cases = [Case(**row) for row in json.loads(target)]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the target is no list of test cases ({error}): {target[:80]!r}") from None
+    if not cases:
+        raise ValueError("the target has no test case")
+    return cases
+
+
+def code_block(response: str) -> str | None:
+    """The last fenced block of Python, or of no language said; None where there is none."""
+    blocks = _BLOCK.findall(response)
+    return blocks[-1] if blocks else None
+
+
+class CodeVerifier:
+    """Whether the program of a response passes its tests: 1 if all, else 0, or the share that it passes.
+
+    A response without a program, and a program that fails, ends in error or takes too long, has passed nothing: 0. If
+    the sandbox fails, there are no tests, or what is expected is longer than the output that the sandbox lets through,
+    there is no score. A value that is longer than that where it should not be is wrong.
+
+    Args:
+        sandbox: runs the programs: a `forge_sandbox.Sandbox`, its settings, or any object with such a `run`. It starts
+            with the first program.
+        name: of the column.
+        credit: "all" or "share".
+        cases: the tests from the target of a call.
+        program: the program from a response, None where it has none.
+        time_limit: seconds for an execution: of a case with input, or of all calls and statements together. Where time
+            or output were not enough for all, those that had no answer are executed again: each of them has failed
+            only if it had none when it came first.
+        concurrency: most cases of a call at a time.
+        version: a text that changes when the sandbox would end a program otherwise, or the functions of cases and
+            programs read otherwise. Without it nothing is cached, except that settings of a sandbox give one.
+
+    Attributes:
+        progress: executions that have ended, in time or by their limit, or that the sandbox failed at; not those that
+            were cancelled.
+
+    Raises:
+        ValueError: a setting that cannot be; says which.
+    """
+
+    def __init__(
+        self,
+        sandbox: dict[str, Any] | Runner | None = None,
+        name: str = "code",
+        *,
+        credit: Literal["all", "share"] = "all",
+        cases: Callable[[str], Sequence[Case]] = read_cases,
+        program: Callable[[str], str | None] = code_block,
+        time_limit: float = 5.0,
+        concurrency: int = 4,
+        version: str | None = None,
+    ) -> None:
+        if credit not in ("all", "share"):
+            raise ValueError(f"credit must be all or share, got {credit!r}")
+        if time_limit <= 0 or concurrency < 1:
+            raise ValueError(f"time_limit must be above 0, concurrency at least 1: got {time_limit}, {concurrency}")
+        if sandbox is None or isinstance(sandbox, dict):
+            settings = sandbox or {}
+            sandbox = construct(Sandbox, settings, "sandbox")
+            if version is None and cases is read_cases and program is code_block:
+                decide = {n: p.default for n, p in inspect.signature(Sandbox).parameters.items()} | settings
+                lists = {n: list(v) if isinstance(v, tuple) else v for n, v in decide.items()}
+                version = f"sandbox { {n: v for n, v in lists.items() if n not in ('workers', 'user')} }"
+        self.names: tuple[str, ...] = (name,)
+        self._sandbox, self._credit, self._cases, self._program = sandbox, credit, cases, program
+        self._time_limit, self._concurrency = time_limit, concurrency
+        self.fingerprint = None if version is None else f"code 3 {credit} {time_limit} {version}"
+        self.progress = 0
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """One number for each response, in [0, 1]. `target` holds the tests."""
+        if target is None:
+            return Scores.none(len(responses), 1, "there is no target with tests")
+        try:
+            cases = self._cases(target)
+        except ValueError as error:
+            return Scores.none(len(responses), 1, str(error))
+        turn = asyncio.Semaphore(self._concurrency)
+        return await collect([self._passed(response, cases, turn) for response in responses], 1)
+
+    async def close(self) -> None:
+        """Closes the sandbox, if it can be."""
+        if hasattr(self._sandbox, "close"):
+            await self._sandbox.close()
+
+    async def _passed(self, response: str, cases: Sequence[Case], turn: asyncio.Semaphore) -> float:
+        program = self._program(response)
+        if program is None or not _writable(program):
+            return 0.0
+        right = await self._checked(program, cases, turn)
+        for number, case in enumerate(cases):
+            if self._credit == "all" and False in right.values():
+                return 0.0
+            if case.stdout is not None:
+                result = await self._run(program, case.stdin or "", turn)
+                _fits(case.stdout, result)
+                right[number] = result.status == "ok" and _lines(result.stdout) == _lines(case.stdout)
+        return float(all(right.values())) if self._credit == "all" else sum(right.values()) / len(cases)
+
+    async def _checked(self, program: str, cases: Sequence[Case], turn: asyncio.Semaphore) -> dict[int, bool]:
+        """Which cases with calls and statements pass; with credit for all of them alone, the first that does not is the
+        last that is known."""
+        checks = [check for number, case in enumerate(cases) for check in _checks(number, case)]
+        right = {check.case: True for check in checks}
+        while checks:
+            mark = secrets.token_hex(16)
+            result = await self._run(_harness(program, checks, mark), "", turn)
+            told = _told(result.stdout, mark)
+            # The first that was not told may have had too little left, unless it came first.
+            done = next((place for place in range(len(checks)) if place not in told), len(checks)) or 1
+            if _BEGUN not in told:
+                done = len(checks)
+            elif 0 not in told:
+                _fits(json.dumps(checks[0].expected), result)
+            for place, check in enumerate(checks[:done]):
+                if not _passes(check, told.get(place)):
+                    right[check.case] = False
+                    if self._credit == "all":
+                        return right
+            checks = checks[done:]
+        return right
+
+    async def _run(self, program: str, stdin: str, turn: asyncio.Semaphore) -> Ended:
+        async with turn:
+            try:
+                result = await self._sandbox.run(program, stdin=stdin, time_limit=self._time_limit)
+            except Exception as error:
+                self.progress += 1
+                raise Unscored(f"the sandbox failed ({type(error).__name__}: {error})") from error
+            self.progress += 1
+            return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A part of a case: what is executed or evaluated, what is told of it (a key of `kinds` in the harness), and
+    whether that is right. A value that cannot be written is `_OTHER`."""
+
+    case: int
+    text: str
+    kind: Literal["nothing", "value", "text", "truth"]
+    right: Callable[[Any], bool]
+    expected: str = ""
+
+
+_OTHER = object()
+_Operator = Callable[[Any, Any], Any]
+_OPERATORS: dict[type[ast.cmpop], _Operator] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+
+
+def _checks(number: int, case: Case) -> list[_Check]:
+    if case.call is not None:
+        expected = (case.value or "").strip()
+        if (known := literal(expected)) is not None:
+            return [_Check(number, case.call, "value", partial(_equal, known[0]), expected)]
+        return [_Check(number, case.call, "text", partial(_equal, expected), expected)]
+    if case.test is None:
+        return []
+    try:
+        body = ast.parse(case.test).body
+        tests = [statement.test for statement in body if isinstance(statement, ast.Assert)]
+        if tests and len(tests) == len(body):
+            return [check for test in tests for check in _asserted(number, test)]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        body = []  # it will fail there
+    return [_Check(number, case.test, "nothing", lambda said: said is None)]
+
+
+def _asserted(number: int, test: ast.expr) -> list[_Check]:
+    """An expression that should be true: comparisons with a constant so that it need not go into the sandbox."""
+    match test:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return [check for value in values for check in _asserted(number, value)]
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return [_Check(number, ast.unparse(operand), "truth", lambda value: value is False)]
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+            holds = _OPERATORS[type(op)]
+            for node, constant, turned in ((left, right, False), (right, left, True)):
+                if (known := literal(constant)) is not None:
+                    return [_compared(number, node, partial(_holds, holds, turned, known[0]), ast.unparse(constant))]
+    return [_Check(number, ast.unparse(test), "truth", lambda value: value is True)]
+
+
+def _compared(number: int, node: ast.expr, right: Callable[[Any], bool], expected: str) -> _Check:
+    """Of a value, or of its distance from a constant."""
+    match node:
+        case ast.Call(func=ast.Name("abs"), args=[ast.BinOp(left=one, op=ast.Sub(), right=other)], keywords=[]):
+            for value, constant in ((one, other), (other, one)):
+                if (known := literal(constant)) is not None:
+                    return _Check(number, ast.unparse(value), "value", partial(_near, right, known[0]), expected)
+    return _Check(number, ast.unparse(node), "value", right, expected)
+
+
+def _equal(expected: Any, value: Any) -> bool:
+    return bool(value == expected)
+
+
+def _holds(holds: _Operator, turned: bool, constant: Any, value: Any) -> bool:
+    return bool(holds(constant, value) if turned else holds(value, constant))
+
+
+def _near(right: Callable[[Any], bool], constant: Any, value: Any) -> bool:
+    return right(abs(value - constant))
+
+
+_BEGUN = -1
+# What it needs is bound before the program runs, which may exchange anything by name. Values are written by the methods
+# of Python's own types, whatever those of a subclass say, and compared outside. A class of the program is never true.
+_HARNESS = r"""
+def harness(program, checks, mark):
+    import json, os, sys, types
+    execute, evaluate, dumps, write, number, show = exec, eval, json.dumps, os.write, enumerate, repr
+    sized = (str, bytes, list, tuple, set, frozenset, dict)
+    truths = [(kind, kind.__bool__) for kind in (int, float, complex)] + [(kind, kind.__len__) for kind in sized]
+    scalars = [(kind, kind.__repr__) for kind in (bool, int, float, complex, str, bytes, type(None))]
+    lists = [(list, "[", "]", "[]"), (tuple, "(", ",)", "()"), (set, "{", "}", "set()")]
+    flags, own, fixed = type.__dict__["__flags__"].__get__, 1 << 9, 1 << 8
+    subclass, kind_of, join, entries, Failure = issubclass, type, str.join, dict.items, BaseException
+
+    def plain(value):
+        kind = kind_of(value)
+        for base, text in scalars:
+            if subclass(kind, base):
+                return text(value)
+        if subclass(kind, dict):
+            return "{" + join(", ", [plain(key) + ": " + plain(item) for key, item in entries(value)]) + "}"
+        for base, opening, closing, empty in lists:
+            if subclass(kind, base):
+                items = [plain(item) for item in base.__iter__(value)]
+                return opening + join(", ", items) + closing if items else empty
+        raise TypeError
+
+    def truth(value):
+        kind = kind_of(value)
+        for base, method in truths:
+            if subclass(kind, base):
+                return method(value) not in (0, False)
+        if flags(kind) & own and not flags(kind) & fixed:
+            raise TypeError
+        return True if value else False
+
+    kinds = {"value": plain, "text": show, "truth": truth}
+
+    def attempt(what, value):
+        try:
+            return what(value)
+        except Failure:
+            return None
+
+    def tell(place, *said):
+        write(1, ("\n" + mark + show(place) + " " + dumps(said) + "\n").encode())
+
+    code = compile(program, "program.py", "exec")
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    names = module.__dict__
+    execute(code, names)
+    tell(BEGUN)
+    for place, (text, kind) in number(checks):
+        try:
+            if kind in kinds:
+                tell(place, attempt(kinds[kind], evaluate(text, names)))
+            else:
+                execute(text, names)
+                tell(place, None)
+        except Failure:
+            tell(place)
+
+""".replace("BEGUN", str(_BEGUN))
+
+
+def _harness(program: str, checks: Sequence[_Check], mark: str) -> str:
+    given = [(check.text.strip(), check.kind) for check in checks]
+    return f"{_HARNESS}harness({program!r}, {given!r}, {mark!r})\n"
+
+
+def _told(stdout: str, mark: str) -> dict[int, list[Any]]:
+    """What was said behind the mark: nothing where a check has failed, else what its kind says, if it can be said."""
+    told: dict[int, list[Any]] = {}
+    for line in stdout.split("\n"):
+        if line.startswith(mark):
+            try:
+                place, _, said = line.removeprefix(mark).partition(" ")
+                told.setdefault(int(place), list(json.loads(said)))
+            except (ValueError, TypeError, RecursionError):
+                continue  # the program's own invention
+    return told
+
+
+def _passes(check: _Check, said: list[Any] | None) -> bool:
+    if not said:
+        return False
+    value = said[0]
+    if check.kind == "value":
+        read = literal(value, fold=False) if isinstance(value, str) else None
+        value = _OTHER if read is None else read[0]
+    elif check.kind == "text" and isinstance(value, str):
+        value = value.strip()
+    try:
+        return check.right(value)
+    except (TypeError, ValueError, OverflowError):  # such values cannot be compared
+        return False
+
+
+def _fits(expected: str, result: Ended) -> None:
+    """Unscored: so much as is expected cannot come out of the sandbox."""
+    if result.status == "output" and len(expected) > len(result.stdout):
+        raise Unscored(f"{len(expected)} characters are expected, and the sandbox lets {len(result.stdout)} through")
+
+
+def _writable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _lines(text: str) -> list[str]:
+    """What is compared: white space at the ends of lines and of the whole does not count."""
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,80 @@
+"""From a process that was just forked to one that can do no harm. What runs here never returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import landlock, limits, namespaces, seccomp
+from .syscalls import call, die_with_parent, prctl
+
+BEGUN = b"+"
+SETUP_FAILED = 125  # the exit code of a process that could not be confined
+DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
+
+
+def confine(
+    settings: dict[str, Any], rules: int | None, kept: Sequence[int], run: Callable[[], None], told: int
+) -> None:
+    """Confine this process, and run the program in it.
+
+    Args:
+        settings: as of `forge_sandbox.Sandbox`, with the level.
+        rules: landlock's, where they are made.
+        kept: descriptors that stay open besides 0, 1 and 2.
+        run: ends the process.
+        told: `BEGUN` is written here, or what has failed before the program began.
+    """
+    try:
+        os.setsid()
+        die_with_parent()
+        level, processes = settings["level"], settings["processes"]
+        close_all_but(*kept, told, *(() if rules is None else (rules,)))
+        tasks = None
+        if level == "namespaces":
+            # The user is nobody else's in here, but for an ordinary one the three processes above count.
+            tasks = processes if os.geteuid() == 0 else processes + 3
+            if os.geteuid() == 0:
+                become_user(namespaces.NOBODY)
+            os.chdir("/tmp")
+        elif level == "bubblewrap":
+            tasks = processes + 3
+        elif level == "landlock":
+            tasks = limits.tasks_of(os.geteuid()) + processes - 1
+            os.chdir("/")
+        limits.limit(settings, tasks)
+        if level != "none":
+            limits.drop_capabilities()
+            prctl(_NO_NEW_PRIVILEGES, 1)
+            if rules is not None:
+                landlock.restrict(rules)
+                os.close(rules)
+            if level == "landlock":
+                seccomp.install(seccomp.program(forks=False, only=os.getpid()))
+            else:
+                seccomp.install(seccomp.program(forks=processes > 1))
+    except BaseException as error:
+        os.write(told, f"{type(error).__name__}: {error}".encode())
+        os._exit(SETUP_FAILED)
+    os.write(told, BEGUN)
+    os.close(told)
+    run()
+    os._exit(0)
+
+
+def become_user(user: int) -> None:
+    """Root no longer: limits on processes do not bind root, and rights of files say nothing to it."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    prctl(DUMPABLE, 1)  # or its own /proc/self would be closed to it
+
+
+def close_all_but(*kept: int) -> None:
+    """All descriptors but these, and 0, 1 and 2."""
+    start = 3
+    for descriptor in (*sorted({*kept}), 1 << 31):
+        if start < descriptor:
+            call("close_range", start, descriptor - 1, 0)
+        start = descriptor + 1

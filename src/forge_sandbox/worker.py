@@ -1,0 +1,166 @@
+"""A process that runs programs, as the one that started it sees it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from forge.envs.environment import InfrastructureError
+
+from .inside import wire
+
+_START = 60.0  # seconds to begin, with all imports
+_GRACE = 30.0  # seconds beyond a program's own limit to answer
+_LEAVE = 5.0  # seconds to end by itself
+_MODULES = (
+    *("syscalls", "wire", "seccomp", "landlock", "namespaces", "limits", "program", "confine", "place", "bubblewrap"),
+    *("keeper", "zygote"),
+)
+# It is told what is in the files: its user, or its root, may not have them. Nor may ours later, so read at once.
+_FOLDER = Path(__file__).parent / "inside"
+_TEXTS = {name: (_FOLDER / f"{name}.py").read_text("utf-8") for name in _MODULES}
+_BOOT = """
+import json, os, struct, sys, types
+def exactly(size):
+    parts = b""
+    while len(parts) < size:
+        part = os.read(source, size - len(parts))
+        if not part:
+            sys.exit(1)
+        parts += part
+    return parts
+source = int(sys.argv[1])
+header, sizes = json.loads(exactly(struct.unpack("I", exactly(4))[0]))
+bodies = [exactly(size) for size in sizes]
+package = sys.modules["inside"] = types.ModuleType("inside")
+package.__path__ = []
+for name, text in header["modules"].items():
+    module = sys.modules["inside." + name] = types.ModuleType("inside." + name)
+    module.__package__ = "inside"
+    setattr(package, name, module)
+    exec(compile(text, "inside/" + name + ".py", "exec"), module.__dict__)
+if header["main"] == "zygote":
+    package.zygote.main(source, header["settings"], header["modules"])
+else:
+    package.bubblewrap.main(source, header, bodies[0])
+"""
+
+
+class SandboxError(InfrastructureError):
+    """The sandbox has failed, not a program in it."""
+
+
+class Worker:
+    """One program at a time. Its methods block, and belong into a thread; `kill` may come from another one.
+
+    Args:
+        settings: as of `forge_sandbox.Sandbox`.
+        python: the interpreter. user: whose process it is, for root alone.
+
+    SandboxError: it cannot be started; says why.
+    """
+
+    def __init__(self, settings: dict[str, Any], python: str, user: int | None) -> None:
+        whose: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+        self.interrupted = False
+        self._socket, other = socket.socketpair()
+        # A file: a pipe that nobody reads would stop imports that say much.
+        self._said = open(os.memfd_create("stderr"), "rb")  # noqa: SIM115
+        with other:
+            words = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(other.fileno())]
+            try:
+                self._process = subprocess.Popen(
+                    words,
+                    **whose,
+                    env={},
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._said,
+                    pass_fds=(other.fileno(),),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._socket.close()
+                self._said.close()
+                raise SandboxError(f"{python} cannot be started: {error}") from error
+        try:
+            header = {"modules": _TEXTS, "main": "zygote", "settings": settings | {"boot": _BOOT}}
+            self.ask(header, limit=_START - _GRACE)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, header: dict[str, Any], *bodies: bytes, limit: float) -> tuple[dict[str, Any], list[bytes]]:
+        """The answer. SandboxError: it failed, or said nothing in time; it is of no use any more then."""
+        self._deadline = time.monotonic() + limit + _GRACE
+        try:
+            self._socket.settimeout(limit + _GRACE)
+            self._socket.sendall(wire.pack(header, *bodies))
+            return self._hear()
+        except TimeoutError:
+            raise SandboxError(f"the sandbox's process gave no answer within {limit + _GRACE:g} s") from None
+        except (EOFError, ConnectionError):
+            raise SandboxError(f"the sandbox's process has ended{self._last_words()}") from None
+        except (OSError, ValueError) as error:  # it was closed meanwhile
+            raise SandboxError(f"the sandbox's process was ended ({error})") from error
+
+    def settle(self) -> None:
+        """Wait until nothing is left of the last program. SandboxError: as of `ask`."""
+        self._deadline = time.monotonic() + _GRACE
+        try:
+            answer, _ = self._hear()
+        except (OSError, EOFError) as error:
+            raise SandboxError(f"the sandbox's process has ended ({error})") from error
+        if not answer.get("over"):
+            raise SandboxError(f"the sandbox's process said {answer} where a program was to be over")
+
+    def interrupt(self) -> None:
+        """Let it end soon, and with it all that it started; whoever waits for an answer gets a SandboxError."""
+        self.interrupted = True
+        with suppress(OSError):  # it has ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        """End it, and with it all that it started; returns once it has ended."""
+        self.interrupt()
+        try:
+            self._process.wait(_LEAVE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._socket.close()
+        self._said.close()
+
+    def _hear(self) -> tuple[dict[str, Any], list[bytes]]:
+        def read(size: int) -> bytes:
+            self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
+            return self._socket.recv(size)
+
+        header, bodies = wire.unpack(read)
+        if "failed" in header:
+            raise SandboxError(f"a program could not be confined: {header['failed']}")
+        return header, bodies
+
+    def _last_words(self) -> str:
+        if self.interrupted:
+            return ""
+        try:
+            self._process.wait(_LEAVE)
+        except subprocess.TimeoutExpired:
+            return ""
+        try:
+            said = self._said.fileno()
+        except ValueError:  # it was closed meanwhile
+            return ""
+        text = os.pread(said, 4096, max(0, os.fstat(said).st_size - 4096)).decode(errors="replace").strip()
+        return f": {text[-400:]}" if text else ""

@@ -1,0 +1,297 @@
+"""Verifiers made of others: an ensemble, whose scores are one probability, and the model that is distilled from it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from forge.config import build, to_dict
+from forge.observability import Reduce, record_metric
+from forge.verifiers.panel import Panel
+from forge.verifiers.reward import report_missing
+from forge.verifiers.spec import VerifiersConfig
+from forge.verifiers.verifier import Scores
+
+from .aggregator import AGGREGATOR, Aggregator, load, restored
+from .majority import Majority
+from .online import Online
+from .table import ScoreTable
+
+VERIFIERS = "verifiers.yaml"
+DISTILLED = "distilled.json"
+Form = Literal["probability", "logit", "threshold"]
+CLIP = 4.0
+
+
+def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Aggregator) -> None:
+    """Write both into a folder, which is made if it is not there."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / VERIFIERS).write_text(yaml.safe_dump(to_dict(verifiers), sort_keys=False))
+    aggregator.save(folder / AGGREGATOR)
+
+
+def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
+    """The verifiers and the fitted aggregator.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: one is broken.
+    """
+    file = Path(folder) / VERIFIERS
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} is no ensemble: it has no {VERIFIERS}")
+    try:
+        values = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if isinstance(values, dict):  # keys of earlier versions
+        plugins = [{"use": "forge_weaver:Distilled", **one} for one in values.pop("distilled", None) or ()]
+        if (code := values.pop("code", None)) is not None:
+            plugins.append({"use": "forge_sandbox:CodeVerifier", **code})
+        if plugins:
+            values["plugins"] = [*(values.get("plugins") or ()), *plugins]
+    verifiers = build(VerifiersConfig, values)
+    verifiers.validate()
+    return verifiers, load(Path(folder) / AGGREGATOR)
+
+
+class Ensemble:
+    """The probability that a response is right, by all verifiers of an ensemble together.
+
+    A response that no verifier could score is unscored (NaN); the scores of one that some could not score are those of
+    the others. In a configuration: `reward.functions: [{use: "forge_weaver:Ensemble", path: runs/ensemble}]`.
+
+    Args:
+        path: folder of the ensemble, which `save_ensemble` wrote.
+        form: "probability"; "logit", its log-odds clipped to +-`clip`; "threshold", 1 if it is at least `threshold`.
+        threshold: by default 1/2.
+        clip: by default 4 nats.
+        veto: verifiers of 0 and 1 that are necessary: the probability is 0 if one says less than 1/2, and unscored if
+            one gave no score, unless another says that the response is wrong.
+        decide: verifiers of 0 and 1 that are sufficient, such as one for each kind of problem: the probability is 0 if
+            one says less than 1/2, else 1 if any gave a score. A veto takes precedence; without any score of them the
+            ensemble's probability holds.
+        follow: keep learning, after every so many scored groups (0: never). Each replica of a service follows the
+            groups that it sees.
+
+    Raises:
+        ValueError: an unknown form, numbers out of range, or a setting that the form does not use.
+    """
+
+    names = ("ensemble",)
+    grouped = True
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        form: Form = "probability",
+        threshold: float | None = None,
+        clip: float | None = None,
+        veto: tuple[str, ...] = (),
+        decide: tuple[str, ...] = (),
+        follow: int = 0,
+    ) -> None:
+        if form not in (forms := ("probability", "logit", "threshold")):
+            raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")
+        for name, value, used in (("threshold", threshold, "threshold"), ("clip", clip, "logit")):
+            if value is not None and form != used:
+                raise ValueError(f"{name} is only used if form is {used}")
+        self.form, self.threshold, self.clip = form, 0.5 if threshold is None else threshold, clip or CLIP
+        if not 0 < self.threshold <= 1 or self.clip <= 0 or (clip is not None and clip <= 0) or follow < 0:
+            raise ValueError(
+                f"threshold must be above 0 and at most 1, clip above 0 and follow at least 0, "
+                f"got {threshold}, {clip}, {follow}"
+            )
+        self.path, self.learns = Path(path), follow > 0
+        self._veto, self._decide, self._follow = tuple(veto), tuple(decide), follow
+        self._seen: list[np.ndarray] = []
+        self._learning = asyncio.Lock()
+        self.panel: Panel | None = None
+        self._logged: dict[str, set[str]] = {}
+        self.aggregator: Aggregator
+
+    @classmethod
+    def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
+        """Of a panel and a fitted aggregator in memory. ValueError: the panel lacks some of the verifiers."""
+        made = cls("", **settings)
+        made._open(panel, aggregator)
+        return made
+
+    @property
+    def files(self) -> list[str]:
+        """What the folder holds of the ensemble itself."""
+        return [str(self.path / name) for name in (VERIFIERS, AGGREGATOR)]
+
+    def check(self) -> None:
+        """ValueError, FileNotFoundError: the folder holds no ensemble that can be a reward."""
+        verifiers, aggregator = load_ensemble(self.path)
+        if isinstance(aggregator, Majority):
+            raise ValueError(f"{self.path}: majority needs answers, which a reward has not: use answer_frequency")
+        if getattr(aggregator, "one_right", False):
+            raise ValueError(
+                f"{self.path} was fitted with one_right, and of a policy's samples any number may be right: "
+                "fit it without"
+            )
+        if self.learns and not isinstance(aggregator, Online):
+            raise ValueError(f"follow needs an ensemble of method online: this is {aggregator.report.method}")
+        names = verifiers.names
+        for key, wanted in (("path", aggregator.verifiers), ("veto", self._veto), ("decide", self._decide)):
+            if missing := [name for name in wanted if name not in names]:
+                raise ValueError(f"{key}: {', '.join(missing)} is none of its verifiers: {', '.join(names)}")
+
+    def setup(self) -> None:
+        """Load the models. ValueError, OSError: as `check`, or a model is missing."""
+        verifiers, aggregator = load_ensemble(self.path)
+        self._open(verifiers.panel(), aggregator)
+
+    def _open(self, panel: Panel, aggregator: Aggregator) -> None:
+        needed = [*aggregator.verifiers, *self._veto, *self._decide]
+        if missing := [name for name in needed if name not in panel.names]:
+            raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
+        self.panel, self.aggregator = panel, aggregator
+        groups = (aggregator.verifiers, self._veto, self._decide)
+        self._columns, self._vetoing, self._deciding = ([panel.names.index(name) for name in one] for one in groups)
+
+    @property
+    def progress(self) -> float:
+        return self.panel.progress if self.panel is not None else 0.0
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, 1] in the form that was asked for."""
+        if not responses:
+            return Scores(np.empty((0, 1)))
+        if self.panel is None:
+            raise RuntimeError("the ensemble is not open: call setup()")
+        scores = await self.panel.score(prompt, responses, target)
+        report_missing(self.panel, scores, self._logged)
+        p = self.probabilities(scores)
+        with np.errstate(divide="ignore"):
+            logits = np.clip(np.log(p) - np.log1p(-p), -self.clip, self.clip)
+        values = {"probability": p, "logit": logits, "threshold": np.where(p >= self.threshold, 1.0, 0.0)}[self.form]
+        values = np.where(np.isnan(p), np.nan, values)
+        if self.learns:
+            await self._learn(scores.values[:, self._columns])
+        said = {i: why for (i, _), why in reversed(scores.reasons.items())}
+        return Scores(
+            values[:, None],
+            {(int(i), 0): f"no verifier scored it: {said.get(int(i))}" for i in np.flatnonzero(np.isnan(p))},
+        )
+
+    def probabilities(self, scores: Scores) -> np.ndarray:
+        """[responses], vetoes and decisions applied; NaN if nothing is known, or the score of a veto is missing."""
+        p = self.aggregator.predict_proba(self._table([scores.values[:, self._columns]]))[0]
+        decided, vetoes = scores.values[:, self._deciding], scores.values[:, self._vetoing]
+        p = np.where((decided >= 0.5).any(1), 1.0, p)
+        p = np.where(np.isnan(vetoes).any(1), np.nan, p)
+        return np.where((decided < 0.5).any(1) | (vetoes < 0.5).any(1), 0.0, p)
+
+    async def close(self) -> None:
+        """Close the verifiers."""
+        if self.panel is not None:
+            await self.panel.close()
+
+    async def state_dict(self) -> dict[str, Any]:
+        """What it has learned by following, and the groups that it has yet to learn from."""
+        async with self._learning:
+            return {"aggregator": self.aggregator.state_dict(), "seen": list(self._seen)}
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from there. ValueError: it is the state of another ensemble."""
+        learned = restored(state["aggregator"])
+        if not self.learns or type(learned) is not type(self.aggregator):
+            here = type(self.aggregator).__name__ + ("" if self.learns else " that does not follow")
+            raise ValueError(f"{type(learned).__name__} that follows was saved, and this is {here}")
+        if learned.verifiers != self.aggregator.verifiers:
+            raise ValueError(
+                f"an ensemble of {', '.join(learned.verifiers)} was saved, and this is one of "
+                f"{', '.join(self.aggregator.verifiers)}: resume with the ensemble that the run began with"
+            )
+        self.aggregator, self._seen = learned, list(state["seen"])
+
+    async def _learn(self, values: np.ndarray) -> None:
+        if np.isnan(values).all():
+            return
+        self._seen.append(values)
+        async with self._learning:
+            while len(self._seen) >= self._follow:
+                # A copy learns: groups that are scored meanwhile must not meet half of an update.
+                learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
+                await asyncio.to_thread(learned.partial_fit, self._table(groups))
+                self.aggregator, self._seen = learned, self._seen[len(groups) :]
+                record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
+
+    def _table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
+        """[responses, verifiers] of each problem as a table, the shorter ones padded."""
+        widest = max(len(group) for group in groups)
+        present = np.array([[i < len(group) for i in range(widest)] for group in groups])
+        scores = np.full((*present.shape, len(self.aggregator.verifiers)), np.nan)
+        scores[present] = np.concatenate(groups)
+        return ScoreTable(scores, self.aggregator.verifiers, present=present)
+
+
+class Distilled:
+    """The verifier that `forge_weaver.distil.distil` left in a folder: one calibrated probability.
+
+    Args:
+        path: the folder.
+        name: of the column; by default the folder's.
+        device, dtype, batch_tokens: see `forge.verifiers.RewardModel`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        name: str | None = None,
+        device: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        batch_tokens: int = 8192,
+    ) -> None:
+        if batch_tokens < 1:
+            raise ValueError("batch_tokens must be at least 1")
+        self.path, self.names = Path(path), (name or Path(path).name,)
+        self._settings: dict[str, Any] = {"device": device, "dtype": dtype, "batch_tokens": batch_tokens}
+        self.model: Any = None
+
+    @property
+    def files(self) -> list[str]:
+        return [str(self.path / DISTILLED)]
+
+    def check(self) -> None:
+        """FileNotFoundError: the folder holds none."""
+        if not (self.path / DISTILLED).is_file():
+            raise FileNotFoundError(f"{self.path} holds no distilled verifier: it has no {DISTILLED}")
+
+    def setup(self) -> Distilled:
+        """Load the model. FileNotFoundError: as `check`."""
+        from forge.verifiers import RewardModel
+
+        self.check()
+        reading = json.loads((self.path / DISTILLED).read_text())["reading"]
+        self.model = RewardModel(self.path, self.names[0], **reading, **self._settings)
+        return self
+
+    @property
+    def fingerprint(self) -> Any:
+        return self.model.fingerprint
+
+    @property
+    def progress(self) -> float:
+        return self.model.progress
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, 1] probabilities."""
+        return await self.model.score(prompt, responses, target)
+
+    async def close(self) -> None:
+        if self.model is not None:
+            await self.model.close()

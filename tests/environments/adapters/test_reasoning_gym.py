@@ -1,0 +1,84 @@
+"""Questions of reasoning-gym, and scorers that can be fooled."""
+
+import asyncio
+
+import pytest
+
+from forge.envs import Action
+
+pytest.importorskip("reasoning_gym")
+from forge_envs.reasoning_gym import WRONG, ReasoningGymEnvironment
+
+
+def answered(env, answer=None, task=None, seed=0):
+    """The question, and what an answer to it, or the right one, is worth."""
+
+    async def main():
+        asked = await env.reset(task, seed=seed)
+        said = asked.info["entry"]["answer"] if answer is None else answer
+        return asked.messages[0]["content"], await env.step(Action(said, said))
+
+    return asyncio.run(main())
+
+
+def test_questions():
+    env = ReasoningGymEnvironment("gcd", size=50)
+    assert len(env) == 50
+    question, step = answered(env, task=3)
+    assert "Greatest Common Divisor" in question
+    assert (step.reward, step.terminated) == (1.0, True)
+    assert answered(env, "0", task=3)[1].reward == 0.0
+    assert answered(env, seed=53)[0] == question
+    with pytest.raises(IndexError, match="questions 0 to 49, not 50"):
+        answered(env, task=50)
+
+
+def test_the_payload_alone_and_a_part_of_the_answer():
+    env = ReasoningGymEnvironment(
+        "spell_backward",
+        prompt=lambda entry: entry["metadata"]["word"],
+        answer=lambda text: text.rpartition("answer: ")[2],
+        max_word_len=5,
+    )
+    word, step = answered(env, task=0)
+    assert step.reward == 1.0
+    assert answered(env, f"answer: {word[::-1]}", task=0)[1].reward == 1.0
+
+
+@pytest.mark.parametrize("family", [*WRONG, "basic_arithmetic"])
+def test_families_that_score_wrong_answers_are_off(family):
+    with pytest.raises(ValueError, match=f"{family} is off: .*allow_wrong=True"):
+        ReasoningGymEnvironment(family)
+    ReasoningGymEnvironment(family, allow_wrong=True)
+
+
+def test_arithmetic_without_division():
+    env = ReasoningGymEnvironment("basic_arithmetic", operators=["+", "-", "*"])
+    assert answered(env, task=1)[1].reward == 1.0
+
+
+@pytest.mark.parametrize("answer", ["nan", "NaN+nanj", "-inf", "Infinity"])
+def test_no_numbers(answer):
+    env = ReasoningGymEnvironment("complex_arithmetic", allow_wrong=True)
+    assert answered(env, answer, task=0)[1].reward == 0.0
+    assert answered(env, task=0)[1].reward == 1.0
+
+
+def test_scorers_that_fail():
+    junk = answered(ReasoningGymEnvironment("prime_factorization"), "junk", task=0)[1]
+    assert junk.reward == 0.0  # it reads the right answer: this one is wrong
+    lost = answered(ReasoningGymEnvironment("boxnet"), "0", task=0)[1]  # no right answer is known there
+    assert lost.reward is None
+    assert "raised TypeError" in lost.info["unscored"]
+    env = ReasoningGymEnvironment("game_of_life_halting", allow_wrong=True)
+    fooled = answered(env, "junk", task=0)[1]
+    assert fooled.reward is None
+    assert "nonsense" in fooled.info["unscored"]
+    assert answered(env, task=0)[1].reward == 1.0
+
+
+def test_what_there_is_not():
+    with pytest.raises(ValueError, match="has no family 'gdc'"):
+        ReasoningGymEnvironment("gdc")
+    with pytest.raises(ValueError, match="gcd: "):
+        ReasoningGymEnvironment("gcd", max_numbers=-1)

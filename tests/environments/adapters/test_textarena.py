@@ -1,0 +1,107 @@
+"""Games of TextArena: for one, and for two with an opponent."""
+
+import asyncio
+import random
+
+import pytest
+
+from forge.envs import Action
+
+pytest.importorskip("textarena")
+from forge_envs.textarena import TextArenaEnvironment
+
+
+def turn(text):
+    return Action(text, text)
+
+
+def guessed(env, seed):
+    """What is said while a number is guessed by halves."""
+
+    async def main():
+        step = await env.reset(None, seed=seed)
+        low, high, said = 1, 20, [step.messages[0]["content"]]
+        while not step.done:
+            guess = (low + high) // 2
+            step = await env.step(turn(str(guess)))
+            said += [message["content"] for message in step.messages]
+            low, high = (guess + 1, high) if "higher" in said[-1] else (low, guess - 1)
+        return said, step
+
+    return asyncio.run(main())
+
+
+def test_a_game_for_one():
+    env = TextArenaEnvironment("GuessTheNumber-v0")
+    said, last = guessed(env, 7)
+    assert "guess the number between 1 and 20" in said[0]
+    assert all("guess the number between" not in text for text in said[1:])  # news alone
+    assert (last.reward, last.terminated) == (1.0, True)
+    assert guessed(env, 7) == (said, last)
+
+
+def test_games_at_the_same_time_have_their_own_chance():
+    async def main():
+        envs = [TextArenaEnvironment("2048-v0") for _ in range(3)]
+        boards = [[(await env.reset(None, seed=1)).messages[0]["content"]] for env in envs]
+        for move in ("[up]", "[left]", "[down]"):
+            for env, seen in zip(envs, boards, strict=True):
+                random.random()
+                seen += [message["content"] for message in (await env.step(turn(move))).messages]
+        return boards
+
+    random.seed(4)
+    before = random.getstate()
+    expected = [random.random() for _ in range(9)][-1]
+    random.setstate(before)
+    first, *others = asyncio.run(main())
+    assert all(board == first for board in others)
+    random.setstate(before)
+    assert [random.random() for _ in range(9)][-1] == expected
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_game_for_two(later):
+    heard = []
+
+    def opponent(text):
+        heard.append(text)
+        return f"[{[7, 8][len(heard) - 1]}]"
+
+    async def delayed(text):
+        await asyncio.sleep(0)
+        return opponent(text)
+
+    async def main():
+        env = TextArenaEnvironment("TicTacToe-v0", players=2, opponent=delayed if later else opponent)
+        first = await env.reset(None, seed=1)
+        return [first, *[await env.step(turn(move)) for move in ("0", "[1]", "2")]]
+
+    first, second, _, last = asyncio.run(main())
+    assert "You are Player 0 in Tic Tac Toe" in first.messages[0]["content"]
+    assert "Player 1 placed their symbol" in second.messages[0]["content"]
+    assert "You are Player 1" in heard[0]
+    assert heard[1].startswith(heard[0])
+    assert (last.reward, last.terminated) == (1.0, True)
+
+
+def test_a_reward_that_is_no_number():
+    async def main():
+        env = TextArenaEnvironment("Countdown-v0")
+        step = await env.reset(None, seed=1)
+        while not step.done:
+            step = await env.step(turn("[nothing]"))
+        return step
+
+    last = asyncio.run(main())
+    assert last.reward is None
+    assert "Invalid action format" in last.info["unscored"]
+
+
+def test_what_there_is_not():
+    with pytest.raises(ValueError, match="no game 'Nothing-v0'"):
+        TextArenaEnvironment("Nothing-v0")
+    with pytest.raises(ValueError, match="needs an opponent"):
+        TextArenaEnvironment("TicTacToe-v0", players=2)
+    with pytest.raises(ValueError, match="seat must be one of"):
+        TextArenaEnvironment("TicTacToe-v0", seat=1)

@@ -1,0 +1,130 @@
+"""MCP over standard input and output, against a server written by hand."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge.envs import Action, InfrastructureError, Toolbox, ToolCall, ToolError
+from forge_envs.mcp import StdioTools
+
+SERVER = Path(__file__).parent / "tool_server.py"
+
+
+def with_tools(work, *how, **settings):
+    async def main():
+        async with StdioTools([sys.executable, "-S", str(SERVER), *how], **settings) as tools:
+            return await work(tools)
+
+    return asyncio.run(main())
+
+
+def test_calls_at_the_same_time_and_what_they_answer():
+    async def work(tools):
+        names = [schema["function"]["name"] for schema in tools.schemas()]
+        assert names == ["add", "fail", "slow", "crash", "big", "hang", "blocks", "pid", "ask"]
+        assert tools.schemas()[0]["function"]["parameters"]["required"] == ["a"]
+        assert tools.schemas()[0]["type"] == "function"
+        calls = [tools.call("slow", {"a": 2}), *(tools.call("add", {"a": n, "b": 1}) for n in range(50))]
+        assert await asyncio.gather(*calls) == ["slept 2", *(str(n + 1) for n in range(50))]
+        assert await tools.call("blocks", {}) == (
+            "seen\n[image, image/png, not shown]\ninside\n[resource file:///b: b]"
+        )
+        assert await tools.call("big", {"a": 3_000_000}) == "x" * 3_000_000
+        assert await tools.call("ask", {}) == "this client does not offer sampling/createMessage"
+        with pytest.raises(ToolError, match="a must not be 0"):
+            await tools.call("fail", {})
+        with pytest.raises(ToolError, match="Unknown tool: dance"):
+            await tools.call("dance", {})
+
+    with_tools(work)
+
+
+def test_tools_in_a_toolbox():
+    async def work(tools):
+        box = Toolbox(servers=[tools], timeout=5.0)
+        calls = (ToolCall("add", {"a": 1, "b": 2}, "1"), ToolCall("fail", {"a": 0}, "2"), ToolCall("add", {}, "3"))
+        return [message["content"] for message in await box.answer(Action("", calls=calls))]
+
+    assert with_tools(work) == ["3", "error: a must not be 0", "error: add: missing a"]
+
+
+def test_a_call_that_takes_too_long_leaves_the_server_as_it_is():
+    async def work(tools):
+        before = await tools.call("pid", {})
+        with pytest.raises(ToolError, match=r"slow took more than 1 s"):
+            await tools.call("slow", {"a": 13})
+        await asyncio.sleep(0.5)  # its answer comes, and is nobody's
+        assert await tools.call("add", {"a": 1, "b": 2}) == "3"
+        assert await tools.call("pid", {}) == before
+
+    with_tools(work, timeout=1.0)
+
+
+def test_a_server_that_hangs_is_started_anew(monkeypatch):
+    monkeypatch.setattr("forge_envs.mcp.stdio._PING", 0.5)
+
+    async def work(tools):
+        before = await tools.call("pid", {})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await tools.call("hang", {})
+        with pytest.raises(ToolError, match="started anew: what it had kept is lost"):
+            await tools.call("add", {"a": 1, "b": 2})
+        assert await tools.call("pid", {}) != before
+
+    with_tools(work)
+
+
+def test_a_server_that_knows_no_pings_is_alive():
+    async def work(tools):
+        before = await tools.call("pid", {})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await tools.call("slow", {"a": 3})
+        assert await tools.call("pid", {}) == before
+
+    with_tools(work, "no ping")
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_server_that_dies(kill):
+    async def work(tools):
+        pid = int(await tools.call("pid", {}))
+        if kill:
+            os.kill(pid, signal.SIGKILL)
+            while tools.connected:
+                await asyncio.sleep(0.02)
+        with pytest.raises(InfrastructureError, match="was ended by SIGKILL" if kill else "code 7; .*\nout of luck"):
+            await tools.call("add" if kill else "crash", {"a": 1, "b": 2})
+        assert await tools.call("pid", {}) != str(pid)
+
+    with_tools(work)
+
+
+@pytest.mark.parametrize(
+    ("how", "limit", "why"),
+    [
+        ("ends", 30.0, "no licence"),
+        ("mute", 0.5, r"did not answer initialize within 0\.5 s"),
+        ("no list", 1.0, r"did not answer (tools/list|initialize) within 1 s"),
+        ("old", 30.0, "speaks MCP of version 1999-01-01"),
+    ],
+)
+def test_a_server_that_does_not_begin(how, limit, why):
+    with pytest.raises(InfrastructureError, match=why):
+        with_tools(None, how, start_timeout=limit)
+
+
+def test_what_cannot_be():
+    with pytest.raises(InfrastructureError, match="there-is-no-such-server: No such file"):
+        asyncio.run(StdioTools(["there-is-no-such-server"]).open())
+    with pytest.raises(ValueError, match="a list of its words"):
+        StdioTools("python server.py")
+    with pytest.raises(ValueError, match="above 0 seconds"):
+        StdioTools(["python"], timeout=0)
+    with pytest.raises(RuntimeError, match="before `await open"):
+        StdioTools(["python"]).schemas()

@@ -1,0 +1,226 @@
+"""Servers that are not ours: other schemas, other observations, and what breaks the wire's rules."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from forge.envs import Action, InfrastructureError, ToolCall
+from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError
+
+STATE = {"type": "state", "data": {}}
+
+
+@asynccontextmanager
+async def server(answer, properties=None):
+    """Each message is answered by what `answer(type, data)` gives: a message, text, or None, which ends the session."""
+
+    async def session(request):
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            asked = json.loads(message.data)
+            if asked["type"] == "close":
+                break
+            said = STATE if asked["type"] == "state" else answer(asked["type"], asked.get("data"))
+            if said is None:
+                break
+            await socket.send_str(said if isinstance(said, str) else json.dumps(said))
+        return socket
+
+    async def schema(_):
+        about = {"title": "Action", "properties": properties or {}, "required": list(properties or {})}
+        return web.json_response({"action": about})
+
+    app = web.Application()
+    app.add_routes([web.get("/ws", session), web.get("/schema", schema)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield "http://{}:{}".format(*runner.addresses[0][:2])
+    finally:
+        await runner.cleanup()
+
+
+def observed(observation, reward=None, done=False, **more):
+    return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done, **more}}
+
+
+def played(texts, answer, properties=None, **settings):
+    """The step of each turn."""
+
+    async def main():
+        async with server(answer, properties) as url, OpenEnvClient(url) as client:
+            env = OpenEnvEnvironment(client, **settings)
+            first = await env.reset({"level": 2}, seed=5)
+            return [first, *[await env.step(Action(text, text)) for text in texts]]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("no json", "answered reset with 'no json'"),
+        ("[]", "answered reset with"),
+        ({"type": "state", "data": {}}, "with a message of type 'state'"),
+        ({"type": "observation", "data": []}, "of type 'observation'"),
+        (None, "ended the connection instead of answering reset"),
+    ],
+)
+def test_answers_that_break_the_rules_end_the_session(said, why):
+    async def main():
+        async with server(lambda kind, data: said) as url, OpenEnvClient(url) as client, client.session() as session:
+            with pytest.raises(InfrastructureError, match=why):
+                await session.reset()
+            assert session.lost
+
+    asyncio.run(main())
+
+
+def test_an_action_of_one_field_is_what_the_turn_says():
+    asked = []
+
+    def answer(kind, data):
+        asked.append((kind, data))
+        return observed({"text": "well", "metadata": {}, "extra": None}, 1.0)
+
+    number = {"move": {"type": "integer"}, "metadata": {"type": "object"}}
+    steps = played([" 4 ", "left"], answer, number)
+    assert asked == [("reset", {"seed": 5, "level": 2}), ("step", {"move": 4})]
+    assert [step.messages[0]["content"] for step in steps] == [
+        "well",
+        "well",
+        "error: an action must be a number, not 'left'",
+    ]
+    asked.clear()
+    played(["left"], answer, {"word": {"type": "string"}})
+    assert asked[1] == ("step", {"word": "left"})
+
+
+def test_an_action_of_several_fields_is_json():
+    asked = []
+
+    def answer(kind, data):
+        asked.append(data)
+        return observed({"x": 1, "y": 2})
+
+    steps = played(['{"x": 1, "y": 2}', "x"], answer, {"x": {"type": "integer"}, "y": {"type": "integer"}})
+    assert asked[1:] == [{"x": 1, "y": 2}]
+    assert json.loads(steps[1].messages[0]["content"]) == {"x": 1, "y": 2}
+    assert steps[2].messages[0]["content"] == "error: an action must be a JSON object with x, y"
+
+
+def test_functions_of_the_user():
+    asked = []
+
+    def answer(kind, data):
+        asked.append(data)
+        return observed({"board": "...x"}, 0.5)
+
+    def to_action(action):
+        if action.text != "go":
+            raise ValueError("say go")
+        return {"run": True}
+
+    steps = played(
+        ["go", "stop"],
+        answer,
+        to_action=to_action,
+        to_messages=lambda reply: [{"role": "user", "content": reply.observation["board"].upper()}],
+        to_reset=lambda task, seed: {"seed": seed + task["level"]},
+    )
+    assert asked == [{"seed": 7}, {"run": True}]
+    assert [step.messages[0]["content"] for step in steps] == ["...X", "...X", "error: say go"]
+    assert [step.reward for step in steps] == [0.0, 0.5, 0.0]
+
+
+def test_an_action_that_the_server_refuses_goes_back_to_the_policy():
+    def answer(kind, data):
+        if kind == "step" and data["word"] != "UP":
+            data = {"code": "VALIDATION_ERROR", "message": "Invalid message", "errors": [{"msg": "UP or DOWN"}]}
+            return {"type": "error", "data": data}
+        return observed({"text": "fine"}, 1.0)
+
+    steps = played(["sideways", "UP"], answer, {"word": {"$ref": "#/x"}})
+    assert "UP or DOWN" in steps[1].messages[0]["content"]
+    assert (steps[1].reward, steps[2].reward) == (0.0, 1.0)
+
+
+def test_an_environment_that_raises_reaches_whoever_runs_it():
+    def answer(kind, data):
+        return (
+            observed({}) if kind == "reset" else {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "no"}}
+        )
+
+    with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: no"):
+        played(["x"], answer, {"word": {"type": "string"}})
+
+
+def test_rewards_that_are_missing():
+    texts = {"word": {"type": "string"}}
+    steps = played(["x", "x"], lambda kind, data: observed({}, None, done=kind == "step"), texts)
+    assert [step.reward for step in steps] == [0.0, None, None]  # no reward in the whole episode: it is not scored
+    replies = iter([observed({}), observed({}, 0.5), observed({}, None, done=True)])
+    steps = played(["x", "x"], lambda kind, data: next(replies), texts)
+    assert [step.reward for step in steps] == [0.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("reward", ["much", [1], float("nan")])
+def test_rewards_that_are_no_numbers(reward):
+    with pytest.raises(InfrastructureError, match="which is no finite number"):
+        played(
+            ["x"],
+            lambda kind, data: observed({}, reward if kind == "step" else None),
+            {"word": {"type": "string"}},
+            to_action=lambda action: {"word": action.text},
+        )
+
+
+def test_a_call_that_the_server_refuses_goes_back_to_the_policy():
+    def answer(kind, data):
+        if kind == "mcp":
+            return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}}
+        if kind == "step" and data["tool_name"] == "dance":
+            return {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no dance here"}}
+        return observed({"result": "seen"}, 1.0)
+
+    async def main():
+        async with server(answer) as url, OpenEnvClient(url) as client:
+            env = OpenEnvEnvironment(client, mcp=True)
+            await env.reset(None, seed=0)
+            return await env.step(Action("", calls=(ToolCall("dance", {}), ToolCall("look", {}))))
+
+    step = asyncio.run(main())
+    assert [message["content"] for message in step.messages] == ["error: no dance here", "seen"]
+    assert (step.reward, step.done) == (1.0, False)
+
+
+def test_an_episode_that_was_cut():
+    cut = observed({}, 1.0, done=True, metadata={"truncated": True})
+    last = played(["x"], lambda kind, data: cut if kind == "step" else observed({}), {"word": {"type": "string"}})[-1]
+    assert (last.terminated, last.truncated) == (False, True)
+
+
+def test_long_observations_are_cut():
+    steps = played([], lambda kind, data: observed({"text": "x" * 100}), max_chars=10)
+    assert steps[0].messages[0]["content"] == "x" * 10 + "... (90 more characters)"
+
+
+def test_tools_of_a_server_that_lists_them_in_a_step():
+    tool = {"name": "look", "description": "Look.", "input_schema": {"type": "object", "properties": {}}}
+
+    def answer(kind, data):
+        if kind == "mcp":
+            return {"type": "error", "data": {"code": "UNKNOWN_TYPE", "message": "Unknown message type: mcp"}}
+        return observed({"tools": [tool]} if data.get("type") == "list_tools" else {})
+
+    async def main():
+        async with server(answer) as url, OpenEnvClient(url) as client:
+            return (await OpenEnvEnvironment(client, mcp=True).reset(None, seed=0)).tools
+
+    about = {"name": "look", "description": "Look.", "parameters": tool["input_schema"]}
+    assert asyncio.run(main()) == ({"type": "function", "function": about},)

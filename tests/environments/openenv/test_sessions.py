@@ -1,0 +1,333 @@
+"""Our client against our server: everything over real sockets."""
+
+import asyncio
+import re
+
+import aiohttp
+import pytest
+
+from forge.envs import Action, InfrastructureError, ToolCall
+from forge_envs.openenv import CapacityError, OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
+
+from .counting import ADD, Counting
+
+
+def turn(text, *calls):
+    return Action(text, text, calls)
+
+
+def with_client(work, client=None, **settings):
+    async def main():
+        async with serve(Counting, **settings) as url, OpenEnvClient(url, **(client or {})) as opened:
+            return await work(opened)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("ending", ["end", "cut", "unscored"])
+def test_the_wire_changes_no_step(ending):
+    turns = [turn("one"), turn("", ToolCall("add", {"a": 1, "b": 2}, "c1")), turn("rewrite"), turn(ending)]
+
+    async def play(env):
+        steps = [await env.reset({"level": 3}, seed=7), *[await env.step(action) for action in turns]]
+        await env.close()
+        return steps
+
+    here = asyncio.run(play(Counting()))
+    there = with_client(lambda client: play(OpenEnvEnvironment(client)))
+    if ending == "cut":  # a set has no JSON form
+        assert there[-1].info.pop("where") == str(here[-1].info.pop("where"))
+    assert there == here
+
+
+def test_32_sessions_at_once_keep_apart():
+    async def work(client):
+        async def play(number):
+            env = OpenEnvEnvironment(client)
+            said = []
+            for episode in range(2):
+                await env.reset(None, seed=100 * episode + number)
+                for _ in range(5):
+                    said += [(await env.step(turn(f"by {number}"))).messages[0]["content"]]
+            await env.close()
+            return said
+
+        return await asyncio.gather(*map(play, range(32)))
+
+    Counting.made = 0
+    for number, said in enumerate(with_client(work)):
+        assert said == [f"turn {n} of {100 * e + number}: by {number}" for e in range(2) for n in range(1, 6)]
+    assert Counting.made == 32
+
+
+def test_a_bound_is_kept_and_sessions_are_used_again():
+    async def work(client):
+        async def play(number):
+            async with client.session() as session:
+                await session.reset(seed=number)
+                return (await session.step({"text": "x"})).observation["messages"][0]["content"]
+
+        return await asyncio.gather(*map(play, range(20)))
+
+    Counting.made = Counting.closed = 0
+    said = with_client(work, {"sessions": 4}, max_sessions=4)
+    assert said == [f"turn 1 of {number}: x" for number in range(20)]
+    assert Counting.made == Counting.closed == 4
+
+
+def test_a_late_reply_is_never_the_next_one():
+    async def work(client):
+        async with client.session() as session:
+            await session.reset(seed=1)
+            with pytest.raises(InfrastructureError, match=r"did not answer step within 0\.5 s"):
+                await session.step({"text": "hang"})
+            with pytest.raises(InfrastructureError, match="is over"):
+                await session.step({"text": "x"})
+        async with client.session() as session:
+            await session.reset(seed=2)
+            await asyncio.sleep(0.6)  # the late reply comes
+            return [(await session.step({"text": "x"})).observation["messages"][0]["content"] for _ in range(3)]
+
+    assert with_client(work, {"timeout": 0.5}) == [f"turn {n} of 2: x" for n in (1, 2, 3)]
+
+
+def test_a_cancelled_call_ends_its_session_alone():
+    async def work(client):
+        env, other = OpenEnvEnvironment(client), OpenEnvEnvironment(client)
+        await other.reset(None, seed=5)
+        await env.reset(None, seed=1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await env.step(turn("hang"))
+        await env.reset(None, seed=2)
+        return [(await each.step(turn("x"))).messages[0]["content"] for each in (env, other)]
+
+    assert with_client(work) == ["turn 1 of 2: x", "turn 1 of 5: x"]
+
+
+def test_a_session_takes_one_call_at_a_time():
+    async def work(client):
+        async with client.session() as session:
+            await session.reset()
+            await asyncio.gather(session.step({"text": "x"}), session.step({"text": "y"}))
+
+    with pytest.raises(RuntimeError, match="one call at a time"):
+        with_client(work)
+
+
+def test_a_full_server_says_what_to_do():
+    async def work(client):
+        async with client.session():
+            with pytest.raises(CapacityError, match=r"takes 1 sessions.*max_concurrent_envs"):
+                await client.acquire()
+
+    with_client(work, {"patience": 0.3}, max_sessions=1)
+
+
+def test_a_full_server_is_waited_for():
+    async def work(client):
+        held = await client.acquire()
+        waiting = asyncio.create_task(client.acquire())
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        client.release(held)
+        return await waiting is held
+
+    assert with_client(work, max_sessions=1)
+
+
+def test_sessions_that_nobody_gives_back():
+    async def work(client):
+        await client.acquire()
+        with pytest.raises(InfrastructureError, match=r"none of the 1 sessions .* was given back within 0\.1 s"):
+            await client.acquire()
+
+    with_client(work, {"sessions": 1, "patience": 0.1})
+
+
+def test_an_idle_session_is_ended_and_replaced():
+    async def work(client):
+        async with client.session() as session:
+            await session.reset(seed=1)
+        while not Counting.closed:
+            await asyncio.sleep(0.05)
+        async with client.session() as session:
+            return (await session.reset(seed=2)).observation["messages"]
+
+    Counting.closed = 0
+    assert with_client(work, idle=0.5)[0]["content"] == "task None, seed 2"
+
+
+def test_a_named_session_lives_as_long_as_its_socket_uses_it():
+    async def main():
+        async with serve(Counting, idle=0.5) as url, aiohttp.ClientSession() as http:
+            create = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
+            async with http.post(f"{url}/mcp", json=create) as response:
+                name = (await response.json())["result"]["session_id"]
+            async with http.ws_connect(f"{url}/ws?session_id={name}") as socket:
+
+                async def said(kind, **data):
+                    await socket.send_json({"type": kind, "data": data})
+                    return (await socket.receive_json())["data"]["observation"]["messages"][0]["content"]
+
+                await said("reset", seed=1)
+                for _ in range(6):
+                    await asyncio.sleep(0.1)
+                    last = await said("step", text="x")
+                await said("step", text="hang")  # for longer than `idle`
+                assert not Counting.closed
+                return last
+
+    Counting.closed = 0
+    assert asyncio.run(main()) == "turn 6 of 1: x"
+
+
+def test_what_the_environment_raises_is_told_and_its_session_goes_on():
+    async def work(client):
+        async with client.session() as session:
+            with pytest.raises(OpenEnvError, match="no episode is under way"):
+                await session.step({"text": "x"})
+            await session.reset(seed=1)
+            with pytest.raises(OpenEnvError, match=r"EXECUTION_ERROR: KeyError: 'nothing here'"):
+                await session.step({"text": "raise"})
+            for bad in ({}, {"text": 3}, {"text": "x", "speed": 1}, {"text": "x", "calls": ["add"]}):
+                with pytest.raises(OpenEnvError, match="VALIDATION_ERROR"):
+                    await session.step(bad)
+            return (await session.step({"text": "x"})).observation["messages"][0]["content"]
+
+    assert with_client(work) == "turn 2 of 1: x"
+
+
+def test_a_step_that_has_no_json_form_is_told_and_its_session_goes_on():
+    async def work(client):
+        async with client.session() as session:
+            await session.reset(seed=1)
+            assert (await session.step({"text": "odd reward"})).reward == 0.5
+            for odd in ("odd info", "odd message"):
+                with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: the environment's step has no JSON form"):
+                    await session.step({"text": odd})
+            return (await session.step({"text": "x"})).observation["messages"][0]["content"]
+
+    assert with_client(work) == "turn 4 of 1: x"
+
+
+@pytest.mark.parametrize(("text", "why"), [("lose", "the sandbox has gone"), ("hang", "step gave no answer within")])
+def test_infrastructure_that_fails_behind_the_server(text, why):
+    async def work(client):
+        env = OpenEnvEnvironment(client)
+        await env.reset(None, seed=1)
+        with pytest.raises(InfrastructureError, match=why):
+            await env.step(turn(text))
+        await env.reset(None, seed=2)
+        return (await env.step(turn("x"))).messages[0]["content"]
+
+    assert with_client(work, timeout=0.5) == "turn 1 of 2: x"
+
+
+def test_an_environment_that_cannot_be_made():
+    def broken():
+        raise OSError("no disk")
+
+    async def main():
+        async with serve(broken) as url, OpenEnvClient(url) as client:
+            with pytest.raises(OpenEnvError, match="FACTORY_ERROR: OSError: no disk"):
+                await client.acquire()
+
+    asyncio.run(main())
+
+
+def test_http():
+    async def work(client):
+        assert await client.health() == "healthy"
+        assert (await client.metadata())["name"] == "Counting"
+        assert (await client.schema())["action"]["required"] == ["text"]
+        with pytest.raises(OpenEnvError, match="no episode is under way"):
+            await client.step({"text": "x"})
+        first = await client.reset(seed=3, task="sums")
+        assert first.observation["messages"][0]["content"] == "task sums, seed 3"
+        assert (await client.step({"text": "x"})).reward == 1.0
+        with pytest.raises(OpenEnvError, match="HTTP_422"):
+            await client.step({"text": 1})
+        with pytest.raises(InfrastructureError, match="the sandbox has gone"):
+            await client.step({"text": "lose"})
+        await client.reset(seed=4)
+        assert (await client.step({"text": "end"})).done
+
+    with_client(work)
+
+
+def test_tools_of_an_environment_are_mcp_tools():
+    async def work(client):
+        env = OpenEnvEnvironment(client, mcp=True)
+        assert (await env.reset(None, seed=1)).tools == (ADD,)
+        both = turn("", ToolCall("add", {"a": 1, "b": 2}, "c1"), ToolCall("add", {"a": 3, "b": 4}, "c2"))
+        step = await env.step(both)
+        assert [(m["content"], m["tool_call_id"]) for m in step.messages] == [("3", "c1"), ("7", "c2")]
+        assert step.reward == 1.0
+        assert not step.done
+        misread = await env.step(Action("x", errors=("a call is not closed",)))
+        assert misread.messages == ({"role": "tool", "name": "error", "content": "error: a call is not closed"},)
+        assert (await env.step(turn("I am done"))).terminated
+
+    with_client(work)
+
+
+def test_an_environment_with_a_client_of_its_own():
+    async def main():
+        async with serve(Counting, max_sessions=1) as url:
+            env, said = OpenEnvEnvironment(url), []
+            for seed in range(3):
+                await env.reset(None, seed=seed)
+                said += [(await env.step(turn("x"))).messages[0]["content"]]
+                await env.close()
+                await env.close()
+            return said
+
+    assert asyncio.run(main()) == [f"turn 1 of {seed}: x" for seed in range(3)]
+
+
+def test_no_server():
+    async def main():
+        async with OpenEnvClient("http://127.0.0.1:9", patience=0.2) as client:
+            with pytest.raises(InfrastructureError, match="no session with http"):
+                await client.acquire()
+            with pytest.raises(InfrastructureError, match="/health"):
+                await client.health()
+
+    asyncio.run(main())
+
+
+def test_messages_that_are_none():
+    async def main():
+        async with serve(Counting) as url, aiohttp.ClientSession() as http, http.ws_connect(f"{url}/ws") as socket:
+
+            async def said(text):
+                await socket.send_str(text)
+                return (await socket.receive_json())["data"]["code"]
+
+            assert await said("{") == "INVALID_JSON"
+            assert await said("[1]") == "VALIDATION_ERROR"
+            assert await said('{"type": "reset", "data": 3}') == "VALIDATION_ERROR"
+            assert await said('{"type": "reset", "data": {"seed": "x"}}') == "VALIDATION_ERROR"
+            assert await said('{"type": "dance"}') == "UNKNOWN_TYPE"
+
+    asyncio.run(main())
+
+
+def test_a_client_in_two_event_loops():
+    async def used(client):
+        with pytest.raises(InfrastructureError):
+            await client.health()
+
+    client = OpenEnvClient("http://127.0.0.1:9")
+    asyncio.run(used(client))
+    with pytest.raises(RuntimeError, match="event loop in which it was first used"):
+        asyncio.run(used(client))
+
+
+@pytest.mark.parametrize("settings", [{"sessions": 0}, {"timeout": 0}, {"patience": -1}])
+def test_settings_that_cannot_be(settings):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        OpenEnvClient("http://127.0.0.1:1", **settings)
+    with pytest.raises(ValueError, match=re.escape("must begin with http://")):
+        OpenEnvClient("127.0.0.1:1")

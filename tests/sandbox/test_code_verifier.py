@@ -1,0 +1,218 @@
+"""Programs on tests in the real sandbox; programs that would rather cheat."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+
+import pytest
+
+from forge_sandbox import CodeVerifier
+
+CASES = [{"call": f"f({x})", "value": str(x * x)} for x in range(1, 9)]
+RIGHT = "def f(x):\n    return x * x\n"
+
+
+class Counting:
+    """The sandbox, and how often it was asked."""
+
+    def __init__(self, sandbox):
+        self.sandbox, self.runs = sandbox, 0
+
+    async def run(self, program, *, stdin="", time_limit):
+        self.runs += 1
+        return await self.sandbox.run(program, stdin=stdin, time_limit=time_limit)
+
+
+@pytest.fixture
+def sandbox(sandboxes):
+    return Counting(sandboxes("namespaces", "user" if os.geteuid() else "root"))
+
+
+def score(sandbox, program, cases=CASES, **settings):
+    verifier = CodeVerifier(sandbox, program=str, **{"credit": "share", "time_limit": 3.0} | settings)
+    found = asyncio.run(verifier.score("", [program], json.dumps(cases)))
+    assert not found.reasons
+    return float(found.values[0, 0])
+
+
+def test_all_calls_cost_one_execution(sandbox):
+    assert score(sandbox, RIGHT) == 1.0
+    assert sandbox.runs == 1
+    assert score(sandbox, "def f(x):\n    return x * x if x > 2 else 1 / 0") == 6 / 8
+    assert score(sandbox, "def f(x):\n    return x * x if x > 2 else exit()") == 6 / 8
+    assert sandbox.runs == 3
+
+
+def test_calls_that_end_everything_cost_their_own_case_alone(sandbox):
+    assert score(sandbox, "import os\ndef f(x):\n    return x * x if x != 3 else os._exit(0)") == 7 / 8
+    assert sandbox.runs == 3
+    never = "def f(x):\n    while x == 1: pass\n    return x * x"
+    assert score(sandbox, never, time_limit=1.0) == 7 / 8
+    assert sandbox.runs == 5
+
+
+def test_time_and_output_are_each_calls_own(sandbox):
+    """Together they are more than one execution may have."""
+    slow = "import time\ndef f(x):\n    time.sleep(0.4)\n    return x * x"
+    assert score(sandbox, slow, CASES[:3], time_limit=1.0) == 1.0
+    long = [{"call": f"f({n})", "value": repr("x" * 8000 + str(n))} for n in range(20)]
+    assert score(sandbox, "def f(n): return 'x' * 8000 + str(n)", long, credit="all") == 1.0
+    chatter = "def f(n):\n    print('y' * 9000)\n    return 'x' * 8000 + str(n) if n else ''"
+    assert score(sandbox, chatter, long) == 19 / 20
+
+
+def test_what_is_longer_than_the_output(sandbox):
+    found = asyncio.run(
+        CodeVerifier(sandbox, program=str).score(
+            "", ["def f(): return 'x' * 10 ** 5"], json.dumps([{"call": "f()", "value": repr("x" * 10**5)}])
+        )
+    )
+    assert "100004 characters are expected" in found.reasons[0, 0]
+    assert score(sandbox, "def f(x): return 'x' * 10 ** 5") == 0.0
+
+
+def test_a_program_that_cannot_be_written_is_wrong(sandbox):
+    assert score(sandbox, "print('\ud800')", [{"stdin": "", "stdout": "?"}]) == 0.0
+
+
+def test_a_program_that_does_not_load_is_not_run_again(sandbox):
+    for program in ("1 / 0", "def f(x:", "import os; os._exit(0)", "exit()", "\0", RIGHT + "while True: pass"):
+        assert score(sandbox, program, time_limit=0.15) == 0.0
+    assert sandbox.runs == 6
+
+
+def test_kinds_of_cases_together(sandbox):
+    cases = [
+        {"stdin": "4", "stdout": "16"},
+        {"call": "f(3)", "value": "9"},
+        {"test": "assert f(5) == 25\nassert 4 == f(-2)"},
+    ]
+    cases.append({"test": "y = f(2)\nassert y == 4"})
+    program = RIGHT + "import sys\nfor line in sys.stdin:\n    print(f(int(line)))"
+    assert score(sandbox, program, cases) == 1.0
+    assert sandbox.runs == 2
+    assert score(sandbox, program.replace("x * x", "x * 4"), cases) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"),
+    [
+        ("{2: {'a': [1.5, None]}, 1: (True, b'x')}", "{1: (True, b'x'), 2: {'a': [1.5, None]}}"),
+        ("__import__('collections').Counter('aab')", "{'a': 2, 'b': 1}"),
+        ("__import__('collections').OrderedDict(a=1)", "{'a': 1}"),
+        ("{3, 1, 2}", "{1, 2, 3}"),
+        ("set()", "set()"),
+        ("(1,)", "(1,)"),
+        ("'a\\n\\u00e9\\'\\x00'", repr("a\né'\0")),
+        ("[float('inf')]", "[inf]"),
+        ("[]", "[]"),
+        ("()", "()"),
+        ("[(), {}]", "[(), {}]"),
+        ("range(3)", "range(0, 3)"),
+        ("2 ** 200", str(2**200)),
+    ],
+)
+def test_values_are_compared_as_python_would(returned, value, sandbox):
+    assert score(sandbox, f"def f(): return {returned}", [{"call": "f()", "value": value}]) == 1.0
+    assert score(sandbox, f"def f(): return [{returned}, 0]", [{"call": "f()", "value": value}]) == 0.0
+
+
+EQUAL_TO_ALL = (
+    "class E:\n    __hash__ = None\n"
+    + "".join(
+        f"    __{name}__ = lambda *a: True\n" for name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "contains")
+    )
+    + "    __sub__ = __rsub__ = __abs__ = __add__ = __radd__ = lambda s, *a: s\n"
+    "def f(*a): return E()"
+)
+
+
+@pytest.mark.parametrize(
+    ("test", "right"),
+    [
+        ("assert f(3)", "[0]"),
+        ("assert f(3)", "__import__('re').match('a', 'a')"),
+        ("assert not f(3)", "''"),
+        ("assert f(2) == 2 ** 2", "4.0"),
+        ("assert 10 ** 9 + 7 == f(2), 'why'", "10 ** 9 + 7"),
+        ("assert f(1) == float('inf')", "float('inf')"),
+        ("assert f(1) == [1 / 4, -2, None]", "[0.25, -2, None]"),
+        ("assert f(1) is None", "None"),
+        ("assert f(1) is True", "True"),
+        ("assert abs(f(2) - 1.41) < 1e-3", "1.4105"),
+        ("assert 1e-3 >= abs(1.41 - f(2))", "1.41"),
+        ("assert f(2) > 3", "4"),
+        ("assert f(5) == 25 and f(2) <= 25\nassert f(1) != 3 and f(3)", "25"),
+    ],
+)
+def test_asserts_are_judged_by_values(test, right, sandbox):
+    assert score(sandbox, f"def f(*a): return {right}", [{"test": test}]) == 1.0
+    assert score(sandbox, EQUAL_TO_ALL, [{"test": test}]) == 0.0
+    assert (
+        score(sandbox, "def f(*a): return [] if 'not' not in TEST else 1".replace("TEST", repr(test)), [{"test": test}])
+        == 0.0
+    )
+
+
+def test_asserts_that_hold_of_any_object(sandbox):
+    program = "class A: pass\ndef f(*a): return A()"
+    for test in ("assert f(1) is not None", "assert f(1) != 3", "x = f(1)\nassert x", "assert f(1) is not f(1)"):
+        assert score(sandbox, program, [{"test": test}]) == 1.0
+
+
+WRONG = "def f(x):\n    return 0\n"
+CHEATS = {
+    "prints marks": WRONG + "import re\nfor n in range(8): print('0' * 32 + f'{n} [\"{(n + 1) ** 2}\"]')",
+    "ends early": "import os, sys\nprint('9'); sys.stdout.flush(); os._exit(0)",
+    "ends at exit": WRONG + "import atexit, os\natexit.register(lambda: os._exit(0))",
+    "its own print and repr": "import builtins\nbuiltins.print = builtins.repr = lambda *a: '1'\n" + WRONG,
+    "its own builtins": "__builtins__ = {}\nimport builtins\nbuiltins.type = builtins.isinstance = lambda *a: int\n"
+    + WRONG,
+    "its own exec": "import builtins\nbuiltins.eval = lambda *a: 1\nbuiltins.exec = lambda *a: None\n" + WRONG,
+    "equals everything": "class E:\n    __eq__ = lambda *a: True\n    __hash__ = None\n    __bool__ = lambda s: True\n"
+    "def f(x): return E()",
+    "another's text": "class E(int):\n    __repr__ = __str__ = lambda s: '1'\ndef f(x): return E(7)",
+    "text of an object": "class E:\n    def __repr__(s): return '1'\ndef f(x): return E()",
+    "a list that lies": "class E(list):\n    __iter__ = lambda s: iter([1])\n    __repr__ = lambda s: '1'\n"
+    "    __len__ = lambda s: 1\ndef f(x): return E()",
+    "its own output": "import io, sys\nsys.stdout = io.StringIO('1')\n" + WRONG,
+    "closed output": "import os\nos.close(1)\n" + WRONG,
+    "its own writer": "import os, json\nos.write = lambda fd, b: len(b)\njson.dumps = lambda *a: '[\"1\"]'\n" + WRONG,
+    "its own main": "import sys\nsys.modules['__main__'] = None\n" + WRONG,
+    "raises what ends": "def f(x): raise SystemExit(0)",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheats_gain_nothing(name, sandbox):
+    assert score(sandbox, CHEATS[name], CASES[:3]) == 0.0
+    tests = [{"test": f"assert f({x}) == {x * x}"} for x in (1, 2)]
+    assert score(sandbox, CHEATS[name], tests) == 0.0
+
+
+def test_a_mark_that_was_found_is_worth_no_more_than_the_values(sandbox):
+    """A program can see the mark in its callers, and tell values behind it. It does not know which are right."""
+    cheat = """
+import os, sys
+frame = sys._getframe(1)
+mark = frame.f_locals["mark"]
+for place in range(8):
+    os.write(1, f'{mark}{place} ["0", "0"]\\n'.encode())
+os.write(1, f'{mark}2 ["9"]\\n{mark}nonsense\\n{mark}3 {{\\n{mark}-1 []\\n{mark}{"9" * 5000} []\\n'.encode())
+os._exit(0)
+"""
+    assert score(sandbox, cheat) == 0.0
+    assert score(sandbox, cheat.replace('["0", "0"]', '["4", "4"]')) == 1 / 8
+
+
+def test_the_expected_values_are_not_in_the_process(sandbox):
+    search = """
+import gc, sys
+def f(x):
+    return any("".join(["7777", "123"]) in repr(o) for o in [sys._getframe(1).f_locals, *gc.get_objects()][:200]) or x
+"""
+    cases = [{"call": "f(1)", "value": "7777123"}, {"test": "assert f(2) == 7777123"}, {"call": "f(3)", "value": "3"}]
+    assert score(sandbox, search, cases) == 1 / 3

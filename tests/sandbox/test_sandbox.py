@@ -1,0 +1,529 @@
+"""What a sandbox answers, at each level; its limits; its failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from forge.envs.environment import InfrastructureError
+from forge_sandbox import Sandbox, SandboxError
+
+from .conftest import CASES, ORDINARY, SELF, opened, python_of, whose
+
+each_level = pytest.mark.parametrize(("level", "user"), CASES)
+
+
+@pytest.fixture
+def sandbox(level, user, sandboxes):
+    return sandboxes(level, user)
+
+
+def run(sandbox, program, **settings):
+    return asyncio.run(sandbox.run(textwrap.dedent(program), **settings))
+
+
+def below(pid: int) -> set[int]:
+    """All processes that a process has started, however far down."""
+    found = {pid}
+    parents = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def gone(pids: set[int], patience: float = 20.0) -> bool:
+    until = time.monotonic() + patience
+    while (left := any(map(lives, pids))) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not left
+
+
+@pytest.mark.parametrize(("level", "user"), [*CASES[:4], ("bubblewrap", SELF)])
+def test_results(sandbox, level, user):
+    result = run(sandbox, "import sys\nprint(input() + '!')\nprint('noted', file=sys.stderr)", stdin="hällo")
+    assert (result.status, result.stdout, result.stderr, result.exit_code) == ("ok", "hällo!\n", "noted\n", 0)
+    assert result.seconds > 0
+    assert not result.truncated
+    result = run(sandbox, "def f():\n    1 / 0\nf()")
+    assert (result.status, result.exit_code) == ("error", 1)
+    assert result.stderr.startswith(
+        'Traceback (most recent call last):\n  File "program.py", line 3, in <module>\n    f()'
+    )
+    assert "ZeroDivisionError" in result.stderr
+    assert run(sandbox, "exit(3)").exit_code == 3
+    assert run(sandbox, "exit(-1)").status == "error"
+    if level != "bubblewrap":
+        result = run(sandbox, "exit(152)")
+        assert (result.status, result.exit_code) == ("error", 152)
+    assert run(sandbox, "raise SystemExit('why')").stderr == "why\n"
+    assert run(sandbox, "x = (").stderr.startswith('  File "program.py", line 1\n    x = (')
+    assert run(sandbox, "\0").status == "error"
+    assert run(sandbox, "").status == "ok"
+    assert run(sandbox, "import os; os.kill(os.getpid(), 11)").status == "killed"
+    assert run(sandbox, "import ctypes; ctypes.string_at(0)").exit_code in (-signal.SIGSEGV, 128 + signal.SIGSEGV)
+
+
+@each_level
+def test_programs_are_ordinary_ones(sandbox, level, user):
+    program = """
+        import asyncio, atexit, colorsys, dataclasses, multiprocessing.queues, pickle, sys, threading, zoneinfo
+        @dataclasses.dataclass
+        class Point:
+            x: "int"
+        async def main():
+            await asyncio.sleep(0)
+            return pickle.loads(pickle.dumps(Point(2)))
+        atexit.register(print, "bye")
+        threading.Timer(0.01, lambda: print("thread")).start()
+        print(asyncio.run(main()), __name__, sys.argv)
+    """
+    result = run(sandbox, program)
+    assert result.stdout == "Point(x=2) __main__ ['program.py']\nthread\nbye\n", result.stderr
+
+
+@each_level
+def test_a_program_has_a_fresh_process(sandbox, level, user):
+    program = "import os, random, sys\nsys.leak = getattr(sys, 'leak', 0) + 1\n"
+    program += "print(sys.leak, random.random(), {**os.environ})"
+    first, second = (run(sandbox, program).stdout.split(" ", 2) for _ in range(2))
+    assert first[0] == second[0] == "1"
+    assert first[1] != second[1]
+    assert first[2] == "{'HOME': '/tmp', 'LANG': 'C.UTF-8', 'PATH': '/usr/bin:/bin'}\n"
+
+
+@each_level
+def test_nothing_of_the_program_before_is_left_in_memory(sandbox, level, user):
+    """Answers of others are worth money: not even their text may be found."""
+    run(sandbox, "print('needle' * 3)", stdin="needle" * 3)
+    search = """
+        import ctypes, re
+        found = 0
+        for line in open("/proc/self/maps"):
+            start, end = (int(x, 16) for x in line.split()[0].split("-"))
+            if "rw" in line and "vv" not in line:
+                found += ctypes.string_at(start, end - start).count(("need" + "le").encode() * 3)
+        print(found)
+    """
+    result = run(sandbox, search)
+    if sandbox.level == "landlock":
+        assert "PermissionError" in result.stderr
+    else:
+        assert result.stdout == "0\n", result.stderr
+
+
+@each_level
+def test_limits(sandbox, level, user):
+    result = run(sandbox, "import time\nprint('begun', flush=True)\ntime.sleep(60)", time_limit=1.0)
+    assert (result.status, result.stdout) == ("timeout", "begun\n")
+    deaf = """
+        import signal
+        for number in range(1, 65):
+            try:
+                signal.signal(number, signal.SIG_IGN)
+            except (OSError, ValueError):
+                pass
+        while True:
+            pass
+    """
+    assert run(sandbox, deaf, time_limit=0.2).status == "timeout"
+    assert run(sandbox, "x = bytearray(10 << 30)").status == "memory"
+    assert run(sandbox, "x = 'x' * (1 << 33)").status == "memory"
+    result = run(sandbox, "import os\nwhile True: os.write(1, b'x' * 1000)")
+    assert (result.status, len(result.stdout), result.truncated) == ("output", 64 << 10, True)
+    result = run(sandbox, "import sys\nsys.stderr.write('x' * 10 ** 7)")
+    assert (result.status, len(result.stderr)) == ("output", 64 << 10)
+    assert run(sandbox, "print('x' * ((64 << 10) - 1))").status == "ok"
+    deep = "import ctypes\nf = ctypes.CFUNCTYPE(None)(lambda: f())\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()"
+    assert run(sandbox, deep).status in ("killed", "error", "memory")
+    assert run(sandbox, "def f(): f()\nf()").status == "error"
+
+
+@each_level
+def test_output_is_kept_as_it_is(sandbox, level, user):
+    result = run(
+        sandbox, r"import sys; sys.stdout.buffer.write('\0\u20ac\U0001f600\r\n\x1b[31m'.encode() + b'\xff\xfe')"
+    )
+    assert result.stdout == "\0€\U0001f600\r\n\x1b[31m\ufffd\ufffd"
+    assert run(sandbox, r"print('\ud800')").stdout == "\\ud800\n"
+    text = "cos\nsystem\n(S'x'\ntR." + '{"status": "ok"}'
+    assert run(sandbox, f"print({text!r})\nraise SystemExit(1)").stdout == text + "\n"
+
+
+def test_cpu_time():
+    sandbox = opened("namespaces", SELF, workers=1, cpu_seconds=1)
+    burn = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+    deaf = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
+    for program in (burn, deaf + "while True: pass"):
+        result = run(sandbox, program, time_limit=30.0)
+        assert result.status == "timeout"
+        assert result.seconds < 15
+    asyncio.run(sandbox.close())
+
+
+def test_files_of_its_own(sandboxes):
+    sandbox = sandboxes("namespaces", SELF)
+    program = "import os, tempfile\nprint(os.listdir('/tmp'))\nos.write(tempfile.mkstemp()[0], b'x')"
+    assert [run(sandbox, program).stdout for _ in range(2)] == ["[]\n", "[]\n"]
+    program = "for name in 'ab':\n with open(name, 'wb', 0) as f:\n  for n in range(12): f.write(bytes(1 << 20))"
+    assert "No space left" in run(sandbox, program).stderr
+    assert "File too large" in run(sandbox, "open('x', 'wb').truncate(1 << 30)").stderr
+
+
+@each_level
+def test_sessions(level, user, sandboxes):
+    async def main():
+        sandbox = sandboxes(level, user)
+        async with sandbox.session() as python:
+            assert (await python.run("x = 1")).stdout == ""
+            assert (await python.run("def f():\n    return x + 1\nf()")).stdout == "2\n"
+            assert (await python.run("None")).stdout == ""
+            result = await python.run("1 / 0")
+            assert (result.status, "ZeroDivisionError" in result.stderr) == ("error", True)
+            assert (await python.run("y = (")).status == "error"
+            assert (await python.run("print('no end', end='')\n'ä'")).stdout == "no end'ä'\n"
+            assert (await python.run(f"z = {'1' * 200_000!r}\nlen(z)")).stdout == "200000\n"
+            assert (await python.run("x")).status == "ok"
+            result = await python.run("while True: pass", time_limit=0.2)
+            assert result.status == "timeout"
+            result = await python.run("x")
+            assert (result.status, "timeout" in result.stderr) == ("ended", True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("level", ["namespaces", "landlock"])
+def test_what_ends_a_session(level, sandboxes):
+    async def main():
+        sandbox = sandboxes(level, SELF)
+        for cell, status in (
+            ("exit(3)", "error"),
+            ("import os; os._exit(0)", "ok"),
+            ("bytearray(10 << 30)", "memory"),
+            ("print('x' * 10 ** 6)", "output"),
+        ):
+            async with sandbox.session() as python, sandbox.session() as other:
+                assert (await python.run(cell)).status == status
+                assert (await python.run("1")).status == "ended"
+                assert (await other.run("1")).status == "ok"
+
+    asyncio.run(main())
+
+
+def test_modules_of_the_users_own(tmp_path):
+    folder = Path("/tmp") / f"forge-modules-{os.getpid()}"
+    folder.mkdir()
+    (folder / "mine.py").write_text("import os\nvalue = 'mine'\n")
+    (folder / "data").write_text("read")
+    try:
+        for level in ("namespaces", "landlock"):
+            sandbox = opened(level, SELF, workers=1, imports=["mine"], path=[str(folder)])
+            program = f"import mine, sys\nprint(mine.value, open('{folder}/data').read(), 'inside' in sys.modules)"
+            assert run(sandbox, program).stdout == "mine read False\n"
+            asyncio.run(sandbox.close())
+        with pytest.raises(SandboxError, match="No module named 'yours'"):
+            opened("namespaces", SELF, imports=["yours"])
+        with pytest.raises(SandboxError, match="/nowhere"):
+            opened("namespaces", SELF, readable=["/nowhere"])
+    finally:
+        for path in folder.rglob("*.py*"):
+            path.unlink(missing_ok=True)
+        subprocess.run(["rm", "-r", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("level", ["namespaces", "landlock"])
+def test_what_is_readable_may_be_named_by_links(level):
+    for above in ("/tmp", "/var/tmp"):
+        folder = Path(above) / f"forge-links-{os.getpid()}"
+        (folder / "real").mkdir(parents=True)
+        try:
+            (folder / "real" / "linked.py").write_text("value = 'linked'\n")
+            (folder / "link").symlink_to("real")
+            (folder / "file").symlink_to(folder / "link" / "linked.py")
+            settings = {"path": [f"{folder}/link"], "readable": [f"{folder}/file"], "imports": ["linked"]}
+            sandbox = opened(level, SELF, workers=1, **settings)
+            for name in ("file", "link/linked.py", "real/linked.py"):
+                program = f"import linked\nprint(linked.value, len(open('{folder}/{name}').read()))"
+                assert run(sandbox, program).stdout == "linked 17\n"
+            asyncio.run(sandbox.close())
+        finally:
+            shutil.rmtree(folder)
+
+
+def test_who_gives_up_ends_nobody_elses_program():
+    sandbox = opened("namespaces", SELF, workers=1)
+
+    async def main():
+        await sandbox.run("1")
+        over = asyncio.create_task(sandbox.run("1"))
+        other = asyncio.create_task(sandbox.run("import time; time.sleep(0.5); print(2)"))
+        await asyncio.sleep(0)
+        time.sleep(0.25)  # noqa: ASYNC251 - the loop is not to hear that the first is over
+        over.cancel()
+        assert (await other).stdout == "2\n"
+        await sandbox.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def slow_start(tmp_path):
+    """It takes a while until programs can run, and much is said meanwhile."""
+    (tmp_path / "slow.py").write_text("import os, time\nos.write(2, b'x' * 200_000)\ntime.sleep(0.4)\n")
+    sandbox = Sandbox("none", allow_unsafe=True, workers=1, path=[str(tmp_path)], imports=["slow"])
+    asyncio.run(sandbox.start())
+    yield sandbox
+    asyncio.run(sandbox.close())
+
+
+def test_a_program_that_was_given_up_before_it_began_does_not_run(slow_start, tmp_path):
+    async def main():
+        running = asyncio.create_task(slow_start.run(f"open('{tmp_path}/ran', 'w')"))
+        await asyncio.sleep(0.1)
+        running.cancel()
+        assert (await slow_start.run("print(1)")).stdout == "1\n"
+
+    asyncio.run(main())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_session_that_was_given_up_before_it_began_leaves_nothing(slow_start):
+    async def main():
+        running = asyncio.create_task(slow_start.session().__aenter__())
+        await asyncio.sleep(0.1)
+        started = below(os.getpid()) - before
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert started
+        assert any(map(lives, started)), "the loop waited for it"
+        return started
+
+    before = below(os.getpid())
+    assert gone(asyncio.run(main()))
+
+
+def test_a_forked_process_has_no_sandbox(sandboxes):
+    sandbox = sandboxes("namespaces", SELF)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            run(sandbox, "1")
+        except RuntimeError as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert run(sandbox, "print(1)").stdout == "1\n"
+
+
+@pytest.mark.slow
+def test_numpy():
+    import numpy
+
+    packages = str(Path(numpy.__file__).parents[1])
+    for level in ("namespaces", "landlock"):
+        sandbox = opened(level, SELF, path=[packages], imports=["numpy"], memory_mb=1024)
+        result = run(
+            sandbox, "import numpy as np\nprint(np.random.rand(300, 300).dot(np.ones(300)).shape, np.random.rand())"
+        )
+        assert result.stdout.startswith("(300,)"), result.stderr
+        assert run(sandbox, "import numpy as np\nnp.ones(10 ** 10)").status == "memory"
+        asyncio.run(sandbox.close())
+
+
+def test_settings_that_cannot_be():
+    for settings, what in (
+        ({"level": "jail"}, "level must be"),
+        ({"level": "none"}, "allow_unsafe"),
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"memory_mb": 0, "output_kb": -1}, "memory_mb, output_kb must be"),
+        ({"cpu_seconds": 1.5}, "cpu_seconds must be .* whole"),
+        ({"readable": ["/tmp/"]}, "a /tmp of their own"),
+        ({"path": ["/"]}, "a /tmp of their own"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            Sandbox(**settings)
+
+    async def main():
+        sandbox = Sandbox()
+        for arguments, what in (
+            (("x", "", 0), "time_limit"),
+            (("\ud800",), "UTF-8"),
+            (("x" * (65 << 20),), "bytes"),
+        ):
+            with pytest.raises(ValueError, match=what):
+                await sandbox.run(*arguments)
+        await sandbox.close()
+        await sandbox.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await sandbox.run("1")
+
+    asyncio.run(main())
+
+
+def test_no_level_is_an_error_that_says_what_is_missing():
+    with pytest.raises(SandboxError) as raised:
+        asyncio.run(Sandbox(python="/nowhere/python").start())
+    for word in ("namespaces: /nowhere/python cannot be started", "landlock:", "bubblewrap:", "allow_unsafe"):
+        assert word in str(raised.value)
+    assert isinstance(raised.value, InfrastructureError)
+
+
+def test_without_a_sandbox(caplog):
+    async def main():
+        async with Sandbox("none", allow_unsafe=True) as sandbox:
+            assert sandbox.level == "none"
+            assert (await sandbox.run("print(len(open('/etc/passwd').read()) > 0)")).stdout == "True\n"
+
+    asyncio.run(main())
+    assert "level none" in caplog.text
+
+
+def test_programs_at_once_and_other_loops(sandboxes):
+    sandbox = opened("auto", SELF, workers=2)
+
+    async def main():
+        return await asyncio.gather(*(sandbox.run(f"print({n})") for n in range(20)))
+
+    for _ in range(2):
+        assert [result.stdout for result in asyncio.run(main())] == [f"{n}\n" for n in range(20)]
+    asyncio.run(sandbox.close())
+
+
+@pytest.mark.parametrize("level", ["namespaces", "landlock"])
+def test_a_lost_process_is_replaced_and_its_program_run_again(level):
+    before = below(os.getpid())
+    sandbox = opened(level, SELF, workers=1)
+    assert run(sandbox, "print(1)").stdout == "1\n"
+    for victims in (lambda: below(os.getpid()) - before, lambda: {max(below(os.getpid()) - before)}):
+
+        async def main(victims=victims):
+            running = asyncio.create_task(sandbox.run("import time; time.sleep(0.5); print(2)"))
+            await asyncio.sleep(0.2)
+            for pid in victims() if victims() else ():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            return await running
+
+        assert asyncio.run(main()).status in ("ok", "killed")
+    assert run(sandbox, "print(3)").stdout == "3\n"
+    everything = below(os.getpid()) - before
+    asyncio.run(sandbox.close())
+    assert gone(everything)
+
+
+def test_a_process_that_hangs_is_replaced(monkeypatch):
+    monkeypatch.setattr("forge_sandbox.worker._GRACE", 0.5)
+    monkeypatch.setattr("forge_sandbox.worker._LEAVE", 0.2)
+    sandbox = opened("namespaces", SELF, workers=1)
+    before = below(os.getpid())
+    run(sandbox, "1")
+    for pid in below(os.getpid()) - before:
+        os.kill(pid, signal.SIGSTOP)
+    assert run(sandbox, "print(1)", time_limit=5.0).stdout == "1\n"
+    everything = below(os.getpid()) - before
+    asyncio.run(sandbox.close())
+    assert gone(everything)
+
+
+def test_whoever_stops_waiting_ends_the_program(sandboxes):
+    sandbox = opened("namespaces", SELF, workers=1)
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sandbox.run("while True: pass", time_limit=600.0), 0.3)
+        assert (await sandbox.run("print(1)")).stdout == "1\n"
+        running = asyncio.create_task(sandbox.run("while True: pass", time_limit=600.0))
+        await asyncio.sleep(0.2)
+        await sandbox.close()
+        with pytest.raises(SandboxError, match=r"end|closed"):
+            await running
+
+    before = below(os.getpid())
+    asyncio.run(main())
+    assert gone(below(os.getpid()) - before)
+
+
+@pytest.mark.parametrize(("level", "user"), CASES[1:3])
+def test_nothing_outlives_a_parent_that_is_killed(level, user):
+    """Also where another process has inherited what the parent had open."""
+    number = whose(user)
+    script = f"""
+import asyncio, os, sys, time
+sys.path[:0] = {sys.path!r}
+from forge_sandbox import Sandbox
+async def main():
+    sandbox = Sandbox({level!r}, workers=1, user={number}, python={python_of(number, level)!r})
+    await sandbox.run("1")
+    if not os.fork():
+        time.sleep(100)
+    print("ready", flush=True)
+    await sandbox.run("import time; time.sleep(100)", time_limit=100.0)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    everything = below(parent.pid)
+    assert len(everything) >= 4
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    left = {pid for pid in everything if Path(f"/proc/{pid}/cmdline").exists() and b"time.sleep(100)" in _words(pid)}
+    assert gone(everything - left)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _words(pid: int) -> bytes:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+    return words if b"import asyncio, os, sys, time" in words else b""
+
+
+def test_an_ordinary_user_from_the_beginning_to_the_end():
+    """The process that asks is the user's too."""
+    if os.geteuid():
+        pytest.skip("the other tests run as an ordinary user already")
+    python = python_of(ORDINARY)
+    script = f"""
+import asyncio, os, sys
+sys.path[:0] = {sys.path!r}
+from forge_sandbox import Sandbox
+import concurrent.futures.thread, subprocess, tempfile, shutil
+os.setgroups([]); os.setresgid({ORDINARY}, {ORDINARY}, {ORDINARY}); os.setresuid({ORDINARY}, {ORDINARY}, {ORDINARY})
+async def main():
+    for level in ("namespaces", "landlock"):
+        async with Sandbox(level, python={python!r}) as sandbox:
+            print(level, (await sandbox.run("print(sum(range(5)))")).stdout.strip())
+            print((await sandbox.run("open('/etc/passwd')")).status)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.stdout.split() == ["namespaces", "10", "error", "landlock", "10", "error"], done.stderr

@@ -1,0 +1,112 @@
+"""The command line on tables of scores, and what it says of those that it cannot use."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge.cli import main as forge
+from forge_weaver import ScoreTable, load
+from forge_weaver.synthetic import scenario
+
+
+@pytest.fixture
+def table() -> ScoreTable:
+    return scenario("independent", 0, problems=20, responses=4, verifiers=4).table
+
+
+def test_what_predict_has_added_is_not_taken_for_a_verifier(tmp_path, table):
+    scores, fitted, predicted = (str(tmp_path / name) for name in ("scores.npz", "fitted.npz", "predicted.npz"))
+    table.save(scores)
+    forge(["weaver", "fit", scores, "--method", "rank_mean", "--out", fitted])
+    forge(["weaver", "predict", scores, "--aggregator", fitted, "--out", predicted])
+    assert ScoreTable.load(predicted).verifiers == (*table.verifiers, "weaver")
+    for step in (["fit", predicted], ["predict", predicted, "--aggregator", fitted]):
+        with pytest.raises(SystemExit, match="has a column weaver, which predict adds: give the scores without it"):
+            forge(["weaver", *step, "--out", str(tmp_path / "again.npz")])
+
+
+def test_a_report_on_answers_alone(tmp_path, table):
+    """Verifiers that say nothing cannot be compared with."""
+    answers = [["a" if label else "b" for label in labels] for labels in table.labels]
+    silent = dataclasses.replace(table, scores=np.ones_like(table.scores), answers=answers)
+    scores, report = tmp_path / "scores.npz", tmp_path / "page.html"
+    silent.save(scores)
+    forge(["weaver", "fit", str(scores), "--method", "majority", "--report", str(report)])
+    assert "Best of k" in report.read_text()
+
+
+def test_labels_that_are_not_there(tmp_path, table):
+    scores = tmp_path / "scores.npz"
+    table.with_labels_of(range(5, 20)).save(scores)
+    with pytest.raises(SystemExit, match="labelled is 5, and there are no labels of these problems"):
+        forge(["weaver", "fit", str(scores), "--labelled", "5", "--out", str(tmp_path / "fitted.npz")])
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".npz"])
+def test_predict_leaves_the_rows_as_they_are(tmp_path, table, suffix):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    fitted, scores, out = tmp_path / "fitted.npz", tmp_path / "scores.parquet", tmp_path / f"out{suffix}"
+    order = np.random.default_rng(0).permutation(80)
+    problem, response = order // 4, order % 4
+    columns = {
+        "note": [f"row {row}" for row in range(80)],
+        "problem": [f"p{number:03}" for number in problem],
+        "response": response * 2 + 1,
+        "label": table.labels[problem, response].astype(int),
+    }
+    columns |= {name: table.scores[problem, response, v] for v, name in enumerate(table.verifiers)}
+    kept = arrow.table(columns)
+    parquet.write_table(kept.drop_columns("note"), scores)
+    forge(["weaver", "fit", str(scores), "--method", "rank_mean", "--out", str(fitted)])
+    forge(["weaver", "predict", str(scores), "--aggregator", str(fitted), "--out", str(out)])
+    p = load(fitted).predict_proba(table)[problem, response]
+    if suffix == ".parquet":
+        found = parquet.read_table(out)
+        assert found.drop_columns("weaver").equals(kept.drop_columns("note"))
+        np.testing.assert_allclose(found["weaver"].to_numpy(), p)
+    first = {number: i for i, number in reversed(list(enumerate(problem)))}
+    again = ScoreTable.load(out)
+    for i, number in enumerate(sorted(first, key=first.__getitem__)):
+        np.testing.assert_allclose(again.scores[i, :, -1], load(fitted).predict_proba(table)[number])
+
+
+def test_names_are_checked_before_anything_is_scored(tmp_path, monkeypatch):
+    (tmp_path / "responses.jsonl").write_text('{"prompt": "p", "responses": ["a"]}\n')
+    monkeypatch.chdir(tmp_path)
+    for name, out, said in (
+        ("answer", "scores.parquet", "a verifier cannot be named answer in Parquet"),
+        ("weaver", "scores.npz", "cannot be named weaver"),
+    ):
+        if out.endswith("parquet"):
+            pytest.importorskip("pyarrow")
+        # A judge that cannot be reached would be scores that are missing, and a file.
+        Path("verifiers.yaml").write_text(f"judges: [{{url: 'http://127.0.0.1:9', model: m, name: {name}}}]")
+        with pytest.raises(SystemExit, match=said):
+            forge(["weaver", "score", "responses.jsonl", "--verifiers", "verifiers.yaml", "--out", out])
+
+
+def test_labels_for_a_method_that_does_not_look_at_them(tmp_path, table):
+    scores = tmp_path / "scores.npz"
+    table.save(scores)
+    with pytest.raises(SystemExit, match="method binned does not look at labels: leave labelled out"):
+        forge(["weaver", "fit", str(scores), "--method", "binned", "--labelled", "5", "--out", str(tmp_path / "x.npz")])
+
+
+@pytest.mark.parametrize("method", ["binned", "online"])
+def test_a_method_that_is_too_sure_of_copies_says_so(tmp_path, capsys, method):
+    table = scenario("independent", 0, problems=100, responses=8, verifiers=4).table
+    scores = tmp_path / "scores.npz"
+    for made, warned in ((table, False), (copies(table), True)):
+        made.save(scores)
+        forge(["weaver", "fit", str(scores), "--method", method, "--out", str(tmp_path / "fitted.npz")])
+        assert ("the verifiers err together" in capsys.readouterr().out) == warned
+
+
+def copies(table: ScoreTable) -> ScoreTable:
+    return table.with_verifier("copy", table.scores[:, :, 0]).with_verifier("again", table.scores[:, :, 0])

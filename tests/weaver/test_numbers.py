@@ -1,0 +1,402 @@
+"""The numerics against enumeration, closed forms and finite differences."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_weaver import ScoreTable
+from forge_weaver.calibration import Recalibration, auc, bootstrap, brier, ece, log_loss, reliability
+from forge_weaver.dependence import problem_correlation, residual_correlation, within_problems
+from forge_weaver.em import Counts, isotonic, log_ratios
+from forge_weaver.normalise import (
+    NormalScores,
+    bin_edges,
+    family_means,
+    imputed,
+    scattered,
+    thresholds,
+    to_bins,
+    verdicts,
+)
+from forge_weaver.prior import Prior, sigmoid
+from forge_weaver.published import loss, minimise
+from forge_weaver.selection import (
+    abstention,
+    accuracy_against_k,
+    best_of,
+    selection_accuracy,
+    threshold_for,
+    vote_accuracy,
+    weighted_vote,
+)
+from forge_weaver.triplets import median_products, signed
+
+few = settings(max_examples=40, deadline=None)
+NAN = float("nan")
+
+
+def test_normal_scores_are_quantiles_of_mid_ranks():
+    x = np.array([[3.0], [1.0], [1.0], [NAN], [7.0]])
+    scores = NormalScores.fit(x)
+    quantile = NormalDist().inv_cdf
+    expected = [quantile(5 / 8), quantile(1 / 4), quantile(1 / 4), NAN, quantile(7 / 8)]
+    np.testing.assert_allclose(scores(x)[:, 0], expected, atol=1e-12)
+    # Frozen: between known values interpolated, beyond them the outermost.
+    np.testing.assert_allclose(scores(np.array([[2.0], [-9.0], [99.0]]))[:, 0], [
+        (quantile(1 / 4) + quantile(5 / 8)) / 2, quantile(1 / 4), quantile(7 / 8),
+    ])  # fmt: skip
+
+
+@few
+@given(st.integers(0, 10_000), st.sampled_from([np.exp, np.arctan, lambda x: 5 * x - 2]))
+def test_normal_scores_do_not_know_the_scale(seed: int, curve):
+    x = np.random.default_rng(seed).normal(size=(60, 2)).round(1)
+    np.testing.assert_allclose(NormalScores.fit(x)(x), NormalScores.fit(curve(x))(curve(x)), atol=1e-12)
+
+
+def test_many_values_are_thinned_without_loss():
+    x = np.random.default_rng(0).exponential(size=(20_000, 1))
+    found = NormalScores.fit(x)
+    exact = scattered(x, ["only"], 0)
+    assert found.values.shape[1] <= 1024
+    assert np.abs(found(x) - exact).max() < 0.02
+
+
+def test_bins_and_verdicts():
+    x = np.array([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0], [4.0, NAN]])
+    edges = bin_edges(x, 4)
+    np.testing.assert_array_equal(to_bins(x, edges), [[0, 1, 2, 3], [0, 1, 0, 4]])
+    many = np.random.default_rng(0).normal(size=(1000, 1))
+    np.testing.assert_allclose(np.bincount(to_bins(many, bin_edges(many, 8))[0]), 125, atol=1)
+    cuts = thresholds(x, accept=0.25)
+    np.testing.assert_array_equal(verdicts(x, cuts), [[0, 0], [0, 1], [0, 0], [1, NAN]])
+    np.testing.assert_array_equal(thresholds(x, accept=0.25, at=2.5), [2.5, 0.5])
+
+
+def test_family_means_leave_out_what_is_missing():
+    x = np.array([[1.0, 3.0, 5.0], [NAN, 4.0, NAN]])
+    np.testing.assert_array_equal(family_means(x, np.array([0, 0, 1])), [[2, 5], [4, NAN]])
+
+
+def test_a_missing_score_is_regressed_on_the_rest():
+    rng = np.random.default_rng(0)
+    covariance = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.6], [0.5, 0.6, 1.0]])
+    full = rng.multivariate_normal(np.zeros(3), covariance, 4000)
+    holes = full.copy()
+    holes[:, 2][rng.random(4000) < 0.3] = NAN
+    gone = np.isnan(holes[:, 2])
+    found, precision = imputed(holes)
+    expected = full[gone, :2] @ np.linalg.solve(covariance[:2, :2], covariance[:2, 2])
+    assert np.corrcoef(found[gone, 2], expected)[0, 1] > 0.99
+    np.testing.assert_array_equal(found[~gone], full[~gone])
+    again, _ = imputed(holes[:5], precision)
+    assert not np.isnan(again).any()
+
+
+@few
+@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(0.1, 5)), min_size=1, max_size=7))
+def test_isotonic_is_the_projection(pairs: list[tuple[float, float]]):
+    """Characterised by its blocks: rising, each the weighted mean of its own, and no prefix lies below it."""
+    values, weights = map(np.array, zip(*pairs, strict=True))
+    found = isotonic(values, weights)
+    assert (np.diff(found) >= 0).all()
+    for level in np.unique(found):
+        block = found == level
+        v, w = values[block], weights[block]
+        assert (v * w).sum() / w.sum() == pytest.approx(level, abs=1e-9)
+        for end in range(1, len(v)):
+            assert (v[:end] * w[:end]).sum() / w[:end].sum() >= level - 1e-9
+
+
+def test_log_ratios_of_counts():
+    counts = Counts(np.array([[10.0, 30.0]]), np.array([[45.0, 15.0]]), np.array([40.0, 60.0]))
+    found = log_ratios(counts, shrink=0.0, monotone=False)
+    np.testing.assert_allclose(found, [[np.log((10 / 40) / (45 / 60)), np.log((30 / 40) / (15 / 60)), 0]], atol=1e-6)
+    assert np.abs(log_ratios(counts, shrink=1e6, monotone=False)).max() < 1e-3
+    falling = Counts(counts.wrong, counts.right, counts.balance[::-1])
+    np.testing.assert_allclose(np.ptp(log_ratios(falling, 0.0, monotone=True)[0, :2]), 0, atol=1e-12)
+
+
+@few
+@given(st.integers(0, 10_000))
+def test_posterior_of_a_problem_against_enumeration(seed: int):
+    """All truths of a problem's responses are gone through, for each rate."""
+    rng = np.random.default_rng(seed)
+    prior = Prior(np.array([0.1, 0.5, 0.8]), rng.dirichlet(np.ones(3)))
+    evidence, problem = rng.normal(0, 2, 5), np.array([0, 0, 0, 1, 1])
+    found = prior.posterior(evidence, problem)
+    for i in (0, 1):
+        own = evidence[problem == i]
+        total, right = 0.0, np.zeros(len(own))
+        for truth in product((0, 1), repeat=len(own)):
+            y = np.array(truth)
+            for rate, weight in zip(prior.rates, prior.weights, strict=True):
+                chance = weight * np.prod(np.where(y == 1, rate, 1 - rate)) * np.exp(own @ y)
+                total += chance
+                right += chance * y
+        np.testing.assert_allclose(found[problem == i], right / total, atol=1e-10)
+        assert (np.argsort(found[problem == i]) == np.argsort(own)).all()
+
+
+def test_priors_at_the_edge():
+    prior = Prior.start(0.3, by_problem=True)
+    assert prior.balance == pytest.approx(0.3)
+    found = prior.posterior(np.array([1e6, -1e6, 0.0]), np.array([0, 0, 0]))
+    np.testing.assert_allclose(found[:2], [1, 0], atol=1e-6)
+    evidence, problem = np.random.default_rng(0).normal(0, 3, 400), np.repeat(np.arange(40), 10)
+    _, held = prior.step(evidence, problem, balance=0.25)
+    assert held.balance == pytest.approx(0.25)
+
+
+def test_small_probabilities_keep_their_order():
+    found = sigmoid(np.array([-700.0, -60.0, -50.0, 0.0, 2.0, 700.0]))
+    assert (np.diff(found) > 0).all()
+    np.testing.assert_allclose(found[[1, 3, 4]], [np.exp(-60), 0.5, 1 / (1 + np.exp(-2))])
+
+
+def test_a_prior_goes_on_from_what_it_saw():
+    """Counts of earlier problems weigh as problems do, and no rate is lost for good."""
+    rng = np.random.default_rng(0)
+    problem = np.repeat(np.arange(60), 10)
+    evidence = 4.0 * (2 * (rng.random(600) < 0.2) - 1)
+    whole, first = Prior.start(0.5, by_problem=True), Prior.start(0.5, by_problem=True)
+    for _ in range(200):
+        whole, first = whole.step(evidence, problem, None)[1], first.step(evidence[:300], problem[:300], None)[1]
+    assert first.weights.min() > 1e-6
+    then = Prior(first.rates, first.weights, first.counts)
+    for _ in range(200):
+        then = then.step(evidence[300:], problem[300:] - 30, None)[1]
+    assert then.balance == pytest.approx(whole.balance, abs=0.02)
+    assert then.counts.sum() == pytest.approx(60)
+
+
+def test_the_likelihood_of_a_problem_by_enumeration():
+    prior, evidence = Prior(np.array([0.2, 0.7]), np.array([0.4, 0.6])), np.array([1.0, -2.0, 0.5])
+    expected = sum(
+        weight * np.prod(np.where(y, rate, 1 - rate)) * np.exp(evidence @ y)
+        for y in map(np.array, product((0, 1), repeat=3))
+        for rate, weight in zip(prior.rates, prior.weights, strict=True)
+    )
+    assert prior.log_likelihood(evidence, np.zeros(3, int)) == pytest.approx(np.log(expected))
+
+
+def test_the_rates_of_problems_are_found():
+    rng = np.random.default_rng(1)
+    rate = np.where(rng.random(300) < 0.5, 0.1, 0.8)
+    right = rng.random((300, 20)) < rate[:, None]
+    evidence = (2 * right - 1 + rng.normal(size=right.shape)).ravel() * 2
+    problem, prior = np.repeat(np.arange(300), 20), Prior.start(0.5, by_problem=True)
+    for _ in range(60):
+        _, prior = prior.step(evidence, problem, None)
+    assert prior.balance == pytest.approx(right.mean(), abs=0.01)
+    assert prior.weights[(prior.rates > 0.15) & (prior.rates < 0.65)].sum() < 0.1
+
+
+def moments(tpr: np.ndarray, tnr: np.ndarray, pi: float) -> np.ndarray:
+    """Exact second moments of conditionally independent verdicts, rows (0 no, 0 yes, 1 no, ...)."""
+    mu = np.empty((2 * len(tpr), 2))
+    mu[0::2, 1], mu[1::2, 1], mu[0::2, 0], mu[1::2, 0] = 1 - tpr, tpr, tnr, 1 - tnr
+    o = mu @ np.diag([1 - pi, pi]) @ mu.T
+    for i in range(len(tpr)):
+        block = slice(2 * i, 2 * i + 2)
+        o[block, block] = np.diag(mu[block] @ [1 - pi, pi])
+    return o
+
+
+def test_the_published_objective_has_the_truth_for_its_minimum():
+    rng = np.random.default_rng(0)
+    tpr, tnr, pi = rng.uniform(0.6, 0.9, 6), rng.uniform(0.6, 0.9, 6), 0.3
+    o = moments(tpr, tnr, pi)
+    mu = minimise(o, pi, converged=True, seed=0)
+    np.testing.assert_allclose(mu[1::2, 1], tpr, atol=1e-3)
+    np.testing.assert_allclose(mu[0::2, 0], tnr, atol=1e-3)
+    assert loss(mu, o, pi) < 1e-8
+
+
+def test_a_published_step_goes_down_the_gradient():
+    """1,000 steps of 1e-5 with momentum .9, by finite differences of the objective."""
+    rng = np.random.default_rng(0)
+    o, pi = moments(rng.uniform(0.6, 0.9, 3), rng.uniform(0.6, 0.9, 3), 0.4), 0.4
+    mu = np.zeros((6, 2))
+    for y, share in ((0, 0.6), (1, 0.4)):
+        mu[y::2, y] = np.clip(np.diag(o)[y::2] * 0.7 / share, 0, 1)
+    mu *= np.random.RandomState(5).random_sample()
+    velocity, h = np.zeros_like(mu), 1e-6
+    for _ in range(1000):
+        gradient = np.zeros_like(mu)
+        for at in np.ndindex(*mu.shape):
+            up, down = mu.copy(), mu.copy()
+            up[at], down[at] = up[at] + h, down[at] - h
+            gradient[at] = (loss(up, o, pi) - loss(down, o, pi)) / (2 * h)
+        velocity = 0.9 * velocity + gradient
+        mu = np.clip(mu - 1e-5 * velocity, 0, 1)
+    np.testing.assert_allclose(minimise(o, pi, converged=False, seed=5), mu, atol=1e-6)
+
+
+def test_triplets_are_exact_on_exact_moments():
+    c = np.array([0.4, 0.3, -0.2, 0.5, 0.1])
+    covariance = np.outer(c, c) + np.diag([0.1] * 5)
+    size = median_products(covariance)
+    np.testing.assert_allclose(size, np.abs(c), atol=1e-12)
+    np.testing.assert_allclose(signed(size, covariance), c, atol=1e-12)
+
+
+def test_residual_correlation_of_independent_and_dependent_verifiers():
+    rng = np.random.default_rng(0)
+    right = rng.random(4000) < 0.3
+    noise, shared = rng.normal(size=(4000, 6)), rng.normal(size=(4000, 1))
+    alone = right[:, None] * 1.0 + noise
+    together = right[:, None] * 1.0 + np.sqrt(0.5) * noise + np.sqrt(0.5) * shared
+    r = right.astype(float)
+    assert residual_correlation(alone, r)[0] < 0.02
+    rms, matrix = residual_correlation(together, r)
+    assert rms == pytest.approx(0.5, abs=0.03)
+    np.testing.assert_allclose(np.diag(matrix), 1, atol=1e-9)
+    gaps = np.where(rng.random(together.shape) < 0.3, NAN, together)
+    assert residual_correlation(gaps, r)[0] == pytest.approx(rms, abs=0.03)
+    assert np.isnan(residual_correlation(alone[:10], r[:10])[0])
+
+
+def test_correlation_within_problems_is_blind_between_them():
+    problem = np.repeat(np.arange(50), 4)
+    a = np.random.default_rng(0).normal(size=200)
+    assert within_problems(a + 100 * problem, a - 50 * problem, problem) == pytest.approx(1)
+    assert within_problems(a, 1.0 * problem, problem) == 0
+
+
+def test_what_a_problem_does_to_its_scores():
+    rng, problem = np.random.default_rng(0), np.repeat(np.arange(400), 5)
+    alone = rng.normal(size=(2000, 3))
+    assert problem_correlation(alone, problem) == pytest.approx(0, abs=0.03)
+    moved = alone + rng.normal(size=(400, 3))[problem]
+    assert problem_correlation(moved, problem) == pytest.approx(0.5, abs=0.05)
+    assert np.isnan(problem_correlation(alone, np.arange(2000)))
+
+
+@few
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.booleans()), min_size=2, max_size=12))
+def test_auc_is_the_share_of_pairs_in_order(pairs: list[tuple[float, bool]]):
+    p, y = np.array([a for a, _ in pairs]), np.array([float(b) for _, b in pairs])
+    wins = [(a > b) + (a == b) / 2 for a in p[y == 1] for b in p[y == 0]]
+    np.testing.assert_allclose(auc(p, y), np.mean(wins) if wins else NAN)
+
+
+def test_calibration_measures():
+    p, y = np.array([[0.1, 0.1, 0.9], [0.9, NAN, 0.5]]), np.array([[0.0, 1.0, 1.0], [1.0, 1.0, NAN]])
+    assert brier(p, y) == pytest.approx((0.01 + 0.81 + 0.01 + 0.01) / 4)
+    assert ece(p, y) == pytest.approx(0.5 * 0.4 + 0.5 * 0.1)
+    assert log_loss(p, y) == pytest.approx(-(3 * np.log(0.9) + np.log(0.1)) / 4)
+    found = reliability(p, y)
+    assert found.count.sum() == 4
+    assert found.right[1] == 0.5
+    assert ece(np.array([1.0]), np.array([1.0])) == 0
+    with pytest.raises(ValueError, match="no response has both"):
+        ece(np.array([NAN]), np.array([1.0]))
+    with pytest.raises(ValueError, match="go from -1"):
+        ece(np.array([-1.0]), np.array([1.0]))
+
+
+def test_labels_on_another_scale_are_refused():
+    p, y = np.array([[0.1, 0.9]]), np.array([[0.0, 1.0]])
+    for measure in (brier, ece, log_loss, auc, Recalibration.fit, selection_accuracy, accuracy_against_k, abstention):
+        measure(p, y)
+        for other in (2 * y, 2 * y - 1):
+            with pytest.raises(ValueError, match="label"):
+                measure(p, other)
+
+
+def test_recalibration_undoes_a_distortion():
+    rng = np.random.default_rng(0)
+    true = rng.beta(1, 2, 40_000)
+    y = (rng.random(len(true)) < true).astype(float)
+    logits = np.log(true / (1 - true))
+    bent = 1 / (1 + np.exp(-(3 * logits + 1)))
+    fitted = Recalibration.fit(bent, y)
+    assert fitted.slope == pytest.approx(1 / 3, abs=0.02)
+    assert fitted.intercept == pytest.approx(-1 / 3, abs=0.03)
+    assert ece(fitted(bent), y) < 0.01 < 0.1 < ece(bent, y)
+    hot = Recalibration.fit(1 / (1 + np.exp(-3 * logits)), y, intercept=False)
+    assert (hot.slope, hot.intercept) == (pytest.approx(1 / 3, abs=0.02), 0)
+    separable = Recalibration.fit(np.array([0.2, 0.8]), np.array([0.0, 1.0]))
+    assert np.isfinite([separable.slope, separable.intercept]).all()
+    with pytest.raises(ValueError, match="both classes"):
+        Recalibration.fit(np.array([0.2]), np.array([0.0]))
+
+
+def test_bootstrap_draws_problems_whole():
+    values = np.random.default_rng(0).normal(size=400)
+    low, high = bootstrap(lambda drawn: float(values[drawn].mean()), 400)
+    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
+    assert low < values.mean() < high
+    assert np.isnan(bootstrap(lambda drawn: NAN, 3)).all()
+
+
+@few
+@given(st.integers(0, 10_000))
+def test_selection_against_k_by_enumeration(seed: int):
+    rng = np.random.default_rng(seed)
+    p, y = rng.choice([0.1, 0.5, 0.7, NAN], (3, 5)), (rng.random((3, 5)) < 0.4).astype(float)
+    curve = accuracy_against_k(p, y, ks=[1, 2, 4, 5])
+    for column, k in enumerate(curve.ks):
+        subsets = list(combinations(range(5), int(k)))
+        chosen = np.mean([selection_accuracy(p[:, s], y[:, s]) for s in map(list, subsets)])
+        oracle = np.mean([y[:, s].max(1).mean() for s in map(list, subsets)])
+        assert curve.selected[column] == pytest.approx(chosen)
+        assert curve.oracle[column] == pytest.approx(oracle)
+    assert curve.selected[0] == pytest.approx(curve.chance[0])
+
+
+def test_a_selection_that_cannot_be_judged():
+    with pytest.raises(ValueError, match="no problem has labels"):
+        selection_accuracy(np.ones((2, 2)), np.full((2, 2), NAN))
+    with pytest.raises(ValueError, match=r"probabilities are \(2, 2\) and labels \(1, 2\)"):
+        selection_accuracy(np.ones((2, 2)), np.ones((1, 2)))
+
+
+def test_selection_against_k_needs_enough_responses():
+    y = np.array([[1, 0, 0], [1, 0, NAN]])
+    np.testing.assert_array_equal(accuracy_against_k(np.zeros((2, 3)), y).ks, [1, 2])
+    with pytest.raises(ValueError, match="between 1 and 2"):
+        accuracy_against_k(np.zeros((2, 3)), y, ks=[3])
+
+
+def test_best_response_and_ties():
+    p = np.array([[0.2, 0.9, 0.9], [NAN, NAN, NAN], [NAN, 0.1, NAN]])
+    np.testing.assert_array_equal(best_of(p), [1, -1, 1])
+    y = np.array([[0, 1, 0], [1, 0, 0], [0, 1, 0]], dtype=float)
+    assert selection_accuracy(p, y) == pytest.approx((0.5 + 1 / 3 + 1) / 3)
+    assert selection_accuracy(p, np.where([[True], [False], [False]], y, NAN)) == 0.5
+
+
+def test_weighted_vote():
+    table = ScoreTable(
+        np.zeros((2, 3, 1)),
+        ("v",),
+        labels=np.array([[1, 0, 0], [1, 0, 0]], dtype=float),
+        answers=[["a", "b", "b"], ["", "c", ""]],
+    )
+    p = np.array([[0.9, 0.3, 0.4], [0.9, NAN, 0.2]])
+    winners = weighted_vote(p, table)
+    assert winners == ["a", ""]
+    assert vote_accuracy(winners, table) == 0.5
+    with pytest.raises(ValueError, match="no answers"):
+        weighted_vote(p, ScoreTable(np.zeros((2, 3, 1)), ("v",)))
+
+
+def test_abstention_trades_coverage_for_accuracy():
+    p = np.array([[0.9, 0.1], [0.6, 0.2], [0.6, 0.5], [NAN, NAN]])
+    y = np.array([[1, 0], [0, 1], [1, 0], [1, 0]], dtype=float)
+    found = abstention(p, y)
+    np.testing.assert_allclose(found.threshold, [0.9, 0.6])
+    np.testing.assert_allclose(found.coverage, [0.25, 0.75])
+    np.testing.assert_allclose(found.accuracy, [1, 2 / 3])
+    assert threshold_for(p, y, 0.9) == 0.9
+    assert threshold_for(p, 1 - y, 1.0) == float("inf")
+    # The best response of all has no label: what is judged is the best of those that have.
+    assert abstention(np.array([[0.9, 0.6]]), np.array([[NAN, 1.0]])).threshold == [0.6]
