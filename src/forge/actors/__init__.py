@@ -1,9 +1,7 @@
 """The components of a run: thin shells that join the plain libraries to the controller."""
 
-from .agent import Agent
 from .dataset import DatasetActor
 from .environments import EnvironmentActor, RemoteEnvironment
-from .evaluation import evaluate, evaluate_pairs
 from .generator import Generator
 from .reference import ReferenceModel
 from .replay_buffer import ReplayBuffer
@@ -11,10 +9,8 @@ from .reward import RewardActor
 from .snapshot import resume, save
 from .trainer import Trainer
 from .verifiers import RemotePanel, VerifierActor
-from .window import Window
 
 __all__ = [
-    "Agent",
     "DatasetActor",
     "EnvironmentActor",
     "Generator",
@@ -25,9 +21,6 @@ __all__ = [
     "RewardActor",
     "Trainer",
     "VerifierActor",
-    "Window",
-    "evaluate",
-    "evaluate_pairs",
     "resume",
     "save",
 ]

@@ -3,6 +3,7 @@
 from .calls import read_action
 from .dialogue import Dialogue
 from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
+from .group import GroupEnv, MultiTurnEnv, SingleTurnEnv
 from .rollout import rollout
 from .tool_environment import ToolEnvironment
 from .tools import Toolbox, ToolError, schema_of
@@ -11,8 +12,11 @@ __all__ = [
     "Action",
     "Dialogue",
     "Environment",
+    "GroupEnv",
     "InfrastructureError",
     "Message",
+    "MultiTurnEnv",
+    "SingleTurnEnv",
     "Step",
     "ToolCall",
     "ToolEnvironment",

@@ -50,3 +50,27 @@ def consecutive(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
         runs[-1].append(sequence)
         filled += length
     return [np.array(run) for run in runs]
+
+
+def evaluate_pairs(loss: Callable[..., Any], batch: Batch, **answers: np.ndarray) -> dict[str, float]:
+    """`eval/loss` of held-out pairs, and the mean of every metric of the loss over them.
+
+    Args:
+        loss: over named tensors, with `metrics`: `forge.losses.DPOLoss` or `forge.losses.BradleyTerryLoss`.
+        batch: the pairs, packed as for training; with `ref_logprobs` if the loss takes them.
+        answers: what the trainer computed for the batch, by the name that the loss has for it: `logprobs`, or `values`
+            of a reward head; [tokens].
+
+    Raises:
+        ValueError: the loss takes a tensor that is not there.
+    """
+    arrays = {
+        "weights": batch.weights,
+        "sequences": np.repeat(np.arange(len(batch)), batch.lengths),
+        "ref_logprobs": batch.ref_logprobs,
+        **answers,
+    }
+    named = {name: None if given is None else torch.from_numpy(given[batch.mask]) for name, given in arrays.items()}
+    each = call_by_name(loss.metrics, named)  # type: ignore[attr-defined]
+    means = {f"eval/{name}": float(values.double().mean()) for name, values in each.items()}
+    return {"eval/loss": float(call_by_name(loss, named)), **means}

@@ -1,0 +1,139 @@
+"""What a recipe asks an environment for: groups of scored episodes, and success on held-out tasks.
+
+One verb, `rollout`, plays a prompt with a reward function (`SingleTurnEnv`) or a dialogue with tools (`MultiTurnEnv`).
+Evaluation is the same verb with greedy decoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..observability import Reduce, phase, record_metric
+from ..types import Episode, Sample
+from .dialogue import Dialogue
+from .environment import Environment
+from .rollout import rollout as play_episode
+
+MAX_UNSCORED_GROUPS = 64
+
+
+class GroupEnv(ABC):
+    """Plays groups of episodes of a sample and scores them."""
+
+    def __init__(self) -> None:
+        self._unscored_groups = 0
+
+    @abstractmethod
+    async def play(
+        self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+    ) -> list[Episode]:
+        """n episodes; `reward` is None where it could not be scored, `info["correct"]` whether it succeeded, if that is
+        known. With `evaluation`, only success has to be decided."""
+
+    async def rollout(self, policy: Any, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any) -> list[Episode]:
+        """n scored episodes of the same sample, from the same start.
+
+        Args:
+            policy: a service with `generate`, see `forge.envs.rollout.Policy`.
+            seed: of the environment and of what the policy draws.
+            sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
+
+        Raises:
+            RuntimeError: no episode of `MAX_UNSCORED_GROUPS` groups in a row could be scored: the run would never end.
+        """
+        episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
+        for episode in episodes:
+            outcome, correct = episode.outcome, episode.info.get("correct")
+            record_metric("episode/unscored", outcome is None)
+            if outcome is not None:
+                record_metric("reward", outcome)
+                record_metric("reward", outcome, Reduce.STD)
+            if correct is not None:
+                record_metric("accuracy", correct)
+        scored = any(episode.outcome is not None for episode in episodes)
+        self._unscored_groups = 0 if scored else self._unscored_groups + 1
+        if self._unscored_groups == MAX_UNSCORED_GROUPS:
+            info = {name: value for name, value in episodes[0].info.items() if name != "messages"}
+            raise RuntimeError(
+                f"no episode of {MAX_UNSCORED_GROUPS} groups in a row could be scored; of the last one: {info}"
+            )
+        return episodes
+
+    async def evaluate(self, policy: Any, samples: Sequence[Sample], **sampling: Any) -> dict[str, float]:
+        """`{"eval/accuracy": share}` of the samples whose greedy episode succeeds, with the mean reward and turns; empty
+        without samples. An episode that could not be scored is left out and counted in `eval/unscored`."""
+        if not samples:
+            return {}
+        greedy = {"temperature": 0.0, **sampling}
+        with phase("evaluate"):
+            plays = (self.play(policy, task, 1, number, evaluation=True, **greedy) for number, task in enumerate(samples))
+            episodes = [episode for group in await asyncio.gather(*plays) for episode in group]
+        scored = [episode for episode in episodes if episode.outcome is not None]
+        if not scored:
+            raise RuntimeError(f"no episode of the evaluation could be scored: {episodes[0].info}")
+        return {
+            "eval/accuracy": sum(bool(episode.info["correct"]) for episode in scored) / len(scored),
+            "eval/reward": sum(episode.outcome or 0.0 for episode in scored) / len(scored),
+            "eval/turns": sum(max(1, len(episode.turns)) for episode in episodes) / len(episodes),
+            "eval/unscored": 1.0 - len(scored) / len(episodes),
+        }
+
+
+class SingleTurnEnv(GroupEnv):
+    """A reward as an environment of one step: the prompt is answered once, and the answer is scored.
+
+    Args:
+        reward: a service of `forge.actors.RewardActor`.
+    """
+
+    def __init__(self, reward: Any) -> None:
+        super().__init__()
+        self.reward = reward
+
+    async def play(
+        self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+    ) -> list[Episode]:
+        prompt, target = sample
+        completions = await policy.generate.route(prompt, n=n, seed=seed, **sampling)
+        texts = [completion.text for completion in completions]
+        scores = await self.reward.score.route(prompt, texts, target, evaluation)
+        return [
+            Episode(completion, score.reward, info={"correct": score.correct})
+            for completion, score in zip(completions, scores, strict=True)
+        ]
+
+
+class MultiTurnEnv(GroupEnv):
+    """Environments of several turns, one for each episode.
+
+    Args:
+        environment: makes an environment.
+        dialogue: between the environment's messages and the policy's tokens.
+        limits: of `forge.envs.rollout`: max_turns, max_tokens and so on.
+    """
+
+    def __init__(self, environment: Callable[[], Environment], dialogue: Dialogue, **limits: Any) -> None:
+        super().__init__()
+        self.environment, self.dialogue, self.limits = environment, dialogue, limits
+
+    async def play(
+        self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+    ) -> list[Episode]:
+        how = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
+        plays = (play_episode(policy, self.environment(), sample, sample=number, **how) for number in range(n))
+        episodes = await asyncio.gather(*plays)
+        for episode in episodes:
+            outcome, info = episode.outcome, episode.info
+            info["correct"] = None if outcome is None else outcome >= 1.0
+            if evaluation:
+                continue
+            record_metric("episode/turns", info["turns"])
+            record_metric("episode/tokens", sum(len(branch.tokens) for branch in (*episode.branches, episode)))
+            record_metric("episode/calls", info["calls"])
+            record_metric("episode/unread_calls", info["unread_calls"])
+            for stop in ("terminated", "truncated", "max_turns", "max_tokens", "infrastructure"):
+                record_metric(f"episode/{stop}", info["stop"] == stop)
+        return episodes
