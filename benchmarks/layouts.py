@@ -25,7 +25,7 @@ from forge.data.packing import pack
 from forge.losses import GRPOLoss
 from forge.training.distributed import join, leave
 from forge.training.layout import Parallelism
-from forge.training.optimizer import OptimizerSettings
+from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Episode
 

@@ -1,10 +1,11 @@
-"""What a run on programming tasks can be told."""
+"""Configuration of a run on programming tasks."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
 
 from apps.grpo.agents import AgentConfig
 from forge.config import ConfigError, Section
@@ -12,20 +13,22 @@ from forge.envs.sandbox import SandboxError
 from forge.envs.sandbox.config import SandboxConfig
 
 
-@dataclass
 class TestsConfig(Section):
-    """How programs are tested: `credit` for "all" tests or the "share" that pass, `time_limit` seconds for a program
-    with its tests, `attempts` at a task."""
+    """How programs are tested."""
 
     credit: Literal["all", "share"] = "share"
-    time_limit: float = 2.0
-    attempts: int = 1
+    """For all tests, or the share that passes."""
+    time_limit: PositiveFloat = 2.0
+    """Seconds of a program with its tests."""
+    attempts: PositiveInt = 1
+    """At a task, at most `episode.max_turns`."""
 
 
-@dataclass
 class CodeConfig(AgentConfig):
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    tests: TestsConfig = field(default_factory=TestsConfig)
+    """Programming tasks, in a sandbox."""
+
+    sandbox: SandboxConfig = SandboxConfig()
+    tests: TestsConfig = TestsConfig()
 
     def check_reward(self) -> None:
         """ValueError: programs cannot be held back here."""
@@ -39,10 +42,7 @@ class CodeConfig(AgentConfig):
         except SandboxError as error:
             raise ConfigError(f"sandbox: {error}") from None
 
-    def validate(self) -> None:
-        super().validate()
-        self.sandbox.validate()
-        if self.tests.time_limit <= 0 or not 1 <= self.tests.attempts <= self.episode.max_turns:
-            raise ConfigError(
-                "tests.time_limit must be above 0, and tests.attempts at least 1 and at most episode.max_turns"
-            )
+    def _check(self) -> None:
+        super()._check()
+        if self.tests.attempts > self.episode.max_turns:
+            raise ConfigError("tests.attempts must be at most episode.max_turns")

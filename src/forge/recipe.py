@@ -17,7 +17,7 @@ from .observability import Run
 from .observability.lock import RunLock
 from .observability.run import check_free
 from .resume import Start, check_origin, find_start, read_config, write_origin
-from .sections import EvalConfig
+from .recipes.schema import EvalConfig
 from .store import VersionStore, use
 
 Main = Callable[..., Coroutine[Any, Any, None]]

@@ -33,7 +33,7 @@ from tests.training.ranks import (
 )
 
 GSPO = GSPOLoss(0.2, 0.3)
-SMALL = {"seq_len": 16, "accumulation_steps": 3, "gradient_checkpointing": True}
+SMALL = {"seq_len": 16, "gradient_accumulation_steps": 3, "gradient_checkpointing": True}
 
 # By name: degrees (copies, shards, context, tensor), the model, settings of `five_steps`.
 STEPS: dict[str, tuple[tuple[int, int, int, int], str, dict[str, Any]]] = {

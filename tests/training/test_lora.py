@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from forge.actors import Trainer
 from forge.losses import SFTLoss
 from forge.training import checkpoint
-from forge.training.lora import TARGETS
+from forge.training.settings import TARGETS
 from tests.actors.respawn import started
 from tests.training.cases import example, largest_difference, make_trainer, regression, targets, weights_of
 from tests.training.ranks import LORA, LOSS

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..controller import ForgeError, run
-from ..sections import GeneratorConfig
+from ..engines import EngineSettings
 
 
 def add_to(commands: Any) -> None:
@@ -42,7 +42,7 @@ def serve(args: argparse.Namespace) -> None:
         from ..serve.server import bind
 
         settings = {"engine": args.engine, "slots": args.slots, "max_seq_len": args.max_seq_len, "dtype": args.dtype}
-        GeneratorConfig(**settings).validate()
+        EngineSettings(**settings).check_installed()
         model = resolve_model(args.model)
         with bind(args.host, args.port) as at:
             name = args.name or Path(args.model).resolve().name

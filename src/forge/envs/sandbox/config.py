@@ -1,16 +1,15 @@
-"""What the `sandbox` section of a recipe can be told."""
+"""The `sandbox` section of a recipe."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from pydantic import Field
 
-from ...config import ConfigError, Section
+from ...config import Section
 from .sandbox import Sandbox
 
 
-@dataclass
 class SandboxConfig(Section):
-    """See `forge.envs.sandbox.Sandbox`."""
+    """Settings of `forge.envs.sandbox.Sandbox` ([sandbox.md](sandbox.md))."""
 
     level: str = "auto"
     workers: int = 2
@@ -19,17 +18,14 @@ class SandboxConfig(Section):
     processes: int = 8
     file_mb: int = 16
     output_kb: int = 64
-    imports: list[str] = field(default_factory=list)
-    path: list[str] = field(default_factory=list)
-    readable: list[str] = field(default_factory=list)
+    imports: list[str] = Field(default_factory=list)
+    path: list[str] = Field(default_factory=list)
+    readable: list[str] = Field(default_factory=list)
     python: str | None = None
     allow_unsafe: bool = False
 
-    def validate(self) -> None:
-        try:
-            self.open()
-        except ValueError as error:
-            raise ConfigError(f"sandbox: {error}") from None
+    def _check(self) -> None:
+        self.open()
 
     def open(self) -> Sandbox:
         """Not started yet."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import yaml
+from pydantic import Field
 
 from ...config import ConfigError, Section, read, to_dict
 from ..spec import VerifiersConfig
@@ -83,37 +83,41 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     file = Path(folder) / VERIFIERS
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is no ensemble: it has no {VERIFIERS}")
-    return read(VerifiersConfig, file), load(Path(folder) / AGGREGATOR)
+    verifiers = read(VerifiersConfig, file)
+    verifiers.check_sources()
+    return verifiers, load(Path(folder) / AGGREGATOR)
 
 
-@dataclass
 class EnsembleConfig(Section):
-    """The ensemble in the folder `path` as a reward, see `forge.verifiers.weaver.WeaverReward`."""
+    """The ensemble in a folder as a reward, see `forge.verifiers.weaver.WeaverReward`."""
 
     path: str
+    """Folder of the ensemble."""
     form: Form = "probability"
+    """`probability`, `logit` (clipped to +-`clip`), or `threshold` (1 where the probability is at least `threshold`)."""
     threshold: float = 0.5
+    """Of form `threshold`."""
     clip: float = 4.0
-    veto: list[str] = field(default_factory=list)
-    decide: list[str] = field(default_factory=list)
+    """Of form `logit`."""
+    veto: list[str] = Field(default_factory=list)
+    """Names of verifiers without which no response is right."""
+    decide: list[str] = Field(default_factory=list)
+    """Names of verifiers whose score is final."""
     follow: int = 0
+    """Continue learning from every so many groups; 0: never."""
 
-    def validate(self) -> None:
-        """ConfigError: a setting that does nothing or cannot be."""
+    def _check(self) -> None:
         for name, form in (("threshold", "threshold"), ("clip", "logit")):
-            if self.form != form and self[name] != getattr(EnsembleConfig, name):
-                raise ConfigError(f"reward.ensemble.{name} does something only if reward.ensemble.form is {form}")
-        try:
-            check_form(self.form, self.threshold, self.clip, self.follow)
-        except ValueError as error:
-            raise ConfigError(f"reward.ensemble: {error}") from None
+            if self.form != form and self[name] != type(self).model_fields[name].default:
+                raise ValueError(f"reward.ensemble.{name} does something only if reward.ensemble.form is {form}")
+        check_form(self.form, self.threshold, self.clip, self.follow)
 
     @property
     def files(self) -> list[str]:
         """What the folder holds of the ensemble itself."""
         return [str(Path(self.path) / name) for name in (VERIFIERS, AGGREGATOR)]
 
-    def check(self) -> None:
+    def check_sources(self) -> None:
         """ConfigError: the folder holds no such ensemble, or one whose verifiers cannot be had."""
         try:
             verifiers, aggregator = load_ensemble(self.path)
