@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import Field
 
 from apps.code.config import CodeConfig
 from apps.weaver.config import WeaverConfig
@@ -128,7 +129,10 @@ def test_overrides(config):
         (["--eval.problems", "-1"], "eval.problems must be at least 0, got -1"),
         (["--checkpoint.every", "-1"], "checkpoint.every must be at least 0, got -1"),
         (["--generator.slots", "0"], "generator.slots must be at least 1"),
-        (["--generator.vllm", "{tensor_parallel_size: 2}"], r"generator.vllm \(tensor_parallel_size\) needs generator.engine: vllm"),
+        (
+            ["--generator.vllm", "{tensor_parallel_size: 2}"],
+            r"generator.vllm \(tensor_parallel_size\) needs generator.engine: vllm",
+        ),
         (["--trainer.backend", "titan", "--lora", "{rank: 2}"], "titan trains all weights: leave lora out"),
         (["--trainer.backend", "ddp"], "trainer.backend must be one of fsdp, titan"),
         (["--serve.host", "0.0.0.0"], "serve.host does nothing: serve.port is not set"),
@@ -262,8 +266,8 @@ class Shelf(Section):
 
 
 class Cupboard(Section):
-    shelves: list[Shelf] = []
-    names: list[str] = []
+    shelves: list[Shelf] = Field(default_factory=list)
+    names: list[str] = Field(default_factory=list)
     spare: Shelf = Shelf(name="spare", width=9.0)
 
 

@@ -13,13 +13,18 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from .plugin import nearest
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 T = TypeVar("T")
 
@@ -28,7 +33,7 @@ class ConfigError(ValueError):
     """What is wrong with a configuration, and what to do about it; one line."""
 
 
-class _OneLine(type(BaseModel)):  # type: ignore[misc]
+class _OneLine(ModelMetaclass):
     """Errors of a section that Python makes are as those of a file."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
@@ -291,8 +296,8 @@ def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
         [limit] = error["ctx"].values()
         above_whole = kind == "greater_than" and isinstance(limit, int)
         wanted = f"at least {limit + 1}" if above_whole else f"{LIMITS[kind]} {limit:g}"
-    elif kind in ("too_short", "string_too_short"):
-        wanted = f"of at least {error['ctx']['min_length']} items"
+    elif kind in ("too_short",):
+        wanted = "not empty"
     elif kind == "literal_error":
         known = choices_in(hint)
         return f"{where} must be one of {', '.join(map(str, known))}; got {value!r}{nearest(value, known)}"

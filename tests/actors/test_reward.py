@@ -49,12 +49,12 @@ def test_verifiers_add_up_on_their_own_scales_and_with_functions():
 
 
 def test_an_ensemble_gives_probabilities_and_its_form_can_be_chosen(ensemble):
-    high, middle, low = rewards(started(RewardActor(ensemble=EnsembleConfig(ensemble))))
+    high, middle, low = rewards(started(RewardActor(ensemble=EnsembleConfig(path=ensemble))))
     assert 0 < low < middle < high < 1
     assert high > 0.9
-    ones = started(RewardActor(ensemble=EnsembleConfig(ensemble, form="threshold", threshold=0.9)))
+    ones = started(RewardActor(ensemble=EnsembleConfig(path=ensemble, form="threshold", threshold=0.9)))
     assert rewards(ones) == [1.0, 0.0, 0.0]
-    vetoed = started(RewardActor(ensemble=EnsembleConfig(ensemble, veto=["first_letter"])))
+    vetoed = started(RewardActor(ensemble=EnsembleConfig(path=ensemble, veto=["first_letter"])))
     assert rewards(vetoed)[1:] == [0.0, 0.0]
 
 
@@ -76,7 +76,7 @@ def short_alone(prompt, response, target):
 
 
 def test_without_a_function_nothing_is_known_to_be_right(ensemble):
-    actor = started(RewardActor(ensemble=EnsembleConfig(ensemble)))
+    actor = started(RewardActor(ensemble=EnsembleConfig(path=ensemble)))
     with pytest.raises(ValueError, match=r"set reward\.accuracy"):
         asyncio.run(actor.is_correct("abc>", "cba", "cba"))
     with pytest.raises(ValueError, match="at least one function"):
@@ -102,7 +102,7 @@ def test_all_that_was_opened_is_closed_also_where_one_closing_fails(ensemble, mo
         raise OSError("cannot be closed")
 
     monkeypatch.setattr(Panel, "close", failing)
-    actor = started(RewardActor(verifiers=RULES, ensemble=EnsembleConfig(ensemble)))
+    actor = started(RewardActor(verifiers=RULES, ensemble=EnsembleConfig(path=ensemble)))
     with pytest.raises(OSError, match="cannot be closed"):
         asyncio.run(actor.teardown())
     assert len(closed) == 2
@@ -134,14 +134,14 @@ def test_what_is_no_reward_is_refused(function, message):
     ],
 )
 def test_an_ensemble_is_checked_before_anything_is_started(ensemble, tmp_path, settings, message):
-    EnsembleConfig(ensemble).check()
+    EnsembleConfig(path=ensemble).check_sources()
     with pytest.raises(ConfigError, match=message):
-        EnsembleConfig(ensemble, **settings).check()
+        EnsembleConfig(path=ensemble, **settings).check_sources()
     with pytest.raises(ConfigError, match="is no ensemble"):
-        EnsembleConfig(str(tmp_path)).check()
+        EnsembleConfig(path=str(tmp_path)).check_sources()
     (tmp_path / "verifiers.yaml").write_text("rules: [a, ")
     with pytest.raises(ConfigError, match="is not valid YAML"):
-        EnsembleConfig(str(tmp_path)).check()
+        EnsembleConfig(path=str(tmp_path)).check_sources()
 
 
 def test_what_a_follower_has_learned_is_taken_up_again(tmp_path):
@@ -150,13 +150,13 @@ def test_what_a_follower_has_learned_is_taken_up_again(tmp_path):
     right = rng.random((100, 8, 1)) < 0.5
     said = np.where(rng.random((100, 8, 2)) < 0.8, right, ~right).astype(float)
     save_ensemble(tmp_path, RULES, Online().fit(ScoreTable(said, tuple(RULES.names))))
-    following = RewardActor(ensemble=EnsembleConfig(str(tmp_path), follow=4))
+    following = RewardActor(ensemble=EnsembleConfig(path=str(tmp_path), follow=4))
     before = started(following)
     first = rewards(before)
     for _ in range(9):
         rewards(before)
     states = [asyncio.run(before.state_dict())]
-    again = started(RewardActor(ensemble=EnsembleConfig(str(tmp_path), follow=4)))
+    again = started(RewardActor(ensemble=EnsembleConfig(path=str(tmp_path), follow=4)))
     assert rewards(again) == first
     asyncio.run(again.load_state_dict(pickle.loads(pickle.dumps(states))))
     learned = [rewards(before) for _ in range(4)]
@@ -167,12 +167,12 @@ def test_what_a_follower_has_learned_is_taken_up_again(tmp_path):
     assert asyncio.run(still.state_dict()) is None
     with pytest.raises(ValueError, match="began with an ensemble that follows"):
         asyncio.run(still.load_state_dict(states))
-    deaf = started(RewardActor(ensemble=EnsembleConfig(str(tmp_path))))
+    deaf = started(RewardActor(ensemble=EnsembleConfig(path=str(tmp_path))))
     with pytest.raises(ValueError, match="was saved, and this is Online that does not follow"):
         asyncio.run(deaf.load_state_dict(states))
     swapped = VerifiersConfig(rules=RULES.rules[::-1])
     save_ensemble(tmp_path / "other", swapped, Online().fit(ScoreTable(said, tuple(swapped.names))))
-    other = started(RewardActor(ensemble=EnsembleConfig(str(tmp_path / "other"), follow=4)))
+    other = started(RewardActor(ensemble=EnsembleConfig(path=str(tmp_path / "other"), follow=4)))
     with pytest.raises(ValueError, match="of right_length, first_letter was saved, and this is one of first_letter"):
         asyncio.run(other.load_state_dict(states))
 
@@ -183,12 +183,12 @@ def test_an_ensemble_of_choices_is_no_reward(tmp_path):
     fitted = CorrelatedMixture(one_right=True).fit(ScoreTable(said, tuple(RULES.names)))
     save_ensemble(tmp_path, RULES, fitted)
     with pytest.raises(ConfigError, match="fitted with one_right, and of a policy's samples any number may be right"):
-        EnsembleConfig(str(tmp_path)).check()
+        EnsembleConfig(path=str(tmp_path)).check_sources()
 
 
 def test_programs_are_run_in_the_sandbox():
     verifiers = VerifiersConfig(code=CodeSpec(credit="share"))
-    verifiers.validate()
+    verifiers.check_sources()
     actor = started(RewardActor(verifiers=verifiers))
     tests = json.dumps([{"call": "f(2)", "value": "4"}, {"call": "f(3)", "value": "9"}])
     programs = ["def f(x):\n    return x * x", "def f(x):\n    return x + x", "print(1"]
@@ -198,5 +198,5 @@ def test_programs_are_run_in_the_sandbox():
     service = started(VerifierActor(verifiers))
     asyncio.run(service.teardown())
     assert "the sandbox is closed" in asyncio.run(service.score("", ["```python\n```"], tests)).reasons[0, 0]
-    with pytest.raises(ConfigError, match="credit must be all or share"):
-        VerifiersConfig(code=CodeSpec(credit="some")).validate()
+    with pytest.raises(ConfigError, match="credit must be one of all, share"):
+        VerifiersConfig(code=CodeSpec(credit="some"))

@@ -54,7 +54,12 @@ STEPS: dict[str, tuple[tuple[int, int, int, int], str, dict[str, Any]]] = {
 
 
 def degrees(copies: int, shards: int, context: int, tensor: int) -> Parallelism:
-    return Parallelism(copies, shards, tensor, context)
+    return Parallelism(
+        data_parallel_replicate_degree=copies,
+        data_parallel_shard_degree=shards,
+        tensor_parallel_degree=tensor,
+        context_parallel_degree=context,
+    )
 
 
 def world(name: str) -> int:

@@ -37,9 +37,9 @@ def test_cosine_schedule():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "step"}, "constant, linear or cosine"),
-        ({"schedule": "cosine"}, "total_steps > warmup_steps"),
-        ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "total_steps > warmup_steps"),
+        ({"schedule": "step"}, "must be one of constant, linear, cosine"),
+        ({"schedule": "cosine"}, "needs steps > warmup_steps"),
+        ({"schedule": "linear", "warmup_steps": 5, "steps": 5}, "needs steps > warmup_steps"),
         ({"learning_rate": -1.0}, "must be at least 0"),
         ({"max_grad_norm": -1.0}, "must be at least 0"),
     ],

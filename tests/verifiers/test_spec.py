@@ -40,7 +40,7 @@ def values(classifier):
 def test_a_panel_from_yaml_and_back(classifier, tmp_path):
     config = build(VerifiersConfig, yaml.safe_load(yaml.safe_dump(values(classifier))))
     config.cache = str(tmp_path / "cache")
-    config.validate()
+    config.check_sources()
     for again in (json.loads(json.dumps(to_dict(config))), yaml.safe_load(yaml.safe_dump(to_dict(config)))):
         assert build(VerifiersConfig, again) == config
     panel = config.panel()
@@ -59,7 +59,7 @@ def test_a_process_reward_model_from_yaml(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     spec = {"path": str(tmp_path), "name": "prm", "marker": "z"}
     config = build(VerifiersConfig, {"process_reward_models": [spec]})
-    config.validate()
+    config.check_sources()
     panel = config.panel()
     assert panel.names == ("prm_min", "prm_mean", "prm_last")
     asyncio.run(panel.close())
@@ -72,7 +72,7 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"rules": ["NoSuch"]}, "reward 'NoSuch' was not found"),
         ({"answer_frequency": "no.such:thing"}, "answer function 'no.such:thing' was not found"),
         ({"rules": ["MathReward", "MathReward"]}, "two are called MathReward"),
-        ({"rules": ["MathReward"], "timeout": 0}, "timeout and rule_timeout"),
+        ({"rules": ["MathReward"], "timeout": 0}, "timeout must be above 0"),
         ({"reward_models": [{"path": "no/such/folder"}]}, r"reward_models\[0\].path: no/such/folder is no folder"),
         ({"reward_models": [{"path": "tests/nosuch"}]}, "tests/nosuch is no folder"),
         ({"reward_models": [{"path": "tests"}]}, "tests is no folder"),
@@ -85,14 +85,14 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"process_reward_models": [{"path": "m", "marker": "z", "separator": "("}]}, "not a regular expression"),
         ({"distilled": [{"path": "tests"}]}, r"distilled\[0\].path: tests holds no distilled verifier"),
         ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\]: votes"),
-        ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"judges\[0\].prices must be two"),
+        ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"'judges\[0\].prices\[1\]' must be set"),
         ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
         ({"math": True, "cache": "no/such/folder/cache"}, "folder of no/such/folder/cache"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_opened(changed, message):
     with pytest.raises(ConfigError, match=message):
-        build(VerifiersConfig, changed).validate()
+        build(VerifiersConfig, changed).check_sources()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_unknown_keys_and_wrong_types(changed, message):
 @pytest.mark.parametrize("path", ["gpt2", "organisation/model"])
 def test_hub_ids(path):
     config = build(VerifiersConfig, {"reward_models": [{"path": path}]})
-    config.validate()
+    config.check_sources()
     assert config.names == [path.rpartition("/")[2]]
 
 
@@ -122,7 +122,7 @@ def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
     (folder / DISTILLED).write_text(json.dumps({"reading": {"scale": "probability"}, "report": {}}))
     specs = [{"path": str(folder)}, {"path": str(folder), "name": "fast", "dtype": "bfloat16", "batch_tokens": 512}]
     config = build(VerifiersConfig, {"distilled": specs})
-    config.validate()
+    config.check_sources()
     panel = config.panel()
     assert panel.names == ("small", "fast") == (*config.names,)
     assert panel.verifiers[1].of.model.dtype == torch.bfloat16
@@ -132,5 +132,5 @@ def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
 
 
 def test_a_process_reward_model_needs_its_marker(classifier):
-    with pytest.raises(ConfigError, match="marker must be set"):
-        build(VerifiersConfig, {"process_reward_models": [{"path": classifier}]}).validate()
+    with pytest.raises(ConfigError, match=r"'process_reward_models\[0\].marker' must be set"):
+        build(VerifiersConfig, {"process_reward_models": [{"path": classifier}]}).check_sources()

@@ -25,12 +25,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--name", help="what clients call the model; its folder's name if not given")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; anybody who reaches it is served")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="generation engine")
+    default = EngineSettings()
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default=default.engine, help="generation engine")
     parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
     parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
-    parser.add_argument("--slots", type=int, default=256, help="sequences that one engine decodes at once")
+    parser.add_argument("--slots", type=int, default=default.slots, help="sequences that one engine decodes at once")
     parser.add_argument("--max-seq-len", type=int, help="prompt and completion together; the model's own if not given")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and cache")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=default.dtype, help="of weights and cache")
     parser.set_defaults(run=serve)
 
 

@@ -29,12 +29,14 @@ class EngineSettings(Section):
 
     def _check(self) -> None:
         if self.vllm and self.engine != "vllm":
-            raise ValueError(f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}")
+            raise ValueError(
+                f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"
+            )
 
     def check_installed(self) -> None:
         """Raises:
-            ImportError: vLLM is not installed; says what to install.
-            ValueError: an unsupported argument of vLLM.
+        ImportError: vLLM is not installed; says what to install.
+        ValueError: an unsupported argument of vLLM.
         """
         if self.engine == "vllm":
             from .vllm_args import check_installed, check_options

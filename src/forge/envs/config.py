@@ -26,7 +26,7 @@ class EpisodeConfig(Section):
     retries: NonNegativeInt = 2
     """How often an episode that lost its environment is played again."""
     template: bool | str = True
-    """True: the tokenizer's chat template; or `plain`, `chatml`, `llama3`, a jinja template, or a file that holds it."""
+    """True: the tokenizer's chat template; or `plain`, `chatml`, `llama3`, a jinja template or its file."""
     syntax: Syntax | None = None
     """How tool calls are written; null: found out from the template."""
 

@@ -113,9 +113,7 @@ class RewardConfig(Section):
 
     def _check(self) -> None:
         if self.functions == [] and self.verifiers is None and self.ensemble is None:
-            raise ValueError(
-                "reward.functions is empty: name at least one, or set reward.verifiers or reward.ensemble"
-            )
+            raise ValueError("reward.functions is empty: name at least one, or set reward.verifiers or reward.ensemble")
 
     def settings(self) -> dict[str, Any]:
         """Of `forge.actors.RewardActor`."""

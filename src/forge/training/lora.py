@@ -14,6 +14,7 @@ from .heads import SCORE
 from .policy import Packed
 from .settings import LoraSettings
 
+
 class LoraLinear(FastLinear):
     """A linear layer with its adapter. The layer's own parameters keep their names; the factors are `lora_A.weight`
     (rank, in) and `lora_B.weight` (out, rank)."""

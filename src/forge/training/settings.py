@@ -70,7 +70,7 @@ class PassSettings(Section):
     cpu_offload: bool = False
     """Keep weights, gradients and optimiser in host memory; layers come to the GPU to compute. Needs a GPU."""
     compile: bool = False
-    """torch.compile each decoder layer but for its attention; with `gradient_checkpointing` its norms and feed-forward."""
+    """torch.compile decoder layers but for attention; with `gradient_checkpointing` their norms and feed-forward."""
 
 
 class LoraSettings(Section):

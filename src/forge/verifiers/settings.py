@@ -108,14 +108,14 @@ class ProcessRewardModelSettings(ModelSettings):
 class JudgeSettings(Section):
     """A language model behind an OpenAI-compatible endpoint, see `forge.verifiers.LMJudge`."""
 
-    url: str = Field(pattern="^https?://")
+    url: str
     """Up to and with the version, such as http://127.0.0.1:8000/v1."""
     model: str
     """Its name at the endpoint."""
     name: str | None = None
     """Of the column; null: the model's."""
     template: str = TEMPLATE
-    """Text with {response}, and {prompt} and {target} if wanted. With {target}, a response without one is not scored."""
+    """Text with {response}, and {prompt} and {target} if wanted. With {target}, responses without one have no score."""
     system_prompt: str | None = None
     """Of a chat."""
     endpoint: Literal["chat", "completions"] = "chat"
@@ -154,6 +154,10 @@ class JudgeSettings(Section):
         fields = {field for _, field, _, _ in Formatter().parse(self.template) if field is not None}
         yes, no = self.yes.strip(), self.no.strip()
         for bad, message in (
+            (
+                not self.url.startswith(("http://", "https://")),
+                f"url must begin with http:// or https://, got {self.url!r}",
+            ),
             ("response" not in fields, f"template must hold {{response}}: {self.template[:60]!r}"),
             (fields - {"prompt", "response", "target"}, "template knows {prompt}, {response} and {target} only"),
             (self.scoring == "logprob" and self.votes > 1, "scoring logprob asks once: leave votes at 1"),

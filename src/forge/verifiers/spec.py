@@ -65,7 +65,7 @@ class VerifiersConfig(Section):
     code: CodeSpec | None = None
     """Run programs on tests in the sandbox; null: not asked."""
     answer_frequency: str | None = None
-    """The function that reads a response's answer, such as `final_answer`: its frequency is a score; null: not asked."""
+    """The function that reads a response's answer, such as `final_answer`: its frequency is a score; null: none."""
     distilled: list[DistilledSpec] = Field(default_factory=list)
     """Verifiers that `forge.verifiers.weaver.distil` left."""
     timeout: PositiveFloat = 60.0

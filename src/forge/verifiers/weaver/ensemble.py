@@ -94,7 +94,7 @@ class EnsembleConfig(Section):
     path: str
     """Folder of the ensemble."""
     form: Form = "probability"
-    """`probability`, `logit` (clipped to +-`clip`), or `threshold` (1 where the probability is at least `threshold`)."""
+    """`probability`, `logit` (within +-`clip`), or `threshold` (1 where the probability is at least `threshold`)."""
     threshold: float = 0.5
     """Of form `threshold`."""
     clip: float = 4.0
@@ -144,5 +144,5 @@ class EnsembleConfig(Section):
     def open(self) -> WeaverReward:
         """The reward, with its models loaded."""
         verifiers, aggregator = load_ensemble(self.path)
-        settings = {name: self[name] for name in self if name != "path"}
+        settings = {name: self[name] for name in self.keys() if name != "path"}
         return WeaverReward(verifiers.panel(), aggregator, **settings)
