@@ -67,7 +67,7 @@ def bare(cfg: Any) -> Clock:
     from forge.engines import EmbeddedEngine
     from forge.training.credit import skip_idle
     from forge.training.distributed import join
-    from forge.training.optimizer import OptimizerSettings
+    from forge.training.settings import OptimizerSettings
     from forge.training.trainer import PolicyTrainer
     from forge.types import Episode, Sampling
 

@@ -19,7 +19,7 @@ from forge.losses import GRPOLoss
 from forge.models import build_small_model
 from forge.training import cpu_linear
 from forge.training.distributed import join
-from forge.training.optimizer import OptimizerSettings
+from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
 from forge.types import Episode
 

@@ -34,7 +34,7 @@ from forge.engines import load_engine
 from forge.losses import GRPOLoss
 from forge.store import VersionStore
 from forge.training.distributed import join
-from forge.training.optimizer import OptimizerSettings
+from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
 from forge.types import Completion, Episode, Sampling
 

@@ -25,7 +25,7 @@ from forge.data.packing import pack
 from forge.losses import GRPOLoss
 from forge.training.distributed import join, leave
 from forge.training.layout import Parallelism
-from forge.training.optimizer import OptimizerSettings
+from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Episode
 
@@ -112,7 +112,13 @@ def measure(rank: int, degrees: tuple[int, int, int, int], queue: Any, results: 
             for _ in range(size):
                 queue.put(f"127.0.0.1:{store.port}")
         address = queue.get()
-    ranks = join(rank, size, address, Parallelism(copies, shards, tensor, context))
+    layout = Parallelism(
+        data_parallel_replicate_degree=copies,
+        data_parallel_shard_degree=shards,
+        tensor_parallel_degree=tensor,
+        context_parallel_degree=context,
+    )
+    ranks = join(rank, size, address, layout)
     peak = Peak()
     trainer = PolicyTrainer(model, ranks, OptimizerSettings(learning_rate=1e-4), seq_len=4096)
     losses, walls, cpus = [], [], []

@@ -1,23 +1,22 @@
 """Configuration: strict, with errors that say what to do, and overrides that find their section."""
 
 import ast
-import dataclasses
 import re
-import typing
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import Field
 
 from apps.code.config import CodeConfig
-from apps.distill.config import DistillConfig
-from apps.dpo.config import DPOConfig
-from apps.grpo.agents import AgentConfig
-from apps.grpo.config import GRPOConfig
-from apps.reward_model.config import RewardModelConfig
-from apps.sft.config import SFTConfig
 from apps.weaver.config import WeaverConfig
-from forge.config import ConfigError, build, load, to_dict
+from forge.config import ConfigError, Section, build, load, section_in, to_dict
+from forge.engines import EngineSettings
+from forge.recipes.distill_config import DistillConfig
+from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.reward_model_config import RewardModelConfig
+from forge.recipes.rl_config import AgentConfig, GRPOConfig
+from forge.recipes.sft_config import SFTConfig
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {
@@ -120,21 +119,24 @@ def test_overrides(config):
         (["--grpo.loss", "{clip_low: 0.1}"], "grpo.clip_low and grpo.loss.clip_low are the same setting: keep one"),
         (["--grpo.correction_low", "0.1"], "correction_low does something only if grpo.correction is mask"),
         (["--grpo.correction_level", "sequence"], "correction_level do nothing: grpo.correction is not set"),
-        (["--grpo.overlong_buffer", "512"], "grpo.overlong_buffer must be at least 0 and below grpo.max_tokens"),
+        (["--grpo.overlong_buffer", "512"], "grpo.overlong_buffer must be below grpo.max_tokens"),
         (["--critic.clip", "0.5"], "critic or services.critic is set and nothing uses it: grpo has no critic"),
-        (["--training.learning_rate", "-1"], "training: learning_rate must be at least 0"),
-        (["--training.beta1", "2"], r"training: beta1 and beta2 must be in \[0, 1\)"),
-        (["--grpo.temperature", ".nan"], "grpo.temperature must be positive"),
+        (["--training.learning_rate", "-1"], "training.learning_rate must be at least 0, got -1"),
+        (["--training.beta1", "2"], "training.beta1 must be below 1, got 2"),
+        (["--grpo.temperature", ".nan"], "grpo.temperature must be a finite number, got nan"),
         (["--grpo.max_tokens", "0"], "grpo.max_tokens must be at least 1"),
         (["--async.max_policy_age", "-1"], "async.max_policy_age must be at least 0"),
-        (["--eval.problems", "-1"], "eval.problems and eval.every must be at least 0"),
-        (["--checkpoint.every", "-1"], "checkpoint.keep must be at least 1 and every at least 0"),
+        (["--eval.problems", "-1"], "eval.problems must be at least 0, got -1"),
+        (["--checkpoint.every", "-1"], "checkpoint.every must be at least 0, got -1"),
         (["--generator.slots", "0"], "generator.slots must be at least 1"),
-        (["--generator.vllm", "{tensor_parallel_size: 2}"], "generator.vllm needs generator.engine: vllm"),
+        (
+            ["--generator.vllm", "{tensor_parallel_size: 2}"],
+            r"generator.vllm \(tensor_parallel_size\) needs generator.engine: vllm",
+        ),
         (["--trainer.backend", "titan", "--lora", "{rank: 2}"], "titan trains all weights: leave lora out"),
         (["--trainer.backend", "ddp"], "trainer.backend must be one of fsdp, titan"),
         (["--serve.host", "0.0.0.0"], "serve.host does nothing: serve.port is not set"),
-        (["--serve.port", "99999"], "serve.port must be 0 to 65535"),
+        (["--serve.port", "99999"], "serve.port must be at most 65535, got 99999"),
         ([*COLOCATED, "--async.max_policy_age", "1"], "async.max_policy_age must be 0"),
         ([*COLOCATED, "--generator.num_replicas", "2"], "more than the trainer's procs = 1"),
         ([*COLOCATED, "--generator.threads", "2"], "services.generator.threads = 2, and it lives in the trainer's"),
@@ -162,18 +164,18 @@ def test_overrides(config):
             ["--algorithm", "distill", *NO_CLIP, "--grpo.beta", "null", *TEACHER, "--grpo.overlong_buffer", "9"],
             "grpo.overlong_buffer does nothing: distill does not look at rewards",
         ),
-        (["--algorithm", "ppo", "--critic.clip", "-1"], "critic.clip null or above 0"),
+        (["--algorithm", "ppo", "--critic.clip", "-1"], "critic.clip must be above 0, got -1"),
         (
             ["--algorithm", "ppo", "--critic.procs", "3", "--parallelism.data_parallel_shard_degree", "2"],
             "does not divide",
         ),
         (["--training.epochs", "0"], "training.epochs must be at least 1"),
-        (["--lora", "{rank: 0}"], "lora needs a rank of at least 1"),
+        (["--lora", "{rank: 0}"], "lora.rank must be at least 1, got 0"),
         (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
         (["--dataset.task", "apps.toys.words:Reverse"], "a path .*, a task, or sources"),
         (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1"),
         (["--generator.procs", "2"], "services.generator.procs must be 1: scale it with num_replicas"),
-        (["--reward.call_timeout", "-1"], "services.reward: call_timeout must be positive"),
+        (["--reward.call_timeout", "-1"], "services.reward.call_timeout must be above 0, got -1"),
         (["--checkpoint.keep", "0"], "checkpoint.keep must be at least 1"),
         (["--checkpoint.async_write", "true"], "checkpoint.async_write does nothing: checkpoint.every is 0"),
         (["--resume", "auto"], "--resume is understood by recipes only"),
@@ -203,7 +205,7 @@ def test_overrides(config):
             "threshold must be above 0 and at most 1",
         ),
         (["--reward.verifiers", "{judge: x}"], "unknown key 'reward.verifiers.judge'; did you mean 'judges'"),
-        (["--reward.verifiers", "{judges: [{url: a, model: b, no: x}]}"], r"judges\[0\].False'.*put the key in quotes"),
+        (["--reward.verifiers", "{judges: [{url: a, model: b, no: x}]}"], r"judges\[0\].False'.*quote the key"),
     ],
 )
 def test_mistakes_are_named(config, overrides, message):
@@ -263,29 +265,46 @@ def test_every_shipped_file_loads_and_round_trips(path):
     assert build(cls, yaml.safe_load(yaml.safe_dump(to_dict(cfg)))) == cfg
 
 
-@dataclasses.dataclass
-class Shelf:
+class Shelf(Section):
     name: str
     width: float = 1.0
 
 
-@dataclasses.dataclass
-class Cupboard:
-    shelves: list[Shelf] = dataclasses.field(default_factory=list)
-    names: list[str] = dataclasses.field(default_factory=list)
+class Cupboard(Section):
+    shelves: list[Shelf] = Field(default_factory=list)
+    names: list[str] = Field(default_factory=list)
+    spare: Shelf = Shelf(name="spare", width=9.0)
 
 
 def test_lists_of_sections_are_checked_and_written_down():
     values = {"shelves": [{"name": "low", "width": 2}, {"name": "high"}], "names": ["a"]}
     cupboard = build(Cupboard, values)
-    assert cupboard.shelves == [Shelf("low", 2.0), Shelf("high")]
+    assert cupboard.shelves == [Shelf(name="low", width=2.0), Shelf(name="high")]
     plain = to_dict(cupboard)
-    assert plain == {"shelves": [{"name": "low", "width": 2.0}, {"name": "high", "width": 1.0}], "names": ["a"]}
+    spare = {"name": "spare", "width": 9.0}
+    shelves = [{"name": "low", "width": 2.0}, {"name": "high", "width": 1.0}]
+    assert plain == {"shelves": shelves, "names": ["a"], "spare": spare}
     assert build(Cupboard, yaml.safe_load(yaml.safe_dump(plain))) == cupboard
     with pytest.raises(ConfigError, match=r"unknown key 'shelves\[1\].wide'; did you mean 'width'"):
         build(Cupboard, {"shelves": [{"name": "low"}, {"name": "high", "wide": 3}]})
     with pytest.raises(ConfigError, match=r"'shelves\[0\].name' must be set"):
         build(Cupboard, {"shelves": [{}]})
+    assert build(Cupboard, {"spare": {"name": "other"}}).spare == Shelf(name="other", width=9.0)
+
+
+def test_settings_made_in_python_have_the_same_errors():
+    with pytest.raises(ConfigError, match=r"^unknown key 'widht'; did you mean 'width'"):
+        Shelf(name="low", widht=2.0)
+    with pytest.raises(ConfigError, match=r"^width must be a number, got 'wide'$"):
+        Shelf(name="low", width="wide")
+    with pytest.raises(ConfigError, match=r"^slots must be at least 1, got 0$"):
+        EngineSettings(slots=0)
+
+
+def test_a_default_that_is_changed_is_of_one_configuration_only():
+    one, other = (build(Cupboard, {}) for _ in range(2))
+    one.spare.width = 1.0
+    assert other.spare.width == 9.0
 
 
 def test_sections_unpack():
@@ -314,15 +333,10 @@ def test_every_key_is_read_by_something(cls):
                 )
 
     def check(section, where):
-        for field in dataclasses.fields(section):
-            hint = typing.get_type_hints(section)[field.name]
-            options = [hint, *typing.get_args(hint)]
-            nested = [option for option in options if dataclasses.is_dataclass(option)]
+        for name, field in section.model_fields.items():
             # A section that is unpacked into a function's arguments has every key checked by Python itself.
-            assert field.name in read_names or {where, section.__name__} & unpacked, (
-                f"nothing reads {where}.{field.name}"
-            )
-            for option in nested:
-                check(option, field.name)
+            assert name in read_names or {where, section.__name__} & unpacked, f"nothing reads {where}.{name}"
+            if (nested := section_in(field.annotation)) is not None:
+                check(nested, name)
 
     check(cls, "")

@@ -1,28 +1,30 @@
-"""Configuration of a run on programming tasks."""
+"""Configuration of runs on programming tasks."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import Any
 
-from apps.grpo.agents import AgentConfig
+from pydantic import Field, PositiveInt
+
 from forge.config import ConfigError
 from forge.plugin import construct
+from forge.recipes.rl_config import AgentConfig
 from forge_sandbox import CodeVerifier, Sandbox, SandboxError
 
 
-@dataclass
 class CodeConfig(AgentConfig):
-    """`sandbox`: settings of `forge_sandbox.Sandbox`; `tests`: of `forge_sandbox.CodeVerifier`, `credit` is "share" and
-    `time_limit` 2 s by default; `attempts` at a task."""
+    """Programming tasks, in a sandbox."""
 
-    sandbox: dict[str, Any] = field(default_factory=dict)
-    tests: dict[str, Any] = field(default_factory=dict)
-    attempts: int = 1
+    sandbox: dict[str, Any] = Field(default_factory=dict)
+    """Settings of `forge_sandbox.Sandbox`."""
+    tests: dict[str, Any] = Field(default_factory=dict)
+    """Settings of `forge_sandbox.CodeVerifier`; `credit` is "share" and `time_limit` 2 s by default."""
+    attempts: PositiveInt = 1
+    """At a task, at most `episode.max_turns`."""
 
     def open(self) -> Sandbox:
-        """Not started yet. ValueError: a setting that it has not, or a wrong value."""
+        """Not started yet. ValueError: an unknown setting, or a wrong value."""
         return construct(Sandbox, self.sandbox, "sandbox")
 
     def verifier(self, sandbox: Sandbox) -> CodeVerifier:
@@ -44,11 +46,8 @@ class CodeConfig(AgentConfig):
         except SandboxError as error:
             raise ConfigError(f"sandbox: {error}") from None
 
-    def validate(self) -> None:
-        super().validate()
-        try:
-            self.verifier(self.open())
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        if not 1 <= self.attempts <= self.episode.max_turns:
-            raise ConfigError("attempts must be at least 1 and at most episode.max_turns")
+    def _check(self) -> None:
+        super()._check()
+        self.verifier(self.open())
+        if self.attempts > self.episode.max_turns:
+            raise ConfigError("attempts must be at most episode.max_turns")

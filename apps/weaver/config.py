@@ -1,104 +1,102 @@
-"""What the making of an ensemble can be told."""
+"""Configuration of the making of an ensemble."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from forge.config import ConfigError, Section
+from forge.config import Section
+from forge.controller import Options
 from forge.data.config import DatasetConfig
-from forge.sections import GeneratorConfig, RunConfig, ServiceConfig
+from forge.engines import EngineSettings
+from forge.recipes.schema import RunConfig
 from forge.verifiers.spec import VerifiersConfig
 from forge_weaver import make
 
 
-@dataclass
 class CollectConfig(Section):
-    """`n_samples` responses to each of `problems` prompts. `truth` names the reward function that says which are right:
-    for the report, and for the fit as far as `fit.labelled` lets it see."""
+    """The responses that an ensemble is made from."""
 
-    problems: int = 500
-    n_samples: int = 8
-    temperature: float = 1.0
-    max_tokens: int = 512
+    problems: PositiveInt = 500
+    """Prompts."""
+    n_samples: PositiveInt = 8
+    """Responses to each."""
+    temperature: PositiveFloat = 1.0
+    """Of sampling."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of a response."""
     truth: str | None = None
-
-    def validate(self) -> None:
-        if self.problems < 1 or self.n_samples < 1 or self.max_tokens < 1 or self.temperature <= 0:
-            raise ConfigError(
-                "collect.problems, n_samples and max_tokens must be at least 1, and collect.temperature positive"
-            )
+    """The reward function that decides which are right: for the report, and for the fit as far as `fit.labelled` lets
+    it see."""
 
 
-@dataclass
 class FitConfig(Section):
-    """`method` as of `forge_weaver.make`; `labelled` problems show their labels to it; `class_balance` is the
-    share of right responses where it is known, and with `one_right` each problem has exactly one."""
+    """How scores become one probability."""
 
     method: str = "auto"
-    labelled: int = 0
+    """Of [weaver.md](weaver.md)."""
+    labelled: NonNegativeInt = 0
+    """So many problems show their labels."""
     class_balance: float | None = None
+    """The share of right responses where it is known."""
     one_right: bool = False
+    """Exactly one response of each problem is right."""
 
-    def validate(self) -> None:
-        try:
-            make(self.method, self.class_balance, self.one_right, self.labelled)
-        except ValueError as error:
-            raise ConfigError(f"fit: {error}") from None
+    def _check(self) -> None:
+        make(self.method, self.class_balance, self.one_right, self.labelled)
         if self.method == "majority":
-            raise ConfigError(
+            raise ValueError(
                 "fit.method majority needs answers, which are not told apart here: set verifiers.answer_frequency"
             )
         if self.method == "anchored" and not self.labelled:
-            raise ConfigError("fit.method anchored needs fit.labelled: problems whose labels it may see")
+            raise ValueError("fit.method anchored needs fit.labelled: problems whose labels it may see")
 
 
-@dataclass
 class DistilConfig(Section):
-    """A sequence classifier made from `model`, any that transformers can give such a head, see
-    `forge_weaver.distil`."""
+    """A sequence classifier that learns the ensemble's probability, see `forge_weaver.distil`."""
 
     model: str
-    epochs: int = 4
-    batch_size: int = 64
-    learning_rate: float = 5e-5
-    max_tokens: int | None = None
+    """Any that transformers can make a sequence classifier of."""
+    epochs: PositiveInt = 4
+    """Passes over the responses."""
+    batch_size: PositiveInt = 64
+    """Responses of a step."""
+    learning_rate: PositiveFloat = 5e-5
+    """Peak learning rate."""
+    max_tokens: PositiveInt | None = None
+    """Longest row."""
     as_pair: bool = True
-
-    def validate(self) -> None:
-        least = min(self.epochs, self.batch_size, 1 if self.max_tokens is None else self.max_tokens)
-        if least < 1 or self.learning_rate <= 0:
-            raise ConfigError("distil.epochs, batch_size and max_tokens must be at least 1, learning_rate positive")
+    """Give prompt and response as two texts."""
 
 
-@dataclass
 class Services(Section):
-    generator: ServiceConfig = field(default_factory=ServiceConfig)
-    verifiers: ServiceConfig = field(default_factory=ServiceConfig)
+    """Placement of each component."""
+
+    generator: Options = Options()
+    verifiers: Options = Options()
 
 
-@dataclass
 class WeaverConfig(Section):
-    """An ensemble in `<run.root>/<run.name>/`."""
+    """The making of an ensemble in `<run.root>/<run.name>/`."""
 
     model: str
+    """A folder in Hugging Face format, or a hub id."""
     dataset: DatasetConfig
     verifiers: VerifiersConfig
-    collect: CollectConfig = field(default_factory=CollectConfig)
-    fit: FitConfig = field(default_factory=FitConfig)
+    collect: CollectConfig = CollectConfig()
+    fit: FitConfig = FitConfig()
     distil: DistilConfig | None = None
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    services: Services = field(default_factory=Services)
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="weaver"))
+    generator: EngineSettings = EngineSettings()
+    services: Services = Services()
+    run: RunConfig = Field(default_factory=lambda: RunConfig(name="weaver"))
     seed: int = 0
+    """Of everything that is drawn."""
 
-    def validate(self) -> None:
-        for section in (self.dataset, self.collect, self.fit, self.generator):
-            section.validate()
-        if self.distil is not None:
-            self.distil.validate()
-        if not 0 <= self.fit.labelled <= self.collect.problems:
-            raise ConfigError("fit.labelled must be at least 0 and at most collect.problems")
+    def _check(self) -> None:
+        self.generator.check_installed()
+        if self.fit.labelled > self.collect.problems:
+            raise ValueError("fit.labelled must be at most collect.problems")
         if self.fit.labelled and self.collect.truth is None:
-            raise ConfigError("fit.labelled needs collect.truth: nothing else says which responses are right")
-        for name in self.services:
-            self.services[name].validate(name)
+            raise ValueError("fit.labelled needs collect.truth: nothing else decides which responses are right")
+        for name in type(self.services).model_fields:
+            if self.services[name].procs != 1:
+                raise ValueError(f"services.{name}.procs must be 1: scale it with num_replicas")

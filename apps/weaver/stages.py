@@ -36,7 +36,7 @@ def check(cfg: WeaverConfig, folder: Path) -> tuple[str, list[Sample]]:
     """
     if (folder / CONFIG).exists() and not cfg.run.overwrite:
         raise FileExistsError(f"{folder} holds an ensemble: choose another run.name, or set run.overwrite to true")
-    cfg.verifiers.validate()
+    cfg.verifiers.check_sources()
     model, made = resolve_model(cfg.model), [(folder / name).resolve() for name in MADE]
     models = [*cfg.verifiers.reward_models, *cfg.verifiers.process_reward_models]
     plugins = [plugin["path"] for plugin in cfg.verifiers.plugins if isinstance(plugin.get("path"), str)]

@@ -1,20 +1,30 @@
 """Typed, strict configuration: a YAML file and dotted command-line overrides, `--trainer.procs 2`.
 
-Every mistake is an error before anything is started, and names the nearest key that exists.
+A section is a pydantic model, and a component's settings are its section: one default, one check and one description,
+which docs/configuration.md is made of. Every mistake is an error of one line before anything is started, and names the
+nearest key that exists.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
-import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from .plugin import nearest
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 T = TypeVar("T")
 
@@ -23,20 +33,69 @@ class ConfigError(ValueError):
     """What is wrong with a configuration, and what to do about it; one line."""
 
 
-class Section:
-    """Base of a configuration section: a dataclass that also unpacks, `Generator.options(**cfg.services.generator)`."""
+class _OneLine(ModelMetaclass):
+    """Errors of a section that Python makes are as those of a file."""
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        try:
+            return super().__call__(*args, **settings)
+        except ValidationError as error:
+            raise ConfigError(_line(cls, error)) from None
+
+
+class Section(BaseModel, metaclass=_OneLine):
+    """Base of a configuration section, and so of the settings of a component.
+
+    A trailing underscore keeps Python's keywords out of the way: the field `async_` is the key `async`. A section that
+    is given in part keeps the rest of its default, which may differ from that of its type. `_check` holds what concerns
+    several fields. Sections unpack: `Generator.options(**cfg.services.generator)`.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, a value out of range.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
+        use_attribute_docstrings=True,
+        alias_generator=lambda name: name.rstrip("_"),
+        populate_by_name=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        parts: dict[str, Any] = {}
+        for key, field in keys_of(cls).items():
+            default = field.get_default(call_default_factory=True)
+            if isinstance(default, Section) and isinstance(values.get(key), dict):
+                parts[key] = default.model_dump(by_alias=True, exclude_unset=True) | values[key]
+        return values | parts
+
+    @model_validator(mode="after")
+    def _checked(self) -> Any:
+        self._check()
+        return self
+
+    def _check(self) -> None:
+        """ValueError: fields that do not go together; says which and what to do."""
 
     def keys(self) -> Iterator[str]:
-        return (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[str]:
-        return self.keys()
+        return iter(type(self).model_fields)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
+    def only(self, settings: type[Section]) -> dict[str, Any]:
+        """The values of the fields that `settings` has as well."""
+        return {name: self[name] for name in settings.model_fields}
 
-@dataclasses.dataclass
+
+@dataclass
 class Arguments:
     """A command line: `--config FILE`, `--resume RUN`, and overrides `--a.b VALUE` (or `--a.b=VALUE`).
 
@@ -83,59 +142,38 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
 
 
 def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) -> T:
-    """Read a YAML file with overrides into `cls`, and run its `validate`.
+    """Read a YAML file with overrides into `cls`.
 
     A dotted name that does not exist at the top is looked for under `services`, so `--trainer.procs 2` sets
     `services.trainer.procs`. Values are YAML.
 
     Raises:
-        ConfigError: unknown key, wrong type, missing file, malformed YAML, or what `validate` refuses.
+        ConfigError: missing file, malformed YAML, or as `build`.
     """
     values = _read(path)
     for name, text in overrides:
         _set(values, cls, name, _value(text))
-    config = build(cls, values)
-    if hasattr(config, "validate"):
-        config.validate()
-    return config
+    return build(cls, values)
 
 
 def build(cls: type[T], values: Any, where: str = "") -> T:
-    """Make `cls` from plain data, checking names and types all the way down."""
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where or 'the configuration'} must be a mapping of keys to values, got {values!r}")
-    fields = _fields(cls)
-    for name in values:
-        if name not in fields:
-            raise ConfigError(f"unknown key {_join(where, name)!r}{_nearest(name, fields)}")
-    hints = typing.get_type_hints(cls)
-    known = {
-        fields[name].name: _convert(hints[fields[name].name], _over_default(fields[name], value), _join(where, name))
-        for name, value in values.items()
-    }
-    missing = [n for n, f in fields.items() if f.name not in known and _required(f)]
-    if missing:
-        raise ConfigError(f"{_join(where, missing[0])!r} must be set")
-    return cls(**known)
+    """Make the section `cls` from plain data.
 
+    Args:
+        where: the key of the section, for errors.
 
-def _over_default(field: dataclasses.Field, value: Any) -> Any:
-    """A section that is given in part keeps the rest of its default, which may not be that of its type."""
-    if not isinstance(value, dict) or field.default_factory is dataclasses.MISSING:
-        return value
-    default = field.default_factory()
-    return {**to_dict(default), **value} if dataclasses.is_dataclass(default) else value
+    Raises:
+        ConfigError: an unknown key, a wrong type, a value out of range, or what `_check` raises.
+    """
+    try:
+        return cls.model_validate(values)  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise ConfigError(_line(cls, error, where)) from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain data of a configuration, for writing it down; `build` reads it back."""
-    return {name: _plain_data(getattr(config, field.name)) for name, field in _fields(type(config)).items()}
-
-
-def _plain_data(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain_data(item) for item in value]
-    return to_dict(value) if dataclasses.is_dataclass(value) else value
+    return config.model_dump(by_alias=True)
 
 
 def flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
@@ -189,72 +227,81 @@ def _set(values: dict[str, Any], cls: type, name: str, value: Any) -> None:
 
 def _exists(cls: Any, path: list[str]) -> bool:
     for key in path:
-        fields = _fields(cls) if dataclasses.is_dataclass(cls) else {}
-        if key not in fields:
+        keys = {} if cls is None else keys_of(cls)
+        if key not in keys:
             return False
-        cls = _section_type(typing.get_type_hints(cls)[fields[key].name])
+        cls = section_in(keys[key].annotation)
     return True
 
 
-def _section_type(hint: Any) -> Any:
-    """The dataclass in `X | None`, else the hint itself."""
-    options = [o for o in typing.get_args(hint) if dataclasses.is_dataclass(o)]
-    return options[0] if options else hint
+def keys_of(cls: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a section by their keys in a file."""
+    return {field.alias or name: field for name, field in cls.model_fields.items()}
 
 
-def _fields(cls: Any) -> dict[str, dataclasses.Field]:
-    """Fields by their key in the file: a trailing underscore keeps Python's keywords out of the way (`async`)."""
-    return {field.name.rstrip("_"): field for field in dataclasses.fields(cls)}
+def section_in(hint: Any) -> type[Section] | None:
+    """The section in a type such as `X`, `X | None` or `list[X]`."""
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return hint
+    return next(filter(None, map(section_in, typing.get_args(hint))), None)
 
 
-def _required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def choices_in(hint: Any) -> tuple[Any, ...]:
+    """The values of the Literal in a type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    return next(filter(None, map(choices_in, typing.get_args(hint))), ())
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in options:
-            return None
-        errors = []
-        for option in (o for o in options if o is not type(None)):
-            try:
-                return _convert(option, value, where)
-            except ConfigError as error:
-                errors.append(error)
-        raise errors[0]
-    if origin is typing.Literal:
-        if value not in options:
-            raise ConfigError(
-                f"{where} must be one of {', '.join(map(str, options))}; got {value!r}{_nearest(value, options)}"
-            )
-        return value
-    if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), value, where)
-    if origin in (list, tuple):
-        if not isinstance(value, list):
-            raise ConfigError(f"{where} must be a list, got {value!r}")
-        return [_convert(options[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if origin is dict or hint is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be a mapping, got {value!r}")
-        return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is not Any and (not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)):
-        raise ConfigError(f"{where} must be {_plain(hint)}, got {value!r}")
-    return value
+TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping of keys to values",
+}
+LIMITS = {"greater_than_equal": "at least", "greater_than": "above", "less_than_equal": "at most", "less_than": "below"}
 
 
-def _plain(hint: type) -> str:
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))
-
-
-def _nearest(name: Any, among: Any) -> str:
-    if isinstance(name, bool):
-        return "; YAML takes a bare yes, no, on or off for true or false: put the key in quotes"
-    near = difflib.get_close_matches(str(name), [str(a) for a in among], n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(map(str, among))}"
+def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
+    """One error of several: an unknown key first, for it explains a missing one."""
+    unknown = ("extra_forbidden", "invalid_key")
+    error: Mapping[str, Any] = min(errors.errors(), key=lambda error: error["type"] not in unknown)
+    kind, value, hint = error["type"], error["input"], cls
+    if kind == "invalid_key":
+        error = {**error, "loc": (*error["loc"][:-1], str(value))}
+    for item in error["loc"]:
+        section = section_in(hint)
+        if isinstance(item, int):
+            where += f"[{item}]"
+        elif section is not None and item in (keys := keys_of(section)):
+            where, hint = _join(where, item), keys[item].annotation
+        elif section is not None and kind in unknown:
+            name = value if kind == "invalid_key" else item
+            return f"unknown key {_join(where, item)!r}{nearest(name, keys_of(section))}"
+        # All else names a member of a union.
+    if kind == "missing":
+        return f"{where!r} must be set"
+    if kind == "value_error":
+        text = str(error["ctx"]["error"])
+        return text if text.startswith(where) else f"{where}: {text}"
+    wanted = f"of another kind ({error['msg']})"
+    if kind in TYPES:
+        wanted = TYPES[kind]
+    elif kind in LIMITS:
+        [limit] = error["ctx"].values()
+        above_whole = kind == "greater_than" and isinstance(limit, int)
+        wanted = f"at least {limit + 1}" if above_whole else f"{LIMITS[kind]} {limit:g}"
+    elif kind in ("too_short",):
+        wanted = "not empty"
+    elif kind == "literal_error":
+        known = choices_in(hint)
+        return f"{where} must be one of {', '.join(map(str, known))}; got {value!r}{nearest(value, known)}"
+    return f"{where or 'the configuration'} must be {wanted}, got {value!r:.80}"
 
 
 def _join(where: str, name: str) -> str:

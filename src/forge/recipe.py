@@ -16,8 +16,8 @@ from .models import build_small_model, resolve_model
 from .observability import Run
 from .observability.lock import RunLock
 from .observability.run import check_free
+from .recipes.schema import EvalConfig
 from .resume import Start, check_origin, find_start, read_config, write_origin
-from .sections import EvalConfig
 from .store import VersionStore, use
 
 Main = Callable[..., Coroutine[Any, Any, None]]

@@ -55,7 +55,7 @@ async def trainer(
         "parallelism": {**cfg.parallelism},
         "colocated": getattr(cfg, "colocated", False),
         "recovery": folder if cfg.checkpoint.every else None,
-        "lora": None if cfg.lora is None else cfg.lora.settings(),
+        "lora": None if cfg.lora is None else {**cfg.lora},
         **cfg.training.trainer(),
     }
     return await Trainer.options(**cfg.placement(service)).as_actor(model, loss=loss, **(settings | more))

@@ -89,6 +89,7 @@ def _score(args: argparse.Namespace) -> None:
 
     problems = read_problems(args.responses)
     verifiers = read(VerifiersConfig, Path(args.verifiers))
+    verifiers.check_sources()
     if COLUMN in verifiers.names:
         raise ValueError(f"a verifier cannot be named {COLUMN}: that is the column that predict adds")
     check_path(args.out, verifiers.names)
@@ -113,6 +114,8 @@ def _fit(args: argparse.Namespace) -> None:
 
     table = _scores(args.scores)
     verifiers = None if args.verifiers is None else read(VerifiersConfig, Path(args.verifiers))
+    if verifiers is not None:
+        verifiers.check_sources()
     if args.out is None and args.report is None:
         raise ValueError("nothing would be left: set --out, --report, or both")
     if verifiers is not None and args.out is None:

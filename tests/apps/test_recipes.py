@@ -291,7 +291,7 @@ def test_ctrl_c_in_the_middle(tmp_path, endless):
         time.sleep(0.1)
     from forge.training import checkpoint
     from forge.training.distributed import join
-    from forge.training.optimizer import OptimizerSettings
+    from forge.training.settings import OptimizerSettings
     from forge.training.trainer import PolicyTrainer
 
     trainer = PolicyTrainer(tmp_path / "runs/test-initial", join(), OptimizerSettings())

@@ -146,7 +146,6 @@ class Left:
         plain["training"] = plain["training"] | {"steps": 6}
         plain |= {"run": {"name": "x", "root": str(self.root)}} | sections
         self.cfg = build(GRPOConfig, plain)
-        self.cfg.validate()
         self.file = folder / "x.yaml"
         self.file.write_text(yaml.safe_dump(to_dict(self.cfg)))
         _, _, record = prepare(self.cfg, Start())
@@ -268,7 +267,6 @@ def test_a_model_or_data_that_has_changed(tmp_path):
     left = Left(tmp_path, **sections)
     shutil.copytree(model, tmp_path / "moved")
     cfg = build(GRPOConfig, to_dict(left.cfg) | {"model": str(tmp_path / "moved")})
-    cfg.validate()
     assert prepare(cfg, find_start(cfg, "auto"))[0] == str(tmp_path / "moved")
     data.write_text('{"question": "b", "answer": "b"}\n')
     assert f"{data} has changed since the run began" in left.error("--resume", str(left.folder))

@@ -128,7 +128,7 @@ def test_wrong_constructor_arguments_are_refused_before_a_process_starts():
     [
         ({"procs": 0}, "procs must be at least 1"),
         ({"num_replicas": 0}, "num_replicas must be at least 1"),
-        ({"call_timeout": 0}, "call_timeout must be positive"),
+        ({"call_timeout": 0}, "call_timeout must be above 0"),
         ({"share": "x", "procs": 2}, "has one process"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from forge.cli import main
 from forge.config import ConfigError
-from forge.sections import ServeConfig
+from forge.recipes.schema import ServeConfig
 from tests.serve.conftest import FORGE, address, interrupted
 
 
@@ -37,12 +37,12 @@ def test_bad_input_is_one_line(capsys, args, says):
     ("settings", "says"),
     [
         ({"host": "0.0.0.0"}, "serve.host does nothing: serve.port is not set"),
-        ({"port": 65536}, "serve.port must be 0 to 65535, got 65536"),
-        ({"port": -1}, "serve.port must be 0 to 65535, got -1"),
+        ({"port": 65536}, "^port must be at most 65535, got 65536"),
+        ({"port": -1}, "^port must be at least 0, got -1"),
     ],
 )
 def test_wrong_settings_of_a_run_are_refused(settings, says):
-    ServeConfig().validate()
-    ServeConfig(port=0, host="0.0.0.0").validate()
+    assert ServeConfig().port is None
+    ServeConfig(port=0, host="0.0.0.0").check_installed()
     with pytest.raises(ConfigError, match=says):
-        ServeConfig(**settings).validate()
+        ServeConfig(**settings)

@@ -20,7 +20,7 @@ from transformers import (
 from forge.data.packing import Aggregation, pack
 from forge.data.tokenizer import character_tokenizer
 from forge.training.distributed import Ranks, join
-from forge.training.optimizer import OptimizerSettings
+from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Episode
 
@@ -124,7 +124,7 @@ def targets(seed: int = 0, lengths: list[tuple[int, int]] | None = None, *, last
 
 def make_trainer(model: Path, ranks: Ranks | None = None, **settings: Any) -> PolicyTrainer:
     """A trainer; settings of the optimiser and of the trainer go by their names."""
-    known = OptimizerSettings.__dataclass_fields__
+    known = OptimizerSettings.model_fields
     optimizer = {"learning_rate": 1e-3} | {name: value for name, value in settings.items() if name in known}
     others = {name: value for name, value in settings.items() if name not in known}
     return PolicyTrainer(model, ranks or join(), OptimizerSettings(**optimizer), **others)

@@ -33,7 +33,7 @@ from tests.training.ranks import (
 )
 
 GSPO = GSPOLoss(0.2, 0.3)
-SMALL = {"seq_len": 16, "accumulation_steps": 3, "gradient_checkpointing": True}
+SMALL = {"seq_len": 16, "gradient_accumulation_steps": 3, "gradient_checkpointing": True}
 
 # By name: degrees (copies, shards, context, tensor), the model, settings of `five_steps`.
 STEPS: dict[str, tuple[tuple[int, int, int, int], str, dict[str, Any]]] = {
@@ -54,7 +54,12 @@ STEPS: dict[str, tuple[tuple[int, int, int, int], str, dict[str, Any]]] = {
 
 
 def degrees(copies: int, shards: int, context: int, tensor: int) -> Parallelism:
-    return Parallelism(copies, shards, tensor, context)
+    return Parallelism(
+        data_parallel_replicate_degree=copies,
+        data_parallel_shard_degree=shards,
+        tensor_parallel_degree=tensor,
+        context_parallel_degree=context,
+    )
 
 
 def world(name: str) -> int:

@@ -250,7 +250,7 @@ def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, 
     return {
         "fsdp": partial(five_steps, ranks, model),
         "untied": partial(five_steps, ranks, untied),
-        "accumulated": partial(five_steps, ranks, model, accumulation_steps=3, seq_len=16),
+        "accumulated": partial(five_steps, ranks, model, gradient_accumulation_steps=3, seq_len=16),
         "checkpointed": partial(five_steps, ranks, model, gradient_checkpointing=True),
         "value": partial(a_head, ranks, model, "value", folder / "value"),
         "reward": partial(a_head, ranks, model, "reward", folder / "reward"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.recipe import check_model
-from forge.sections import ParallelismConfig, TrainerConfig
+from forge.recipes.schema import TrainerConfig
 from forge.training import checkpoint
 from forge.training.build import build as build_model
 from forge.training.distributed import Group, Ranks, join
@@ -25,15 +25,20 @@ DEGREE = st.integers(1, 6)
 CPU = torch.device("cpu")
 
 
+def degrees_of(*values: int | None) -> Parallelism:
+    """Replicate, shard, tensor, context, as far as given."""
+    return Parallelism(**dict(zip(Parallelism.model_fields, values, strict=False)))  # type: ignore[arg-type]
+
+
 @given(DEGREE, DEGREE, DEGREE, DEGREE, st.sampled_from(["both", "shard", "replicate"]))
 def test_what_is_left_out_is_what_is_left(replicate: int, shard: int, tensor: int, context: int, given: str):
-    whole = Parallelism(replicate, shard, tensor, context)
-    part = Parallelism(None if given == "shard" else replicate, -1 if given == "replicate" else shard, tensor, context)
+    whole = degrees_of(replicate, shard, tensor, context)
+    part = degrees_of(None if given == "shard" else replicate, -1 if given == "replicate" else shard, tensor, context)
     assert part.over(replicate * shard * tensor * context) == whole
 
 
 def test_by_default_all_ranks_share_the_weights():
-    assert Parallelism().over(6) == Parallelism(1, 6)
+    assert Parallelism().over(6) == degrees_of(1, 6)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +46,11 @@ def test_by_default_all_ranks_share_the_weights():
     [
         (Parallelism(pipeline_parallel_degree=2), 2, "pipeline_parallel_degree = 2: no trainer schedules a pipeline"),
         (Parallelism(tensor_parallel_degree=0), 2, "tensor_parallel_degree must be at least 1, got 0"),
-        (Parallelism(None, -1, 2, 2), 6, r"= 2 \* 2 does not divide the trainer's 6 ranks"),
-        (Parallelism(None, 3, 2), 4, "shard_degree = 3 does not divide .* tensor and context parallelism leave 2"),
-        (Parallelism(None, 0), 4, "data_parallel_shard_degree = 0 does not divide the trainer's 4 ranks"),
-        (Parallelism(3), 4, "data_parallel_replicate_degree = 3 does not divide the trainer's 4 ranks"),
-        (Parallelism(2, 4), 4, r"= 2 \* 4 does not make the trainer's 4 ranks"),
+        (degrees_of(None, -1, 2, 2), 6, r"= 2 \* 2 does not divide the trainer's 6 ranks"),
+        (degrees_of(None, 3, 2), 4, "shard_degree = 3 does not divide .* tensor and context parallelism leave 2"),
+        (degrees_of(None, 0), 4, "data_parallel_shard_degree = 0 does not divide the trainer's 4 ranks"),
+        (degrees_of(3), 4, "data_parallel_replicate_degree = 3 does not divide the trainer's 4 ranks"),
+        (degrees_of(2, 4), 4, r"= 2 \* 4 does not make the trainer's 4 ranks"),
     ],
     ids=str,
 )
@@ -75,7 +80,7 @@ def test_a_model_that_cannot_be_divided(model: Path):
         ({"tensor_parallel_degree": 4}, "num_key_value_heads = 2 is no multiple of tensor_parallel_degree = 4"),
         ({"context_parallel_degree": 3}, r"num_attention_heads = 4 is no multiple of .* \* .* = 3"),
     ):
-        cfg = SimpleNamespace(trainer=TrainerConfig(), parallelism=ParallelismConfig(**degrees), others=dict)
+        cfg = SimpleNamespace(trainer=TrainerConfig(), parallelism=Parallelism(**degrees), others=dict)
         with pytest.raises(ValueError, match=message):
             check_model(cfg, str(model))
     with pytest.raises(ValueError, match="intermediate_size = 47"):

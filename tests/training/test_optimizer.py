@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from forge.losses import SFTLoss
-from forge.training.optimizer import OptimizerSettings, build_optimizer
+from forge.training.optimizer import build_optimizer
+from forge.training.settings import OptimizerSettings
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 
 
@@ -21,14 +22,14 @@ def test_constant_schedule_after_a_linear_warmup():
 
 
 def test_linear_schedule_ends_at_its_floor_and_stays():
-    settings = OptimizerSettings(schedule="linear", warmup_steps=2, total_steps=12, min_lr_ratio=0.2)
+    settings = OptimizerSettings(schedule="linear", warmup_steps=2, steps=12, min_lr_ratio=0.2)
     for step in range(2, 12):
         assert settings.scale(step) == pytest.approx(1 - 0.8 * (step - 2) / 10)
     assert [settings.scale(step) for step in (12, 500)] == pytest.approx([0.2, 0.2])
 
 
 def test_cosine_schedule():
-    settings = OptimizerSettings(schedule="cosine", total_steps=8, min_lr_ratio=0.0)
+    settings = OptimizerSettings(schedule="cosine", steps=8, min_lr_ratio=0.0)
     for step in range(9):
         assert settings.scale(step) == pytest.approx(math.cos(math.pi * step / 16) ** 2)
 
@@ -36,9 +37,9 @@ def test_cosine_schedule():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "step"}, "constant, linear or cosine"),
-        ({"schedule": "cosine"}, "total_steps > warmup_steps"),
-        ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "total_steps > warmup_steps"),
+        ({"schedule": "step"}, "must be one of constant, linear, cosine"),
+        ({"schedule": "cosine"}, "needs steps > warmup_steps"),
+        ({"schedule": "linear", "warmup_steps": 5, "steps": 5}, "needs steps > warmup_steps"),
         ({"learning_rate": -1.0}, "must be at least 0"),
         ({"max_grad_norm": -1.0}, "must be at least 0"),
     ],
@@ -59,7 +60,7 @@ def test_decay_shrinks_matrices_only():
 
 
 def test_the_trainer_follows_the_schedule(model: Path):
-    trainer = make_trainer(model, schedule="linear", warmup_steps=1, total_steps=3, min_lr_ratio=0.0)
+    trainer = make_trainer(model, schedule="linear", warmup_steps=1, steps=3, min_lr_ratio=0.0)
     rates = [trainer.train_step(example(), SFTLoss())["learning_rate"] for _ in range(4)]
     assert rates == pytest.approx([1e-3, 1e-3, 5e-4, 0.0])
 

@@ -40,7 +40,7 @@ def values(classifier):
 def test_a_panel_from_yaml_and_back(classifier, tmp_path):
     config = build(VerifiersConfig, yaml.safe_load(yaml.safe_dump(values(classifier))))
     config.cache = str(tmp_path / "cache")
-    config.validate()
+    config.check_sources()
     for again in (json.loads(json.dumps(to_dict(config))), yaml.safe_load(yaml.safe_dump(to_dict(config)))):
         assert build(VerifiersConfig, again) == config
     panel = config.panel()
@@ -59,7 +59,7 @@ def test_a_process_reward_model_from_yaml(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     spec = {"path": str(tmp_path), "name": "prm", "marker": "z"}
     config = build(VerifiersConfig, {"process_reward_models": [spec]})
-    config.validate()
+    config.check_sources()
     panel = config.panel()
     assert panel.names == ("prm_min", "prm_mean", "prm_last")
     asyncio.run(panel.close())
@@ -72,7 +72,7 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"rules": ["NoSuch"]}, "reward 'NoSuch' was not found"),
         ({"answer_frequency": "no.such:thing"}, "answer function 'no.such:thing' was not found"),
         ({"rules": ["MathReward", "MathReward"]}, "two are called MathReward"),
-        ({"rules": ["MathReward"], "timeout": 0}, "timeout and rule_timeout"),
+        ({"rules": ["MathReward"], "timeout": 0}, "timeout must be above 0"),
         ({"reward_models": [{"path": "no/such/folder"}]}, r"reward_models\[0\].path: no/such/folder is no folder"),
         ({"reward_models": [{"path": "tests/nosuch"}]}, "tests/nosuch is no folder"),
         ({"reward_models": [{"path": "tests"}]}, "tests is no folder"),
@@ -90,14 +90,14 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "credit": "some"}]}, r"plugins\[0\].credit: .*'all' or"),
         ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "sandbox": {"memry_mb": 1}}]}, "did you mean 'memory_mb'"),
         ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\]: votes"),
-        ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"judges\[0\].prices must be two"),
+        ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"'judges\[0\].prices\[1\]' must be set"),
         ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
         ({"math": True, "cache": "no/such/folder/cache"}, "folder of no/such/folder/cache"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_opened(changed, message):
     with pytest.raises(ConfigError, match=message):
-        build(VerifiersConfig, changed).validate()
+        build(VerifiersConfig, changed).check_sources()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_unknown_keys_and_wrong_types(changed, message):
 @pytest.mark.parametrize("path", ["gpt2", "organisation/model"])
 def test_hub_ids(path):
     config = build(VerifiersConfig, {"reward_models": [{"path": path}]})
-    config.validate()
+    config.check_sources()
     assert config.names == [path.rpartition("/")[2]]
 
 
@@ -128,7 +128,7 @@ def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
     use = {"use": "forge_weaver:Distilled", "path": str(folder)}
     plugins = [use, {**use, "name": "fast", "dtype": "bfloat16", "batch_tokens": 512}]
     config = build(VerifiersConfig, {"plugins": plugins})
-    config.validate()
+    config.check_sources()
     panel = config.panel()
     assert panel.names == ("small", "fast") == (*config.names,)
     assert panel.verifiers[1].model.of.model.dtype == torch.bfloat16
@@ -138,5 +138,5 @@ def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
 
 
 def test_a_process_reward_model_needs_its_marker(classifier):
-    with pytest.raises(ConfigError, match="marker must be set"):
-        build(VerifiersConfig, {"process_reward_models": [{"path": classifier}]}).validate()
+    with pytest.raises(ConfigError, match="process_reward_models\[0\].marker' must be set"):
+        build(VerifiersConfig, {"process_reward_models": [{"path": classifier}]}).check_sources()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
-from ..engines import ENGINES, load_engine
+from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
 from ..names import apply_folded, has_adapters
 from ..observability import Reduce, phase, record_metric
@@ -32,14 +32,8 @@ class Generator(ForgeActor):
     Args:
         model: Hugging Face folder or hub id to start from (version 0), and what adapters are merged into.
         store: where new versions come from; None for a policy that never changes.
-        engine: which engine; "embedded" is plain PyTorch, "vllm" needs an environment with vLLM.
-        slots: sequences decoded at once.
-        max_seq_len: prompt and completion together; None means the model's own limit.
-        dtype: of weights and cache, "float32" or "bfloat16".
-        on_update: what becomes of running sequences at new weights: "continue" under them, "finish" under the old ones
-            first, or "recompute" what they have read and written under the new ones and go on.
-        vllm: further arguments of vLLM's engine, by their names there.
         temperature, top_p, top_k, max_tokens: defaults of `generate`.
+        settings: fields of `forge.engines.EngineSettings`: engine, slots, max_seq_len, dtype, on_update, vllm.
     """
 
     def __init__(
@@ -47,31 +41,17 @@ class Generator(ForgeActor):
         model: str,
         *,
         store: Store | Reach | None = None,
-        engine: str = "embedded",
-        slots: int = 256,
-        max_seq_len: int | None = None,
-        dtype: str = "float32",
-        on_update: str = "continue",
-        vllm: dict[str, Any] | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
         max_tokens: int = 128,
+        **settings: Any,
     ) -> None:
-        if engine not in ENGINES:
-            raise ValueError(f"generator.engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-        self.model, self.reach, self.engine_name = model, store, engine
+        self.model, self.reach, self.settings = model, store, EngineSettings(**settings)
         self.store: Store | None = None
         # Updates under way, requested so far, and the latest of them that was loaded.
         self.updating = self.asked = self.loaded = 0
         self.loading = threading.Lock()
-        self.engine_args: dict[str, Any] = {
-            "slots": slots,
-            "max_seq_len": max_seq_len,
-            "dtype": dtype,
-            "on_update": on_update,
-            "vllm": vllm,
-        }
         self.defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
 
     def setup(self) -> None:
@@ -80,11 +60,12 @@ class Generator(ForgeActor):
 
         self.store = connect(self.reach)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
-        if self.engine_name == "embedded" and (kind := torch.accelerator.current_accelerator(check_available=True)):
+        device = None
+        if self.settings.engine == "embedded" and (kind := torch.accelerator.current_accelerator(check_available=True)):
             # Where processes are shared with a trainer each of them sees the devices of all.
             place = self.context.replica % torch.accelerator.device_count()
-            self.engine_args["device"] = torch.device(kind.type, place)
-        self.engine = load_engine(self.engine_name, self.model, **self.engine_args)
+            device = torch.device(kind.type, place)
+        self.engine = load_engine(model=self.model, device=device, **self.settings)
         self.streams = Streams(self.engine)
 
     def teardown(self) -> None:

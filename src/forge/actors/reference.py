@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..controller import ForgeActor, endpoint
 from ..observability import phase
+from ..training.settings import PassSettings
 from ..types import Batch
 
 
@@ -14,13 +17,12 @@ class ReferenceModel(ForgeActor):
 
     Args:
         model: Hugging Face folder or hub id.
-        seq_len: most tokens in one forward pass.
         temperature: that of the sampler, as in the trainer.
-        dtype: "float32" or "bfloat16".
+        settings: `seq_len` and `dtype` of `forge.training.settings.PassSettings`.
     """
 
-    def __init__(self, model: str, *, seq_len: int = 4096, temperature: float = 1.0, dtype: str = "float32") -> None:
-        self.model, self.seq_len, self.temperature, self.dtype = model, seq_len, temperature, dtype
+    def __init__(self, model: str, *, temperature: float = 1.0, **settings: Any) -> None:
+        self.model, self.temperature, self.passes = model, temperature, PassSettings(**settings)
 
     def setup(self) -> None:
         from ..training.distributed import join
@@ -29,7 +31,8 @@ class ReferenceModel(ForgeActor):
         if self.context.world_size != 1:
             raise ValueError("a reference model is one process: scale it with num_replicas instead of procs")
         self.device = join(self.context.replica).device  # several may see the devices of all
-        self.policy = Policy.from_pretrained(self.model).to(self.device, resolve_dtype(self.dtype, self.device)).eval()
+        dtype = resolve_dtype(self.passes.dtype, self.device)
+        self.policy = Policy.from_pretrained(self.model).to(self.device, dtype).eval()
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
@@ -37,4 +40,5 @@ class ReferenceModel(ForgeActor):
         from ..training.scoring import score
 
         with phase("reference"):
-            return score(lambda part: self.policy(part, self.temperature).logprobs, batch, max_tokens=self.seq_len)
+            length = self.passes.seq_len
+            return score(lambda part: self.policy(part, self.temperature).logprobs, batch, max_tokens=length)

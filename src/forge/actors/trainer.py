@@ -13,6 +13,8 @@ from ..controller import ForgeActor, endpoint
 from ..data.packing import Aggregation, pack
 from ..observability import phase
 from ..store import Store
+from ..training.layout import Parallelism
+from ..training.settings import OptimizerSettings
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
 from .keeper import Reach, connect
@@ -41,7 +43,7 @@ class Trainer(ForgeActor):
         model: Hugging Face folder or hub id to start from.
         loss: a callable over named tensors, see `forge.losses`.
         store: where `push_weights` publishes; None for a trainer that does not.
-        optimizer: fields of `forge.training.optimizer.OptimizerSettings`.
+        optimizer: fields of `forge.training.settings.OptimizerSettings`.
         aggregation: how tokens share the loss when a batch arrives as episodes, see `forge.data.packing.pack`.
         parallelism: fields of `forge.training.layout.Parallelism`, by default all ranks share one copy of the weights.
         recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
@@ -52,9 +54,8 @@ class Trainer(ForgeActor):
             older one is an error.
         colocated: leave the device to others whenever a call is done: what it holds goes to host memory.
         **settings: further settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
-            `mini_batches` and `epochs` (updates that a step makes of its batch), `lora` (train adapters alone), and how
-            a pass is made (`backend`, `seq_len`, `accumulation_steps`, `dtype`, `gradient_checkpointing`,
-            `cpu_offload`, `compile`, `temperature`).
+            `backend`, `lora` (train adapters alone), `temperature`, and the fields of
+            `forge.training.settings.PassSettings`, such as `seq_len`, `dtype` and `mini_batches`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Trainer(ForgeActor):
         *,
         loss: Callable[..., Any],
         store: Store | Reach | None = None,
-        optimizer: dict[str, Any] | None = None,
+        optimizer: Mapping[str, Any] | None = None,
         aggregation: Aggregation = "token_mean",
         parallelism: Mapping[str, Any] | None = None,
         recovery: str | None = None,
@@ -73,7 +74,8 @@ class Trainer(ForgeActor):
         **settings: Any,
     ) -> None:
         self.model, self.loss, self.reach, self.aggregation = model, loss, store, aggregation
-        self.optimizer, self.parallelism, self.settings = optimizer or {}, dict(parallelism or {}), settings
+        self.optimizer, self.layout = OptimizerSettings(**(optimizer or {})), Parallelism(**(parallelism or {}))
+        self.settings = settings
         self.staleness, self.report, self.colocated = Staleness(max_policy_age), report, colocated
         self.unit = getattr(loss, "unit", 1)
         if aggregation == "fixed_horizon":
@@ -87,18 +89,16 @@ class Trainer(ForgeActor):
 
     def setup(self) -> None:
         from ..training.distributed import join
-        from ..training.layout import Parallelism
-        from ..training.optimizer import OptimizerSettings
         from ..training.trainer import PolicyTrainer
 
         self.ledger.begin()
         self.store = connect(self.reach)
         self.identities = None if self.store is None else Identities(self.store)
         place = self.context
-        layout, on_host = Parallelism(**self.parallelism), self.settings.get("cpu_offload", False)
-        ranks = join(place.rank, place.world_size, place.rendezvous, layout, cpu_offload=on_host)
+        on_host = self.settings.get("cpu_offload", False)
+        ranks = join(place.rank, place.world_size, place.rendezvous, self.layout, cpu_offload=on_host)
         with self._on_device():
-            self.trainer = PolicyTrainer(self.model, ranks, OptimizerSettings(**self.optimizer), **self.settings)
+            self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
 
     def on_respawn(self) -> None:
         from ..training import checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..controller import ForgeError, run
-from ..sections import GeneratorConfig
+from ..engines import EngineSettings
 
 
 def add_to(commands: Any) -> None:
@@ -25,12 +25,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--name", help="what clients call the model; its folder's name if not given")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; anybody who reaches it is served")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="generation engine")
+    default = EngineSettings()
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default=default.engine, help="generation engine")
     parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
     parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
-    parser.add_argument("--slots", type=int, default=256, help="sequences that one engine decodes at once")
+    parser.add_argument("--slots", type=int, default=default.slots, help="sequences that one engine decodes at once")
     parser.add_argument("--max-seq-len", type=int, help="prompt and completion together; the model's own if not given")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and cache")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=default.dtype, help="of weights and cache")
     parser.set_defaults(run=serve)
 
 
@@ -42,7 +43,7 @@ def serve(args: argparse.Namespace) -> None:
         from ..serve.server import bind
 
         settings = {"engine": args.engine, "slots": args.slots, "max_seq_len": args.max_seq_len, "dtype": args.dtype}
-        GeneratorConfig(**settings).validate()
+        EngineSettings(**settings).check_installed()
         model = resolve_model(args.model)
         with bind(args.host, args.port) as at:
             name = args.name or Path(args.model).resolve().name

@@ -18,7 +18,6 @@ from typing import Any, TypeVar, overload
 from .context import ActorContext
 from .local import Local
 from .options import Options
-from .routers import resolve_router
 from .runtime import runtime
 from .service import Service
 
@@ -62,7 +61,6 @@ class Launcher:
     async def as_service(self, *args: Any, **kwargs: Any) -> Service:
         """Start the replicas, each built with these arguments, and return once all are ready."""
         inspect.signature(self._cls).bind(*args, **kwargs)
-        resolve_router(self._options.router)
         return await runtime().start(self._cls, self._options, args, kwargs)
 
     async def as_actor(self, *args: Any, **kwargs: Any) -> Service:

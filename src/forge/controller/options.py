@@ -2,82 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-@dataclass
-class Options:
-    """Placement and supervision of one component.
+from ..config import Section
+from .routers import resolve_router
 
-    Args:
-        procs: processes of one replica; they form one torch.distributed group.
-        num_replicas: independent copies that calls are balanced over.
-        hosts: hosts of its own for each replica, its processes divided over them; replicas of one process are spread
-            over this many hosts instead. None is the controller's own host.
-        with_gpus: give each process one GPU of its own.
-        mesh_name: what the component is called in errors, metrics and status; None makes it from the class.
-        share: name of processes that several components live in together; None means own processes.
-        share_procs: how many processes have that name. A component of as many has a rank in each of them; replicas of
-            one process live in one each, in turn. With GPUs there is one for each of them.
-        per_process: replicas that live together in one process.
-        threads: compute threads of each process.
-        env: further environment variables of the processes.
-        memory_gb: limit on each process's private memory (RLIMIT_DATA), in GB; beyond it, allocating fails there.
-        router: how a replica is chosen for a routed call, see `forge.controller.routers`: a name, or a function.
-        call_timeout: seconds after which a call without an answer is an error.
-        setup_timeout: the same for the component's start.
-        ping_timeout: seconds within which a replica that answers no ping is found to be hung, and is replaced.
-        stall_after: seconds without an answer to any call after which it is printed who waits for whom.
-        max_in_flight: most calls at one replica at a time; further callers wait their turn.
-        max_restarts: replacements in a row that fail, or die within ten seconds, before a replica is given up.
-        retries: how often a call is sent again because its replica was lost.
-        quarantine_after: replicas that one call may take down before it is an error.
-    """
 
-    procs: int = 1
-    num_replicas: int = 1
-    hosts: int | None = None
+class Options(Section):
+    """Placement and supervision of one component: its section under `services`."""
+
+    procs: PositiveInt = 1
+    """Processes of one replica; they form one torch.distributed group. Only trainer and critic have several: they share
+    the model as `parallelism` says."""
+    num_replicas: PositiveInt = 1
+    """Independent copies that calls are balanced over."""
+    hosts: int | None = Field(None, ge=1)
+    """Hosts of its own for each replica, its processes divided over them; replicas of one process are spread over this
+    many hosts instead. Null: the controller's own host."""
     with_gpus: bool = False
+    """Give each process one GPU of its own."""
     mesh_name: str | None = None
+    """What the component is called in errors, metrics and status; null: its class."""
     share: str | None = None
-    share_procs: int = 1
-    per_process: int = 1
-    threads: int = 1
-    env: dict[str, str] = field(default_factory=dict)
-    memory_gb: float | None = None
+    """Name of processes that several components live in together; null: processes of its own."""
+    share_procs: PositiveInt = 1
+    """How many processes have that name. A component of as many has a rank in each of them; replicas of one process
+    live in one each, in turn. With GPUs there is one for each of them."""
+    per_process: PositiveInt = 1
+    """Light replicas that live together in one process."""
+    threads: PositiveInt = 1
+    """Compute threads of each process."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of the processes."""
+    memory_gb: PositiveFloat | None = None
+    """Limit on each process's private memory (RLIMIT_DATA), in GB; beyond it, allocating fails there."""
     router: Any = "least_loaded"
-    call_timeout: float = 1800.0
-    setup_timeout: float = 300.0
-    ping_timeout: float = 4.0
-    stall_after: float = 60.0
-    max_in_flight: int = 1024
-    max_restarts: int = 5
-    retries: int = 4
-    quarantine_after: int = 2
-
-    def __post_init__(self) -> None:
-        self.check()
+    """How a replica is chosen for a routed call: `least_loaded`, `round_robin`, `prefix_affine`, or
+    `package.module:function`; in Python also a function, see `forge.controller.routers`."""
+    call_timeout: PositiveFloat = 1800.0
+    """Seconds after which a call without an answer is an error."""
+    setup_timeout: PositiveFloat = 300.0
+    """The same for the component's start."""
+    ping_timeout: PositiveFloat = 4.0
+    """Seconds without an answer to a ping after which a replica counts as hung and is replaced."""
+    stall_after: PositiveFloat = 60.0
+    """Seconds without an answer to any call after which it is logged who waits for whom, with stacks."""
+    max_in_flight: PositiveInt = 1024
+    """Most calls at one replica at a time; further callers wait."""
+    max_restarts: NonNegativeInt = 5
+    """Replacements in a row that fail, or die within ten seconds, before a replica is given up; 0: none is started."""
+    retries: NonNegativeInt = 4
+    """How often a call is sent again because its replica was lost."""
+    quarantine_after: PositiveInt = 2
+    """Replicas that one call may take down before it is an error."""
 
     @property
     def heavy(self) -> bool:
         """Whether it holds what only the end of a process gives back."""
         return self.procs > 1 or self.with_gpus
 
-    def check(self) -> None:
-        """Raises ValueError for a setting that cannot be."""
-        for name in (
-            *("procs", "num_replicas", "hosts", "share_procs", "per_process", "threads", "max_in_flight"),
-            "quarantine_after",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("call_timeout", "setup_timeout", "ping_timeout", "stall_after", "memory_gb"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("max_restarts", "retries"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+    def _check(self) -> None:
+        resolve_router(self.router)
         if self.share is None and self.share_procs != 1:
             raise ValueError(f"share_procs = {self.share_procs} does nothing: share is not set")
         if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts or self.per_process != 1):

@@ -8,10 +8,10 @@ session go to the session's replica without asking the router, as long as that r
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from ..plugin import resolve
 from .request import Request
 
 
@@ -86,11 +86,7 @@ def resolve_router(router: str | Router) -> Router:
         ValueError: there is none of this name, or it is not callable.
     """
     if isinstance(router, str) and ":" in router:
-        module, _, attribute = router.partition(":")
-        try:
-            router = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"router {router!r} was not found: {error}") from error
+        router = resolve(router, "router")
     if isinstance(router, str):
         if router not in NAMED:
             raise ValueError(f"router must be {', '.join(NAMED)}, package.module:function or a function: {router!r}")

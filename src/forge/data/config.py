@@ -1,47 +1,59 @@
-"""What the `dataset` section of a recipe can be told, for each kind of data."""
+"""The `dataset` section of a recipe, for each kind of data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from forge.config import ConfigError, Section, build
+from pydantic import PositiveInt
+
+from ..config import ConfigError, Section, build
 
 
-@dataclass
 class RowsConfig(Section):
-    """Where rows come from and how prompts are made of them, see `forge.data.dataset.PromptDataset`.
-
-    `sources` are several datasets, each with a `weight` and the settings in which it differs from the others.
-    """
+    """Where rows come from and how prompts are made of them."""
 
     kind: ClassVar[Literal["prompts", "supervised", "preferences"]]
 
     path: str | None = None
+    """.json, .jsonl or .parquet file, a folder that `datasets` loads, or a hub id (`pip install 'torchforge[data]'` for
+    all but JSON)."""
     task: str | None = None
+    """Instead of a path, a procedural task."""
     sources: list[dict[str, Any]] | None = None
+    """Instead of a path or task, a list of datasets: each has a `weight` and the keys of this section in which it
+    differs; they are interleaved so that each is always within one item of its share."""
     difficulty: int | list[int] = 5
+    """Of a task: a length, a number of digits or of steps, or `[low, high]`."""
     split: str = "train"
+    """Of a folder or hub id."""
     subset: str | None = None
+    """The configuration of a hub dataset that has several."""
     streaming: bool = False
+    """Read rows as they are needed; shuffles within blocks of 1000."""
     shuffle: bool = True
+    """A new order each epoch, by seed."""
     prompt_field: str | None = None
+    """Column of the question; null finds question, prompt, problem or input."""
     prompt_template: str = "{question}"
+    """Text with `{question}` or any column in braces."""
     chat_template: bool | str = False
+    """True renders through the tokenizer's chat template; a text with braces, or a file, is a template of its own."""
     system_prompt: str | None = None
-    chat_options: dict | None = None
+    """The system message before it."""
+    chat_options: dict[str, Any] | None = None
+    """Further arguments of the chat template, such as enable_thinking."""
 
-    def validate(self) -> None:
+    def _check(self) -> None:
         if [self.path, self.task, self.sources].count(None) != 2:
-            raise ConfigError("dataset needs either a path (file, folder or hub id), a task, or sources")
+            raise ValueError("dataset needs either a path (file, folder or hub id), a task, or sources")
         for number, source in enumerate(self.sources or ()):
             where = f"dataset.sources[{number}]"
+            if "sources" in source:
+                raise ValueError(f"{where}: nested sources are not supported: list them at the top level")
             build(type(self), {name: value for name, value in source.items() if name != "weight"}, where)
             weight = source.get("weight", 1.0)
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-                raise ConfigError(f"{where}.weight must be a number above 0, got {weight!r}")
-            if "sources" in source:
-                raise ConfigError(f"{where} has sources of its own: put them beside it")
+                raise ValueError(f"{where}.weight must be a number above 0, got {weight!r}")
 
     def bound(self, key: str, most: int, message: str) -> None:
         """Nothing may have more than `most` tokens: the default where `key` is not set, of the whole or of a source.
@@ -51,9 +63,8 @@ class RowsConfig(Section):
         """
         if getattr(self, key) is None:
             setattr(self, key, most)
-        if any(
-            length > most for length in (getattr(self, key), *(source.get(key) or 0 for source in self.sources or ()))
-        ):
+        lengths = (getattr(self, key), *(source.get(key) or 0 for source in self.sources or ()))
+        if max(lengths) > most:
             raise ConfigError(message)
 
     @property
@@ -76,43 +87,59 @@ class RowsConfig(Section):
         return self.task is not None or (self.sources is not None and not self.paths)
 
 
-@dataclass
 class DatasetConfig(RowsConfig):
     """Prompts with the targets that answers are compared with."""
 
     kind = "prompts"
 
     target_field: str | None = "answer"
+    """Column of the target; null: none."""
     target_pattern: str | None = None
-    max_prompt_tokens: int | None = None
+    """Regular expression; its group 1, searched in the target, is the target."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt; null: what the completion leaves of `training.seq_len`."""
     too_long: Literal["skip", "error"] = "skip"
+    """Longer prompts are skipped and counted, or an error."""
 
 
-@dataclass
 class SupervisedConfig(RowsConfig):
-    """Conversations, prompts with answers, or plain text, see `forge.data.supervised.SupervisedDataset`."""
+    """Whole rows, of the form that the first one has: conversations, prompts with answers, or plain text."""
 
     kind = "supervised"
 
     target_field: str | None = "answer"
+    """Column of the answer to a prompt."""
     target_pattern: str | None = None
+    """Regular expression; its group 1, searched in the answer, is the answer."""
     messages_field: str | None = None
+    """Column of conversations; null finds messages or conversations."""
     text_field: str | None = None
+    """Column of plain text, of which everything is learnt."""
     train_on: Literal["assistant", "last"] = "assistant"
+    """Of a conversation, all turns of the assistant, or the last; templates that rewrite earlier turns need `last`."""
     weight_field: str | None = None
-    epochs: int | None = None
-    max_tokens: int | None = None
+    """A number of each row that multiplies its share of the loss; rows of weight 0 are skipped and counted."""
+    epochs: PositiveInt | None = None
+    """Passes over the data; null: endless."""
+    max_tokens: PositiveInt | None = None
+    """Longest row; null: `training.seq_len`."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
+    """Longer rows are skipped and counted, cut, or an error."""
 
 
-@dataclass
 class PreferencesConfig(RowsConfig):
-    """Pairs of answers of which one is preferred, see `forge.data.preferences.PreferenceDataset`."""
+    """Pairs: a prompt with two answers, two conversations, two texts that begin alike, or a task, which makes the wrong
+    answer itself."""
 
     kind = "preferences"
 
     chosen_field: str = "chosen"
+    """Column of the preferred answer; pairs of equal answers are skipped and counted."""
     rejected_field: str = "rejected"
-    epochs: int | None = None
-    max_tokens: int | None = None
+    """Column of the other."""
+    epochs: PositiveInt | None = None
+    """Passes over the data; null: endless."""
+    max_tokens: PositiveInt | None = None
+    """Of the longer of a pair; null: half of `training.seq_len`, for both must fit."""
     too_long: Literal["skip", "error"] = "skip"
+    """Longer pairs are skipped and counted, or an error."""

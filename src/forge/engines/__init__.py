@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.engines.interface import Engine
+from forge.engines.settings import EngineSettings
 
 if TYPE_CHECKING:
     from forge.engines.engine import EmbeddedEngine
 
-ENGINES = ("embedded", "vllm")
-
-__all__ = ["ENGINES", "EmbeddedEngine", "Engine", "load_engine"]
+__all__ = ["EmbeddedEngine", "Engine", "EngineSettings", "load_engine"]
 
 
-def load_engine(name: str, model: str | Path, *, vllm: Mapping[str, Any] | None = None, **args: Any) -> Engine:
-    """The engine of this name with a model folder in it.
+def load_engine(engine: str, model: str | Path, *, version: int = 0, device: Any = None, **settings: Any) -> Engine:
+    """The engine of this name ("embedded" or "vllm") with a model folder in it.
 
-    args: slots, max_seq_len, dtype, version and on_update, as `EmbeddedEngine` takes them. vllm: further fields of
-    vLLM's AsyncEngineArgs.
+    Args:
+        version: of the weights in the folder.
+        device: of the embedded engine, by default a GPU if there is one.
+        settings: fields of `EngineSettings`.
 
-    ImportError: vLLM is not installed; says how to. ValueError, FileNotFoundError: as `EmbeddedEngine` raises them,
-    another name, or `vllm` for another engine.
+    Raises:
+        ImportError: vLLM is not installed; says how to.
+        ValueError, FileNotFoundError: an invalid setting, or as `EmbeddedEngine`.
     """
-    if name not in ENGINES:
-        raise ValueError(f"generator.engine must be one of {', '.join(ENGINES)}, got {name!r}")
-    if name == "vllm":
+    how = EngineSettings(engine=engine, **settings)  # type: ignore[arg-type]
+    if how.engine == "vllm":
         from forge.engines.vllm import VLLMEngine
 
-        return VLLMEngine(model, options=vllm or {}, **args)
-    if vllm:
-        raise ValueError(f"generator.vllm ({', '.join(vllm)}) needs generator.engine vllm, it is {name}")
+        return VLLMEngine(model, version=version, **how)
     from forge.engines.engine import EmbeddedEngine
 
-    return EmbeddedEngine(model, **args)
+    return EmbeddedEngine(model, version=version, device=device, **how)
 
 
 def __getattr__(name: str) -> Any:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from forge.engines.batch import WIDTH, Batch
 from forge.engines.decoder import Decoder, rounded
-from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request, check_settings
+from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from forge.engines.requests import Request
+from forge.engines.settings import EngineSettings
 from forge.engines.weights import Weights, load_config, load_eos, read_checkpoint
 from forge.types import Completion, Sampling
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Order = tuple[Weights | Literal["release", "restore"], "Future[None]"]
 
 
@@ -38,23 +38,19 @@ class EmbeddedEngine:
         self,
         model: str | Path,
         *,
-        slots: int = 256,
-        max_seq_len: int | None = None,
-        dtype: str = "float32",
         device: str | torch.device | None = None,
         version: int = 0,
         prefill_tokens: int = 4096,
-        on_update: str = "continue",
+        **settings: Any,
     ):
         """Load a Hugging Face folder (config.json and safetensors).
 
-        slots: sequences that run at once. max_seq_len: prompt and completion together, by default what the model
-        allows but at most 4096; the cache takes the memory of what is used. dtype: float32 or bfloat16. device: by
-        default a GPU if there is one. version: of the weights in the folder, whose identity is "". prefill_tokens:
-        prompt tokens computed between two decode steps; a longer prompt is computed in pieces.
+        device: by default a GPU if there is one. version: of the weights in the folder, whose identity is "".
+        prefill_tokens: prompt tokens computed between two decode steps; a longer prompt is computed in pieces.
+        settings: fields of `forge.engines.settings.EngineSettings`; the cache takes the memory of what is used.
 
         on_update: what a weight update does to running sequences.
-        - "continue": they go on under the new weights with the keys and values they have.
+        - "continue": they continue under the new weights with the keys and values they have.
         - "finish": they end under the old weights. Nothing is admitted until they have; then the weights change.
         - "recompute": they are cut and resumed under the new weights: keys and values of the prompt and of all
           tokens so far are computed anew, like prompts and before those that wait. Tokens already drawn stay, with
@@ -64,17 +60,17 @@ class EmbeddedEngine:
         """
         folder = Path(model)
         self.config = config = load_config(folder)
-        check_settings(slots, dtype, on_update)
+        how = EngineSettings(**settings)
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
-        self.max_seq_len = check_length(config, max_seq_len)
-        self.dtype = DTYPES[dtype]
+        self.max_seq_len = check_length(config, how.max_seq_len)
+        self.dtype: torch.dtype = getattr(torch, how.dtype)
         self.device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
         self.eos = load_eos(folder, config)
-        self.on_update = on_update
+        self.on_update = how.on_update
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
-        decoder = Decoder(config, weights, rounded(slots, WIDTH), self.max_seq_len, self.dtype, self.device)
-        self._batch = Batch(decoder, slots, prefill_tokens)
+        decoder = Decoder(config, weights, rounded(how.slots, WIDTH), self.max_seq_len, self.dtype, self.device)
+        self._batch = Batch(decoder, how.slots, prefill_tokens)
         self._waiting: deque[Request] = deque()
         self._orders: deque[Order] = deque()  # taken over, not yet carried out
         self._released = False

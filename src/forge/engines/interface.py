@@ -17,8 +17,6 @@ class EngineFailed(RuntimeError):
     """The engine has ended by a fault, and answers nothing any more; says which."""
 
 
-DTYPES = ("float32", "bfloat16")
-ON_UPDATE = ("continue", "finish", "recompute")
 LONGEST = 4096  # of max_seq_len, where it is not given
 
 # Told (sample, piece): a Completion of new tokens alone, whose `finish` is "" unless they are the sample's last.
@@ -97,17 +95,6 @@ def extend(whole: Completion, piece: Completion) -> None:
     whole.top_logprobs += piece.top_logprobs
     whole.identities |= piece.identities
     whole.finish = piece.finish
-
-
-def check_settings(slots: int, dtype: str, on_update: str) -> None:
-    """ValueError: a setting that no engine accepts."""
-    for ok, message in (
-        (slots >= 1, f"slots must be at least 1, got {slots}"),
-        (dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}"),
-        (on_update in ON_UPDATE, f"on_update must be one of {', '.join(ON_UPDATE)}, got {on_update!r}"),
-    ):
-        if not ok:
-            raise ValueError(message)
 
 
 def check_length(config: Any, max_seq_len: int | None) -> int:

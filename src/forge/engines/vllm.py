@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from forge.engines.handover import Handover
-from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request, check_settings
+from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request
+from forge.engines.settings import EngineSettings
 from forge.engines.vllm_args import OWNER, engine_args, import_args
 from forge.engines.vllm_request import Request, likeliest, sampling_params
 from forge.engines.weights import load_eos, read_config
@@ -45,14 +46,10 @@ class VLLMEngine:
         self,
         model: str | Path,
         *,
-        slots: int = 256,
-        max_seq_len: int | None = None,
-        dtype: str = "float32",
         version: int = 0,
-        on_update: str = "continue",
-        options: Mapping[str, Any] | None = None,
+        **settings: Any,
     ):
-        """Start vLLM with a Hugging Face folder; takes 15 to 30 s. options: further fields of AsyncEngineArgs.
+        """Start vLLM with a Hugging Face folder; takes 15 to 30 s. settings: fields of `EngineSettings`.
 
         on_update: what a weight update does to running sequences, as in `EmbeddedEngine`. With "continue", a sequence
         that vLLM itself preempts for lack of cache is computed anew under the new weights.
@@ -63,11 +60,11 @@ class VLLMEngine:
         folder = Path(model)
         import_args()
         self.config = config = read_config(folder)
-        check_settings(slots, dtype, on_update)
-        self.max_seq_len = check_length(config, max_seq_len)
-        self.on_update, self.eos = on_update, load_eos(folder, config)
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        args, self._cpu = engine_args(folder, config, slots, self.max_seq_len, dtype, options or {})
+        how = EngineSettings(**{"engine": "vllm", **settings})
+        self.max_seq_len = check_length(config, how.max_seq_len)
+        self.on_update, self.eos = how.on_update, load_eos(folder, config)
+        self.dtype: torch.dtype = getattr(torch, how.dtype)
+        args, self._cpu = engine_args(folder, config, how.slots, self.max_seq_len, how.dtype, how.vllm)
         # What vLLM calls the weights of each update: its completions say which token is of which.
         self._label = "default"
         self._weights = (version, "")

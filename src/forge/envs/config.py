@@ -1,42 +1,38 @@
-"""What the `episode` section of a recipe can be told."""
+"""The `episode` section of a recipe."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import ConfigError, Section
-from .calls import SYNTAXES
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from ..config import Section
+from .calls import Syntax
 from .templates import TEMPLATES
 
 if TYPE_CHECKING:
     from .dialogue import Dialogue
 
 
-@dataclass
 class EpisodeConfig(Section):
-    """The limits of an episode, see `forge.envs.rollout`, and how messages become tokens, see `forge.envs.Dialogue`:
-    `max_tokens` null is training.seq_len, `template` true the tokenizer's own, `syntax` null the template's."""
+    """The limits of an episode ([agents.md](agents.md)), and how messages become tokens."""
 
-    max_turns: int = 8
-    max_tokens: int | None = None
-    step_timeout: float = 60.0
-    retries: int = 2
+    max_turns: PositiveInt = 8
+    """Most turns of an episode."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Most tokens of an episode, with those of the environment; null: `training.seq_len`."""
+    step_timeout: PositiveFloat = 60.0
+    """Seconds for an environment's answer."""
+    retries: NonNegativeInt = 2
+    """How often an episode that lost its environment is played again."""
     template: bool | str = True
-    syntax: str | None = None
+    """True: the tokenizer's chat template; or `plain`, `chatml`, `llama3`, a jinja template or its file."""
+    syntax: Syntax | None = None
+    """How tool calls are written; null: found out from the template."""
 
-    def validate(self, seq_len: int) -> None:
-        if self.max_tokens is None:
-            self.max_tokens = seq_len
-        for bad, message in (
-            (self.max_turns < 1 or self.retries < 0, "max_turns must be at least 1, and retries at least 0"),
-            (not 2 <= self.max_tokens <= seq_len, f"max_tokens must be from 2 to training.seq_len = {seq_len}"),
-            (self.step_timeout <= 0, "step_timeout must be above 0"),
-            (self.template is False, "template must be true, a name, a jinja template or a file: turns need one"),
-            (self.syntax not in (None, *SYNTAXES), f"syntax must be null or one of {', '.join(SYNTAXES)}"),
-        ):
-            if bad:
-                raise ConfigError(f"episode.{message}")
+    def _check(self) -> None:
+        if self.template is False:
+            raise ValueError("episode.template must be true, a name, a jinja template or a file: turns need one")
 
     def limits(self) -> dict[str, Any]:
         """Of `forge.envs.rollout`."""

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import (
 from .distributed import Ranks
 from .heads import Head, Scalar, load
 from .layout import Parallelism
-from .lora import LoraSettings, add_adapters
+from .lora import add_adapters
 from .policy import Policy
+from .settings import LoraSettings
 from .tensor_parallel import parallelize
 
 if TYPE_CHECKING:

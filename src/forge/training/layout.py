@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
+
+from ..config import Section
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # whose layers tensor parallelism knows
 
 
-@dataclass
-class Parallelism:
-    """Degrees whose product is the number of ranks, under the names that a configuration gives them.
-
-    Args:
-        data_parallel_replicate_degree: copies of the shards (HSDP); None is what the other degrees leave.
-        data_parallel_shard_degree: ranks that share one copy of the weights and see different sequences (FSDP2); -1 is
-            what the other degrees leave.
-        tensor_parallel_degree: ranks that share the heads and the feed-forward of each layer, and the tokens between
-            them.
-        context_parallel_degree: ranks that share the tokens of a pack everywhere, and in attention the heads (Ulysses);
-            they share the weights as well.
-        pipeline_parallel_degree: 1.
-    """
+class Parallelism(Section):
+    """Degrees whose product is the number of ranks, `services.trainer.procs` (and the critic's)."""
 
     data_parallel_replicate_degree: int | None = None
+    """Copies of the shards (HSDP); null: what the other degrees leave."""
     data_parallel_shard_degree: int = -1
+    """Ranks that share one copy of the weights and see different sequences (FSDP2); -1: what the others leave."""
     tensor_parallel_degree: int = 1
+    """Ranks that share the heads and feed-forward of each layer, and the tokens between them."""
     context_parallel_degree: int = 1
+    """Ranks that share the weights, the tokens of a sequence and, in attention, the heads (Ulysses)."""
     pipeline_parallel_degree: int = 1
+    """1: pipelines are not supported."""
 
     def over(self, ranks: int, who: str | None = None) -> Parallelism:
         """With all degrees known, for so many ranks.
@@ -67,7 +61,8 @@ class Parallelism:
                 f"parallelism: data_parallel_replicate_degree * data_parallel_shard_degree = {replicate} * {shard} "
                 f"does not make {who}{left}"
             )
-        return replace(self, data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard)
+        degrees = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
+        return self.model_copy(update=degrees)
 
     def check(self, config: Any) -> None:
         """Refuse a transformers config that cannot be divided so; names the numbers.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +12,7 @@ from torch import Tensor, nn
 from .cpu_linear import FastLinear
 from .heads import SCORE
 from .policy import Packed
-
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    """Which layers learn what.
-
-    Args:
-        rank: of the update of each layer.
-        alpha: the update counts alpha / rank.
-        targets: names of linear layers of the backbone, each without the path to it.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] | list[str] = TARGETS
+from .settings import LoraSettings
 
 
 class LoraLinear(FastLinear):
@@ -50,19 +33,17 @@ def add_adapters(model: Packed, settings: LoraSettings) -> None:
     A is drawn from a generator of the layer's own, equal on every rank and in every run; B is 0, so that the model is
     at first what it was.
 
-    ValueError: a rank below 1, or a target that is no linear layer of the backbone; names those that are.
+    ValueError: a target is not a linear layer of the backbone; names those that are.
     """
     linear = {name: module for name, module in model.model.named_modules() if isinstance(module, nn.Linear)}
     inner = {name: module for name, module in linear.items() if name.startswith("model.")}
     there = sorted({name.rpartition(".")[2] for name in inner})
-    unknown = sorted(set(settings.targets) - set(there))
-    if settings.rank < 1 or unknown or not settings.targets:
-        what = f"targets {unknown}" if unknown else f"rank {settings.rank} and targets {list(settings.targets)}"
-        raise ValueError(f"lora: {what} will not do; a rank is at least 1, and the linear layers are {there}")
+    if unknown := sorted(set(settings.layers) - set(there)):
+        raise ValueError(f"lora.targets: the model has no linear layers {unknown}; its linear layers are {there}")
     for name, parameter in model.model.named_parameters():
         parameter.requires_grad_(name == SCORE)
     for name, module in inner.items():
-        if name.rpartition(".")[2] in settings.targets:
+        if name.rpartition(".")[2] in settings.layers:
             _wrap(name, module, settings)
 
 

@@ -5,7 +5,7 @@ Knows nothing of processes or messages; every rank of a group makes the same cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from .build import Backend, build
 from .diagnostics import Tally, of_policy, reported
 from .distributed import Ranks
 from .heads import Head, TokenValues
-from .lora import LoraSettings, trained
+from .lora import trained
 from .mini_batches import mini_batches
 from .named import Loss, asks_for, named_tensors, weighted
-from .optimizer import OptimizerSettings, build_optimizer, clip_gradients
+from .optimizer import build_optimizer, clip_gradients
 from .policy import TokenScores, autocast, resolve_dtype
 from .residence import move
 from .scoring import score
+from .settings import LoraSettings, OptimizerSettings, PassSettings
 
 
 class PolicyTrainer:
@@ -43,22 +44,13 @@ class PolicyTrainer:
         backend: whose model it is: "fsdp" is transformers', divided by this library; "titan" is TorchTitan's.
         head: "policy" gives tokens log-probabilities; "value" (a critic) gives each trained token one number, read
             before the token; "reward" one that is read at the token itself. See `forge.training.heads`.
-        seq_len: most tokens of a micro-batch, and so of a sequence.
-        accumulation_steps: least number of micro-batches an update is made of on each rank.
-        mini_batches: parts that a batch is cut into, of whole units, each with an update of its own.
-        epochs: how often a step goes through its batch.
-        lora: train low-rank adapters alone: fields of `forge.training.lora.LoraSettings` (rank, alpha, targets).
-        dtype: "float32" or "bfloat16" for the forward and backward pass; weights, their gradients' sums and the
-            optimiser stay float32.
-        gradient_checkpointing: compute each layer's activations again in the backward pass.
-        cpu_offload: weights, gradients and optimiser live in host memory; layers come to the device to compute. The
-            ranks must have been joined with it.
-        compile: torch.compile each decoder layer but for its attention; with `gradient_checkpointing` its norms and
-            feed-forward.
+        lora: train low-rank adapters alone: `LoraSettings`, or its fields.
         temperature: that of the sampler whose tokens are trained on.
+        **settings: fields of `forge.training.settings.PassSettings`, such as seq_len, dtype and mini_batches. With
+            cpu_offload the ranks must have been joined with it.
 
     Raises:
-        ValueError: a setting that means nothing, or a model that does not suit the head.
+        ValueError: an invalid setting, or a model that does not suit the head.
     """
 
     def __init__(
@@ -69,37 +61,26 @@ class PolicyTrainer:
         *,
         backend: Backend = "fsdp",
         head: Head = "policy",
-        seq_len: int = 4096,
-        accumulation_steps: int = 1,
-        mini_batches: int = 1,
-        epochs: int = 1,
-        lora: dict[str, Any] | None = None,
-        dtype: str = "float32",
-        gradient_checkpointing: bool = False,
-        cpu_offload: bool = False,
-        compile: bool = False,
+        lora: LoraSettings | Mapping[str, Any] | None = None,
         temperature: float = 1.0,
+        **settings: Any,
     ) -> None:
-        if mini_batches < 1 or epochs < 1:
-            raise ValueError(f"mini_batches and epochs must be at least 1, got {mini_batches} and {epochs}")
-        self.ranks = ranks
-        self.settings = optimizer
-        self.seq_len, self.accumulation_steps, self.temperature = seq_len, accumulation_steps, temperature
-        self.mini_batches, self.epochs = mini_batches, epochs
-        self.dtype = resolve_dtype(dtype, ranks.device)
-        self.head, self.cpu_offload, self.offloaded = head, cpu_offload, False
+        self.ranks, self.settings, self.temperature = ranks, optimizer, temperature
+        self.passes = passes = PassSettings(**settings)
+        self.dtype = resolve_dtype(passes.dtype, ranks.device)
+        self.head, self.offloaded = head, False
         self.lora = None if lora is None else LoraSettings(**lora)
         self.policy = build(
             model,
             head,
             ranks,
             backend=backend,
-            seq_len=seq_len,
+            seq_len=passes.seq_len,
             lora=self.lora,
             dtype=self.dtype,
-            gradient_checkpointing=gradient_checkpointing,
-            cpu_offload=cpu_offload,
-            compile=compile,
+            gradient_checkpointing=passes.gradient_checkpointing,
+            cpu_offload=passes.cpu_offload,
+            compile=passes.compile,
         )
         self.optimizer = build_optimizer(self.policy, optimizer)
         self.step = 0  # steps, not updates: it is the version of the weights
@@ -129,8 +110,8 @@ class PolicyTrainer:
             batch = replace(batch, proximal_logprobs=self.logprobs(batch))
         self.onload()
         tally, updates = Tally(), list[dict[str, float]]()
-        for epoch in range(self.epochs):
-            for part in mini_batches(batch, self.mini_batches, (self.step, epoch)):
+        for epoch in range(self.passes.epochs):
+            for part in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
                 updates.append(self._update(part, loss, tally, epoch == 0, first=not updates))
         self.step += 1
         return {
@@ -186,15 +167,14 @@ class PolicyTrainer:
         """Bring back what `offload` moved, if it did."""
         if self.offloaded:
             # What lives in host memory anyway comes to the device by itself.
-            self._move(torch.device("cpu") if self.cpu_offload else self.ranks.device)
+            self._move(torch.device("cpu") if self.passes.cpu_offload else self.ranks.device)
             self.offloaded = False
 
     def _update(self, part: Batch, loss: Loss, tally: Tally, first_epoch: bool, first: bool) -> dict[str, float]:
         """One update; `first` is that of a step."""
-        data = self.ranks.data
-        micro_batches = split(part, ranks=data.size, max_tokens=self.seq_len, at_least=self.accumulation_steps)[
-            data.rank
-        ]
+        data, how = self.ranks.data, self.passes
+        parts = split(part, ranks=data.size, max_tokens=how.seq_len, at_least=how.gradient_accumulation_steps)
+        micro_batches = parts[data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
         for micro in micro_batches:
@@ -235,13 +215,13 @@ class PolicyTrainer:
             has, gives = ("policy", "logprobs") if self.head == "policy" else ("value or reward", "predict")
             raise ValueError(f"this trainer has a {has} head, which answers {gives} alone")
         self.onload()
-        numbers = score(lambda part: self._forward(part)[0], batch, max_tokens=self.seq_len, ranks=self.ranks)
+        numbers = score(lambda part: self._forward(part)[0], batch, max_tokens=self.passes.seq_len, ranks=self.ranks)
         self._reshard()
         return numbers
 
     def _start_matters(self, batch: Batch, loss: Loss) -> bool:
         """Whether the policy that the step starts from has to be scored: the first of several updates moves it."""
-        if self.mini_batches * self.epochs == 1 or self.head != "policy":
+        if self.passes.mini_batches * self.passes.epochs == 1 or self.head != "policy":
             return False
         if np.isnan(batch.logprobs[batch.mask]).any() and asks_for(loss, "behaviour_logprobs"):
             return True
@@ -257,7 +237,7 @@ class PolicyTrainer:
 
     def _move(self, to: torch.device) -> None:
         self._reshard()
-        move(self.policy, self.optimizer, to, buffers=self.ranks.device if self.cpu_offload else to)
+        move(self.policy, self.optimizer, to, buffers=self.ranks.device if self.passes.cpu_offload else to)
 
     def _reshard(self) -> None:
         """A forward pass without a backward one leaves copies, in its own dtype, in place of the parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
 import re
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from string import Formatter
 from time import time
-from typing import Any, Literal
+from typing import Any
 
+from .settings import JudgeSettings
 from .threads import within
 from .verifier import Scores, Unscored, collect
 
@@ -22,10 +24,6 @@ try:
 except ImportError as error:
     raise ImportError("LM judges need aiohttp: pip install 'torchforge[serve]'") from error
 
-TEMPLATE = (
-    "Problem:\n{prompt}\n\nProposed answer:\n{response}\n\n"
-    "Is the proposed answer correct? Answer with yes or no, and nothing else."
-)
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 20.0  # seconds
 MILLION = 1_000_000
@@ -61,91 +59,37 @@ class LMJudge:
     `time_limit`, nor of the timeout of a `Panel` as long as the endpoint answers some requests in it.
 
     Args:
-        url: up to and with the version, such as http://127.0.0.1:8000/v1.
-        model: what the endpoint calls it.
-        name: of the column; default the model.
-        template: text with {response}, {prompt} and {target} as wanted. A response without a target has no score where
-            the template asks for it.
-        system_prompt: of a chat.
-        endpoint: "chat" or "completions".
-        scoring: "votes", or "logprob" from the likeliest tokens, of which one that is not among them counts as 0.
-        votes: answers to each question, sampled at `temperature`.
-        yes, no: words of the verdict, whatever their case, spaces aside. The last of them that stands alone in an
-            answer counts; as log-probabilities, those tokens that are one of them.
-        max_tokens: of an answer that is a vote.
-        top: how many likeliest tokens are asked for.
-        concurrency: most responses at a time, and so most requests. A response keeps its turn while it pauses.
-        retries: how often a request is tried again.
-        request_timeout: seconds for one request.
-        time_limit: seconds for one response from its turn on, with its tries and pauses.
+        url, model, name, settings: fields of `forge.verifiers.settings.JudgeSettings`.
         api_key: sent as a bearer token.
-        prices: for a million tokens of questions, and of answers.
-        budget: once `cost.money` has reached it nothing is asked any more; requests under way by then still count.
 
     Raises:
-        ValueError: a setting that cannot be; says which. ImportError: aiohttp is not installed.
+        ValueError: an invalid setting; says which. ImportError: aiohttp is not installed.
     """
 
     def __init__(
-        self,
-        url: str,
-        model: str,
-        name: str | None = None,
-        *,
-        template: str = TEMPLATE,
-        system_prompt: str | None = None,
-        endpoint: Literal["chat", "completions"] = "chat",
-        scoring: Literal["votes", "logprob"] = "votes",
-        votes: int = 1,
-        temperature: float = 1.0,
-        yes: str = "yes",
-        no: str = "no",
-        max_tokens: int = 16,
-        top: int = 5,
-        concurrency: int = 8,
-        retries: int = 4,
-        request_timeout: float = 30.0,
-        time_limit: float = 50.0,
-        api_key: str | None = None,
-        prices: tuple[float, float] = (0.0, 0.0),
-        budget: float | None = None,
+        self, url: str, model: str, name: str | None = None, *, api_key: str | None = None, **settings: Any
     ) -> None:
-        yes, no = yes.strip(), no.strip()
-        fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
-        for bad, message in (
-            (not url.startswith(("http://", "https://")), f"url must begin with http:// or https://, got {url!r}"),
-            ("response" not in fields, f"template must hold {{response}}: {template[:60]!r}"),
-            (fields - {"prompt", "response", "target"}, "template knows {prompt}, {response} and {target} only"),
-            (endpoint not in ("chat", "completions"), f"endpoint must be chat or completions, got {endpoint!r}"),
-            (scoring not in ("votes", "logprob"), f"scoring must be votes or logprob, got {scoring!r}"),
-            (min(votes, max_tokens, top, concurrency) < 1, "votes, max_tokens, top and concurrency must be at least 1"),
-            (retries < 0 or temperature < 0, "retries and temperature must be at least 0"),
-            (scoring == "logprob" and votes > 1, "scoring logprob asks once: leave votes at 1"),
-            (votes > 1 and temperature == 0, "votes at temperature 0 are all the same: raise it, or set votes to 1"),
-            (min(request_timeout, time_limit) <= 0, "request_timeout and time_limit must be above 0 seconds"),
-            (not yes or not no or yes.lower() == no.lower(), "yes and no must be two different words"),
-            (system_prompt is not None and endpoint != "chat", "system_prompt needs endpoint chat"),
-            (budget is not None and not any(prices), "a budget needs prices"),
-        ):
-            if bad:
-                raise ValueError(message)
+        how = JudgeSettings(url=url, model=model, name=name, **settings)
+        api_key = api_key or os.environ.get(how.api_key_env or "")
+        yes, no, chat = how.yes.strip(), how.no.strip(), how.endpoint == "chat"
         self.names: tuple[str, ...] = (name or model,)
         self.cost = Cost()
         self.progress = 0  # requests that were answered: a dead endpoint makes none, and a panel then waits no longer
-        self._url = f"{url.rstrip('/')}/{'chat/completions' if endpoint == 'chat' else 'completions'}"
-        self._fixed: dict[str, Any] = {"model": model, "temperature": temperature}
-        if scoring == "votes":
-            self._fixed["max_tokens"] = max_tokens
+        self._url = f"{url.rstrip('/')}/{'chat/completions' if chat else 'completions'}"
+        self._fixed: dict[str, Any] = {"model": model, "temperature": how.temperature}
+        if how.scoring == "votes":
+            self._fixed["max_tokens"] = how.max_tokens
         else:
             self._fixed["max_tokens"] = 1
-            self._fixed |= {"logprobs": True, "top_logprobs": top} if endpoint == "chat" else {"logprobs": top}
-        self._template, self._fields, self._system, self._chat = template, fields, system_prompt, endpoint == "chat"
-        self._by_votes, self._votes, self._yes, self._no = scoring == "votes", votes, yes.lower(), no.lower()
+            self._fixed |= {"logprobs": True, "top_logprobs": how.top} if chat else {"logprobs": how.top}
+        self._template, self._system, self._chat = how.template, how.system_prompt, chat
+        self._fields = {field for _, field, _, _ in Formatter().parse(how.template)}
+        self._by_votes, self._votes, self._yes, self._no = how.scoring == "votes", how.votes, yes.lower(), no.lower()
         self._verdict = re.compile(rf"(?<!\w)({re.escape(yes)}|{re.escape(no)})(?!\w)", re.IGNORECASE)
-        self._concurrency, self._retries, self._time_limit = concurrency, retries, time_limit
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout)
+        self._concurrency, self._retries, self._time_limit = how.concurrency, how.retries, how.time_limit
+        self._timeout = aiohttp.ClientTimeout(total=how.request_timeout)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._prices, self._budget = prices, budget
+        self._prices, self._budget = how.prices, how.budget
         self._at: tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession, asyncio.Semaphore] | None = None
 
     @property

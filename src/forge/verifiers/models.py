@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from .settings import ModelSettings
 from .verifier import Unscored
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NO_LIMIT = 1 << 20  # tokenizers without a limit say a number beyond all use
 
 
@@ -36,37 +35,22 @@ class BatchedModel:
     """A model and its tokenizer, from a folder or hub id.
 
     Args:
+        settings: its path and how it is held.
         loader: a class of transformers, such as AutoModelForSequenceClassification.
-        device: default the GPU where there is one.
-        dtype: float32, bfloat16 or float16.
-        max_tokens: most tokens of a row; default what the model and its tokenizer say.
-        batch_tokens: most tokens of a forward pass, padding included, unless a single row has more.
 
     Raises:
-        ValueError: a setting that cannot be, weights that the folder lacks. OSError: no such model.
+        ValueError: weights that the folder lacks. OSError: no such model.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        loader: Any,
-        *,
-        device: str | None = None,
-        dtype: str = "float32",
-        max_tokens: int | None = None,
-        batch_tokens: int = 8192,
-    ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        if batch_tokens < 1 or (max_tokens is not None and max_tokens < 1):
-            raise ValueError(f"batch_tokens and max_tokens must be at least 1, got {batch_tokens}, {max_tokens}")
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    def __init__(self, settings: ModelSettings, loader: Any) -> None:
+        path, max_tokens = str(settings.path), settings.max_tokens
+        self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-        model, found = loader.from_pretrained(path, dtype=DTYPES[dtype], output_loading_info=True)
+        model, found = loader.from_pretrained(path, dtype=getattr(torch, settings.dtype), output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
-        self.batch_tokens = batch_tokens
+        self.batch_tokens = settings.batch_tokens
         limits = (self.tokenizer.model_max_length, _positions(self.model))
         known = [limit for limit in limits if limit and limit < NO_LIMIT]
         self.max_tokens = min(*known, max_tokens or NO_LIMIT, NO_LIMIT)

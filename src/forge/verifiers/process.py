@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from .models import BatchedModel, Padded, Row, class_of, row_or_error
-from .texts import BLANK_LINE, check_steps, prompt_format, whole
+from .settings import ProcessRewardModelSettings
+from .texts import prompt_format, whole
 from .threads import Batcher
 from .verifier import Scores, Unscored
 
@@ -39,54 +40,21 @@ class ProcessRewardModel:
     is too long, has no step, or holds the marker itself, has no score.
 
     Args:
-        path: folder or hub id.
-        name: what the columns begin with; default the folder's.
-        marker: text that is one token at its end, such as " ки" or "<extra_0>".
-        separator: regular expression at which a response is cut into steps; steps of white space alone do not count.
-        joint: text between a marker and the next step.
-        good, bad: texts of one token each, for a causal language model.
-        label: which class of a token classifier, by name or number.
-        prompt_template, chat_template, system_prompt, chat_options: as of `RewardModel`.
-        device, dtype, max_tokens, batch_tokens: see `BatchedModel`.
+        path, name, settings: fields of `forge.verifiers.settings.ProcessRewardModelSettings`.
 
     Raises:
         ValueError: settings that do not go together or with the model; says which. OSError: no such model.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        name: str | None = None,
-        *,
-        marker: str,
-        separator: str = BLANK_LINE,
-        joint: str = "",
-        good: str | None = None,
-        bad: str | None = None,
-        label: str | int = 1,
-        prompt_template: str = "{question}",
-        chat_template: bool | str = False,
-        system_prompt: str | None = None,
-        chat_options: Mapping[str, Any] | None = None,
-        device: str | None = None,
-        dtype: str = "float32",
-        max_tokens: int | None = None,
-        batch_tokens: int = 8192,
-    ) -> None:
-        check_steps(marker, separator, good, bad)
-        self._separator = re.compile(separator)
-        self._of = BatchedModel(
-            path,
-            AutoModelForTokenClassification if good is None else AutoModelForCausalLM,
-            device=device,
-            dtype=dtype,
-            max_tokens=max_tokens,
-            batch_tokens=batch_tokens,
-        )
+    def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
+        how = ProcessRewardModelSettings(path=str(path), name=name, **settings)
+        marker, good, bad, label = how.marker, how.good, how.bad, how.label
+        self._separator, self._joint, self._marker = re.compile(how.separator), how.joint, marker
+        self._of = BatchedModel(how, AutoModelForTokenClassification if good is None else AutoModelForCausalLM)
         name = name or Path(path).name
         self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
-        self._format = prompt_format(self._of.tokenizer, prompt_template, chat_template, system_prompt, chat_options)
-        self._marker, self._joint = marker, joint
+        texts = (how.prompt_template, how.chat_template, how.system_prompt, how.chat_options)
+        self._format = prompt_format(self._of.tokenizer, *texts)
         self._marker_id = self._last_token(marker)
         self._verdicts: tuple[int, int] | None = None
         self._class = 0
@@ -100,8 +68,7 @@ class ProcessRewardModel:
                 raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
         else:
             self._class = class_of(self._of.model, label)
-        texts = (prompt_template, chat_template, system_prompt, chat_options)
-        self._settings = (marker, separator, joint, good, bad, label, *texts)
+        self._settings = (marker, how.separator, how.joint, good, bad, label, *texts)
         self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, name)
 
     @property

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,11 @@ from transformers import AutoModelForSequenceClassification
 from forge.data.supervised import closed
 
 from .models import BatchedModel, Padded, Row, class_of, row_or_error
+from .settings import RewardModelSettings
 from .texts import check_joining, prompt_format, whole
 from .threads import Batcher
 from .verifier import Scores
 
-Scale = Literal["logit", "probability"]
 NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose numbers stand for themselves
 
 
@@ -43,68 +43,30 @@ class RewardModel:
     token they pad with (transformers would take the one before it), and in float32.
 
     Args:
-        path: folder or hub id.
-        name: of the column; default the folder's.
-        prompt_template: text with {question}, for which the prompt is put.
-        chat_template, system_prompt, chat_options: as of `forge.data.dataset.PromptDataset`.
-        as_pair: give prompt and response as two texts.
-        append_eos: None is True, except with a tokenizer that itself ends texts with a special token, or a pair.
-        label: which class, by name or number, of a model of several.
-        scale: "logit" (of several classes the log-odds of this one against the others, unless the model's problem_type
-            says that they do not exclude each other), or "probability", its sigmoid.
-        slope, intercept: the logit x counts as `slope * x + intercept`, as Platt calibration gives them.
-        truncate: cut what is too long at the end of the response, where eos still closes it, or of a pair at the end of
-            the longer text; not with a chat template.
-        device, dtype, max_tokens, batch_tokens: see `BatchedModel`.
+        path, name, settings: fields of `forge.verifiers.settings.RewardModelSettings`.
 
     Raises:
         ValueError: settings that do not go together or with the model; says which. OSError: no such model.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        name: str | None = None,
-        *,
-        prompt_template: str = "{question}",
-        chat_template: bool | str = False,
-        system_prompt: str | None = None,
-        chat_options: Mapping[str, Any] | None = None,
-        as_pair: bool = False,
-        append_eos: bool | None = None,
-        label: str | int | None = None,
-        scale: Scale = "logit",
-        slope: float = 1.0,
-        intercept: float = 0.0,
-        truncate: bool = False,
-        device: str | None = None,
-        dtype: str = "float32",
-        max_tokens: int | None = None,
-        batch_tokens: int = 8192,
-    ) -> None:
-        check_joining(as_pair, append_eos, truncate, chat_template, scale)
-        self.of = BatchedModel(
-            path,
-            AutoModelForSequenceClassification,
-            device=device,
-            dtype=dtype,
-            max_tokens=max_tokens,
-            batch_tokens=batch_tokens,
-        )
+    def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
+        how = RewardModelSettings(path=str(path), name=name, **settings)
+        self.of = BatchedModel(how, AutoModelForSequenceClassification)
         self.names: tuple[str, ...] = (name or Path(path).name,)
-        tokenizer = self.of.tokenizer
-        self._format = prompt_format(tokenizer, prompt_template, chat_template, system_prompt, chat_options)
-        if append_eos is None and not as_pair:
-            append_eos = bool(chat_template) or not _closes(tokenizer)
-            check_joining(as_pair, append_eos, truncate, chat_template, scale)
-        if append_eos and not chat_template and tokenizer.eos_token_id is None:
+        tokenizer, append_eos, chat = self.of.tokenizer, how.append_eos, bool(how.chat_template)
+        texts = (how.prompt_template, how.chat_template, how.system_prompt, how.chat_options)
+        self._format = prompt_format(tokenizer, *texts)
+        if append_eos is None and not how.as_pair:
+            append_eos = chat or not _closes(tokenizer)
+            check_joining(False, append_eos, how.truncate, how.chat_template)
+        if append_eos and not chat and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
-        self._as_pair, self._append_eos, self._truncate = as_pair, append_eos, truncate
-        self._label = class_of(self.of.model, label)
-        self._scale, self._slope, self._intercept = scale, slope, intercept
+        self._as_pair, self._append_eos, self._truncate = how.as_pair, append_eos, how.truncate
+        self._label = class_of(self.of.model, how.label)
+        self._scale, self._slope, self._intercept = how.scale, how.slope, how.intercept
         head = getattr(self.of.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
-        self._settings = (prompt_template, chat_template, system_prompt, chat_options, as_pair, append_eos, label)
+        self._settings = (*texts, how.as_pair, append_eos, how.label)
         self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, self.names[0])
 
     @property

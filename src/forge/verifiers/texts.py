@@ -53,12 +53,8 @@ def check_prompt(
     prompt_format(None, prompt_template, False, system_prompt, chat_options)
 
 
-def check_joining(
-    as_pair: bool, append_eos: bool | None, truncate: bool, chat_template: bool | str, scale: str
-) -> None:
+def check_joining(as_pair: bool, append_eos: bool | None, truncate: bool, chat_template: bool | str) -> None:
     """Settings of `RewardModel`. ValueError: two that do not go together, whatever the model."""
-    if scale not in ("logit", "probability"):
-        raise ValueError(f"scale must be logit or probability, got {scale!r}")
     if as_pair and (chat_template or append_eos is not None):
         raise ValueError("as_pair joins the texts as the tokenizer does: leave chat_template and append_eos out")
     if truncate and (chat_template or (append_eos is False and not as_pair)):

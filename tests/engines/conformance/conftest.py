@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from forge.engines import ENGINES, load_engine
+from forge.engines import load_engine
 
 from ..conftest import EOS, random_model
 
@@ -96,7 +96,7 @@ def processes() -> set[int]:
     return found - {os.getpid()}
 
 
-@pytest.fixture(scope="session", params=ENGINES)
+@pytest.fixture(scope="session", params=["embedded", "vllm"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     if request.param == "vllm" and find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here: make test-vllm has it")

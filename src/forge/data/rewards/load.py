@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+from ...plugin import resolve
 
 RewardFunction = Callable[..., Any]
 
@@ -19,11 +20,7 @@ def load_reward(name: str, what: str = "reward") -> RewardFunction:
     Raises:
         ValueError: nothing of this name, or it is not callable.
     """
-    module_name, _, attribute = name.rpartition(":")
-    try:
-        found = getattr(importlib.import_module(module_name or "forge.data.rewards"), attribute)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"{what} {name!r} was not found ({error}); write package.module:Name") from error
+    found = resolve(name, what, "forge.data.rewards")
     try:
         made = found() if inspect.isclass(found) else found
     except TypeError as error:

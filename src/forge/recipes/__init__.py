@@ -1,0 +1,1 @@
+"""Recipes: their configuration, and what they share."""

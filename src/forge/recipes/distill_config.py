@@ -1,0 +1,82 @@
+"""Configuration of on-policy distillation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from ..config import ConfigError, Section
+from ..controller import Options
+from ..data.config import DatasetConfig
+from .schema import HELPERS, RecipeConfig, RewardConfig
+
+
+class DistillSettings(Section):
+    """Sampling, and settings of `forge.losses.DistillLoss`."""
+
+    teacher: str
+    """Folder or hub id of a model with the student's tokens."""
+    n_samples: PositiveInt = 4
+    """Completions of each prompt, drawn from the student."""
+    temperature: PositiveFloat = 1.0
+    """Of sampling; student and teacher are scored at it."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of a completion."""
+    clip_high: NonNegativeFloat = 1.0
+    """Upper bound of the importance ratio, 1 + high."""
+
+
+class Services(Section):
+    """Placement of each component; `ref_model` is the teacher."""
+
+    generator: Options = Options()
+    trainer: Options = Options()
+    ref_model: Options = Options()
+    reward: Options = HELPERS
+    dataset: Options = HELPERS
+
+
+class DistillConfig(RecipeConfig):
+    """On-policy distillation. `reward` decides what counts as right where the student is evaluated."""
+
+    dataset: DatasetConfig
+    distill: DistillSettings
+    services: Services = Services()
+
+    def others(self) -> dict[str, str]:
+        return {"distill.teacher": self.distill.teacher}
+
+    @property
+    def shares(self) -> dict[str, Any]:
+        """How tokens share the loss, for `forge.data.packing.pack`."""
+        aggregation = self.training.aggregation or "token_mean"
+        return {
+            "aggregation": aggregation,
+            "horizon": self.distill.max_tokens if aggregation == "fixed_horizon" else None,
+        }
+
+    def _check(self) -> None:
+        super()._check()
+        self.check_services()
+        room = self.training.seq_len - self.distill.max_tokens
+        together = f"dataset.max_prompt_tokens and distill.max_tokens together exceed training.seq_len: at most {room}"
+        for bad, message in (
+            (room < 1, "training.seq_len must exceed distill.max_tokens"),
+            (
+                self.training.sync_interval != 1,
+                "training.sync_interval does nothing in this recipe: the student samples with its newest weights",
+            ),
+            (
+                not self.eval.problems and (self.reward, self.services.reward) != (RewardConfig(), HELPERS),
+                "reward and services.reward do nothing: eval.problems is 0, and the student learns from its teacher",
+            ),
+            (
+                self.reward.beyond_accuracy,
+                "reward.functions beyond the first and reward.verifiers do nothing here: answers are "
+                "right by one function",
+            ),
+        ):
+            if bad:
+                raise ConfigError(message)
+        self.dataset.bound("max_prompt_tokens", room, together)

@@ -1,0 +1,41 @@
+"""Configuration of direct preference optimisation."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveFloat
+
+from ..config import Section
+from ..controller import Options
+from ..data.config import PreferencesConfig
+from .schema import HELPERS, TrainingRecipe
+
+
+class DPOSettings(Section):
+    """Settings of `forge.losses.DPOLoss`."""
+
+    beta: PositiveFloat = 0.1
+    """How strongly the policy is held to the model it starts from."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """The share of preferences that are assumed to be wrong."""
+
+
+class Services(Section):
+    """Placement of each component."""
+
+    trainer: Options = Options()
+    ref_model: Options = Options()
+    dataset: Options = HELPERS
+
+
+class DPOConfig(TrainingRecipe):
+    """Direct preference optimisation."""
+
+    dataset: PreferencesConfig
+    dpo: DPOSettings = DPOSettings()
+    services: Services = Services()
+
+    def _check(self) -> None:
+        super()._check()
+        self.check_offline()
+        self.check_services()
+        self.check_pairs(self.dataset)

@@ -1,0 +1,271 @@
+"""Configuration of the reinforcement-learning recipe, with a reward or with environments."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from ..config import ConfigError, Section
+from ..controller import Options
+from ..data.config import DatasetConfig
+from ..engines.interface import LONGEST
+from ..envs.config import EpisodeConfig
+from ..algorithms import Algorithm, Correction, load_algorithm
+from .schema import HELPERS, MetricsConfig, RecipeConfig, RewardConfig
+
+
+class AlgorithmConfig(Section):
+    """Sampling, and the settings of the algorithm, whose own default null stands for; a setting that it does not have
+    is an error."""
+
+    n_samples: PositiveInt = 8
+    """Completions of a prompt."""
+    temperature: PositiveFloat = 1.0
+    """Of sampling; the trainer scores the same distribution."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of a completion; of one turn in an environment."""
+    clip_low: float | None = None
+    """Lower bound of the importance ratio, 1 - low."""
+    clip_high: float | None = None
+    """Upper bound of the importance ratio, 1 + high."""
+    beta: float | None = None
+    """Weight of the KL to a frozen model; above 0 starts one."""
+    normalize: bool | None = None
+    """Divide advantages by the group's standard deviation."""
+    horizon: PositiveInt | None = None
+    """Tokens, of aggregation `fixed_horizon`; null: `max_tokens`."""
+    overlong_buffer: NonNegativeInt = 0
+    """So many tokens before `max_tokens` the reward begins to fall, by 1 at the limit."""
+    reference: str | None = None
+    """The frozen model, or the teacher of `distill`; null: the start."""
+    correction: Literal["none", "truncate", "mask"] | None = None
+    """Weigh by the trained policy over the sampler, in place of the clip: at most `correction_high` (`truncate`), or 0
+    outside `correction_low` to `correction_high` (`mask`) ([weights.md](weights.md))."""
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    """The ratio of each token, the product over a sequence, or its geometric mean."""
+    correction_low: float = 0.5
+    """Lower bound of `mask`."""
+    correction_high: float = 2.0
+    """Upper bound."""
+    loss: dict[str, Any] = Field(default_factory=dict)
+    """Further settings of the algorithm, such as `{dual_clip: 3.0, kl: k2}`."""
+
+    def settings(self) -> dict[str, Any]:
+        """Of the algorithm's constructor, as far as they are set."""
+        named = {name: self[name] for name in ("clip_low", "clip_high", "beta", "normalize")}
+        settings = {name: value for name, value in named.items() if value is not None}
+        if self.correction is not None:
+            bounds = self.correction_level, self.correction_low, self.correction_high
+            settings["correction"] = None if self.correction == "none" else Correction(self.correction, *bounds)
+        if twice := settings.keys() & self.loss.keys():
+            raise ConfigError(f"grpo.{min(twice)} and grpo.loss.{min(twice)} are the same setting: keep one")
+        return settings | self.loss
+
+
+class CriticConfig(Section):
+    """The critic of `ppo`, with weights of its own."""
+
+    model: str | None = None
+    """Null: the policy's start, with a new head."""
+    learning_rate: float = Field(1e-5, ge=0)
+    """Peak learning rate."""
+    clip: PositiveFloat | None = 0.2
+    """How far a value may move in one step; null: any."""
+
+
+class AsyncConfig(Section):
+    """How far sampling runs ahead of training."""
+
+    max_policy_age: NonNegativeInt = 1
+    """Versions that a trained token may be old, which the trainer verifies; 0 is lock-step."""
+    order: Literal["fifo", "random"] = "fifo"
+    """Of the replay buffer."""
+
+
+class Services(Section):
+    """Placement of each component."""
+
+    generator: Options = Options()
+    trainer: Options = Options()
+    critic: Options = Options()
+    ref_model: Options = Options()
+    reward: Options = HELPERS
+    dataset: Options = HELPERS
+    replay_buffer: Options = HELPERS
+
+
+class RolloutMetrics(MetricsConfig):
+    rollouts: NonNegativeInt = 1
+    """Sampled rollouts of each step that are kept."""
+
+
+class GRPOConfig(RecipeConfig):
+    """Reinforcement learning."""
+
+    dataset: DatasetConfig
+    algorithm: str = "grpo"
+    """A name of [algorithms.md](algorithms.md), or `package.module:Name`."""
+    grpo: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+    async_: AsyncConfig = AsyncConfig()
+    services: Services = Services()
+    metrics: RolloutMetrics = RolloutMetrics()
+
+    def others(self) -> dict[str, str]:
+        named = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
+        return {key: name for key, name in named.items() if name is not None}
+
+    def load_algorithm(self) -> Algorithm:
+        """The algorithm that is named, with its settings.
+
+        Raises:
+            ConfigError: there is no such algorithm, or a setting does nothing or is out of range.
+        """
+        settings = self.grpo.settings()
+        if self.training.entropy_coef:
+            if "entropy_coef" in settings:
+                raise ConfigError("training.entropy_coef and grpo.loss.entropy_coef are the same setting: keep one")
+            settings["entropy_coef"] = self.training.entropy_coef
+        try:
+            return load_algorithm(self.algorithm, **settings)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def shares(self, algorithm: Algorithm) -> dict[str, Any]:
+        """How tokens share the loss, for `forge.data.packing.pack`."""
+        aggregation = self.training.aggregation or algorithm.aggregation
+        horizon = (self.grpo.horizon or self.grpo.max_tokens) if aggregation == "fixed_horizon" else None
+        return {"aggregation": aggregation, "horizon": horizon}
+
+    def _check(self) -> None:
+        super()._check()
+        algorithm, algo, unset = self.load_algorithm(), self.grpo, AlgorithmConfig()
+        aggregation, updates = self.shares(algorithm)["aggregation"], self.training.mini_batches * self.training.epochs
+        corrected, age, interval = algo.correction or "none", self.async_.max_policy_age, self.training.sync_interval
+        for bad, message in (
+            (
+                algo.n_samples < 2 and algorithm.within_group,
+                f"grpo.n_samples must be at least 2: {self.algorithm} compares the samples of a prompt with one "
+                "another, and one sample has nothing to be compared with",
+            ),
+            (
+                self.colocated and age != 0,
+                "colocated: trainer and generator take turns, so async.max_policy_age must be 0",
+            ),
+            (algo.max_tokens >= self.training.seq_len, "training.seq_len must exceed grpo.max_tokens"),
+            (
+                age < interval - 1,
+                f"training.sync_interval = {interval} makes weights older than async.max_policy_age = {age} allows: "
+                f"raise it to at least {interval - 1}",
+            ),
+            (
+                algo.horizon is not None and aggregation != "fixed_horizon",
+                f"grpo.horizon does something under aggregation fixed_horizon only: this is {aggregation}",
+            ),
+            (
+                algorithm.fixed_aggregation and aggregation != algorithm.aggregation,
+                f"{self.algorithm} means something under training.aggregation {algorithm.aggregation} only",
+            ),
+            (
+                algorithm.on_policy and updates > 1,
+                f"{self.algorithm} takes every sample as the policy's own, which holds for the first update of a step "
+                "only: set grpo.loss.clip_ratio or grpo.correction, or make one update",
+            ),
+            (
+                not algorithm.beta and bool({"kl", "kl_in"} & algo.loss.keys()),
+                "grpo.loss.kl and grpo.loss.kl_in do nothing: grpo.beta is 0",
+            ),
+            (
+                not algorithm.uses_rewards and algo.overlong_buffer > 0,
+                f"grpo.overlong_buffer does nothing: {self.algorithm} does not look at rewards",
+            ),
+            (algo.overlong_buffer >= algo.max_tokens, "grpo.overlong_buffer must be below grpo.max_tokens"),
+            (
+                not algorithm.needs_reference and self.services.ref_model != Options(),
+                "services.ref_model is set and nothing uses it: grpo.beta is 0",
+            ),
+            (
+                not algorithm.needs_reference and algo.reference is not None,
+                "grpo.reference is set and nothing uses it: grpo.beta is 0",
+            ),
+            (
+                algorithm.needs_teacher and algo.reference is None,
+                f"algorithm {self.algorithm} needs grpo.reference: the teacher's folder or hub id",
+            ),
+            (
+                not algorithm.needs_critic and (self.critic != CriticConfig() or self.services.critic != Options()),
+                f"critic or services.critic is set and nothing uses it: {self.algorithm} has no critic",
+            ),
+            (
+                corrected != "mask" and algo.correction_low != unset.correction_low,
+                "grpo.correction_low does something only if grpo.correction is mask",
+            ),
+            (
+                corrected == "none"
+                and (algo.correction_high, algo.correction_level) != (unset.correction_high, unset.correction_level),
+                "grpo.correction_high and grpo.correction_level do nothing: grpo.correction is not set",
+            ),
+        ):
+            if bad:
+                raise ConfigError(message)
+        needed = {"critic": algorithm.needs_critic, "ref_model": algorithm.needs_reference}
+        self.check_services(idle=tuple(name for name in needed if not needed[name]))
+        room = self.training.seq_len - algo.max_tokens
+        together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
+        self.dataset.bound("max_prompt_tokens", room, together)
+        if self.eval.every % interval:
+            raise ConfigError(
+                "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
+            )
+
+
+class AgentConfig(GRPOConfig):
+    """Reinforcement learning in environments, in place of `reward`."""
+
+    episode: EpisodeConfig = EpisodeConfig()
+
+    def _check(self) -> None:
+        super()._check()
+        if self.episode.max_tokens is None:
+            self.episode.max_tokens = self.training.seq_len
+        for bad, message in (
+            (
+                self.episode.max_tokens > self.training.seq_len,
+                f"episode.max_tokens must be at most training.seq_len = {self.training.seq_len}",
+            ),
+            (self.reward != RewardConfig(), "reward does nothing: the environment scores"),
+            (self.services.reward != HELPERS, "services.reward does nothing: the environment scores"),
+            (
+                self.grpo.overlong_buffer != 0,
+                "grpo.overlong_buffer does nothing: an episode's length is not that of an answer",
+            ),
+            (
+                bool(self.dataset.chat_template),
+                "dataset.chat_template must be false: episode.template makes the tokens",
+            ),
+        ):
+            if bad:
+                raise ConfigError(message)
+
+    def limits(self) -> dict[str, Any]:
+        """Of an episode, for `forge.actors.Agent`."""
+        return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
+
+    def check_tokenizer(self, model: str) -> None:
+        from transformers import AutoConfig
+
+        self.episode.dialogue(model)
+        holds = self.generator.max_seq_len or min(LONGEST, AutoConfig.from_pretrained(model).max_position_embeddings)
+        if self.limits()["max_tokens"] > holds:
+            raise ConfigError(
+                f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {holds} "
+                "tokens that generators take: lower it, or raise generator.max_seq_len as far as the model allows"
+            )
+
+    def check_reward(self) -> None:
+        """The environment's is its own."""
+
+    @property
+    def files(self) -> list[str]:
+        return [*super().files, *self.episode.files]
