@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def configuration(folder: Path, args: argparse.Namespace) -> Any:
-    from apps.grpo.config import GRPOConfig
     from forge.config import load
+    from forge.recipes.rl_config import RLConfig as GRPOConfig
 
     values = {
         "config": ROOT / "apps/grpo/tiny.yaml",
@@ -45,9 +45,9 @@ def prepare(folder: Path) -> None:
     if warm.is_dir():
         (folder / "model").symlink_to(warm)
         return
-    from apps.sft.config import SFTConfig
     from forge.config import load
     from forge.models import build_small_model
+    from forge.recipes.sft_config import SFTConfig
 
     print("No runs/quickstart-warmup/model: starting from a random model of the same size.\n")
     scratch = load(SFTConfig, ["--config", str(ROOT / "apps/sft/tiny.yaml")]).from_scratch

@@ -67,10 +67,10 @@ class Clock:
 
 def recipe(config: Any) -> Clock:
     """The real system: `apps.grpo.main` with all of its processes, without evaluation."""
-    from apps.grpo.main import main
     from forge.config import to_dict
     from forge.controller import run
     from forge.observability import Run
+    from forge.recipes.rl import train as main
     from forge.store import VersionStore
 
     clock = Clock()

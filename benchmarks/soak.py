@@ -26,10 +26,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from apps.grpo.config import GRPOConfig
-from apps.grpo.main import main as grpo
 from forge.controller import first_to_end, runtime
-from forge.recipe import launch
+from forge.recipes.launch import launch
+from forge.recipes.rl import train as grpo
+from forge.recipes.rl_config import RLConfig as GRPOConfig
 from forge.training import checkpoint
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)

@@ -72,8 +72,8 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
 
 
 def ours(folder: Path, args: argparse.Namespace) -> Clock:
-    from apps.grpo.config import GRPOConfig
     from forge.config import build
+    from forge.recipes.rl_config import RLConfig as GRPOConfig
 
     config = {
         "model": str(folder / "model"),

@@ -9,11 +9,11 @@ from pydantic import Field, PositiveInt
 
 from forge.config import ConfigError
 from forge.plugin import construct
-from forge.recipes.rl_config import AgentConfig
+from forge.recipes.rl_config import RLConfig
 from forge_sandbox import CodeVerifier, Sandbox, SandboxError
 
 
-class CodeConfig(AgentConfig):
+class CodeConfig(RLConfig):
     """Programming tasks, in a sandbox."""
 
     sandbox: dict[str, Any] = Field(default_factory=dict)
@@ -22,6 +22,10 @@ class CodeConfig(AgentConfig):
     """Settings of `forge_sandbox.CodeVerifier`; `credit` is "share" and `time_limit` 2 s by default."""
     attempts: PositiveInt = 1
     """At a task, at most `episode.max_turns`."""
+
+    @property
+    def multi_turn(self) -> bool:
+        return True
 
     def open(self) -> Sandbox:
         """Not started yet. ValueError: an unknown setting, or a wrong value."""

@@ -4,27 +4,30 @@
     python -m apps.sft.main --config apps/code/warmup.yaml
     python -m apps.code.main --config apps/code/tiny.yaml
 
-The training loops are those of `apps.grpo`; what differs is where episodes come from.
+The training loops are those of `forge.recipes.rl`; what differs is where episodes come from.
 """
+
+from typing import Any
 
 from apps.code.config import CodeConfig
 from apps.code.environment import Programming
-from apps.grpo import main as grpo
-from forge.actors import Agent
-from forge.observability import Run
-from forge.recipe import launch
-from forge.store import VersionStore
-from forge.types import Sample
+from forge.envs import GroupEnv, MultiTurnEnv
+from forge.recipes import rl
+from forge.recipes.components import Job
+from forge.recipes.launch import launch
 
 
-async def main(cfg: CodeConfig, model: str, held_out: list[Sample], record: Run, store: VersionStore) -> None:
+async def train(cfg: CodeConfig, job: Job) -> None:
     async with cfg.open() as sandbox:
-        record.say(f"programs run at level {sandbox.level}")
+        job.record.say(f"programs run at level {sandbox.level}")
         verifier = cfg.verifier(sandbox)
-        dialogue = cfg.episode.dialogue(model)
-        agent = Agent(lambda: Programming(verifier, cfg.attempts), dialogue, **cfg.limits())
-        await grpo.main(cfg, model, held_out, record, store, agent=agent)
+
+        async def make_env(cfg: Any, job: Job) -> GroupEnv:
+            dialogue = cfg.episode.dialogue(job.model)
+            return MultiTurnEnv(lambda: Programming(verifier, cfg.attempts), dialogue, **cfg.limits())
+
+        await rl.train(cfg, job, make_env)
 
 
 if __name__ == "__main__":
-    launch(main, CodeConfig)
+    launch(train, CodeConfig)

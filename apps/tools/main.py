@@ -1,22 +1,18 @@
-"""A policy learns to use a tool over several turns: expressions that it cannot reckon, and a calculator.
+"""A policy learns to use a tool over several turns: expressions that it cannot compute, and a calculator.
 
     python -m apps.tools.demonstrate runs/tools-demonstrations.jsonl
     python -m apps.sft.main --config apps/tools/warmup.yaml
     python -m apps.tools.main --config apps/tools/tiny.yaml
 
-The training loops are those of `apps.grpo`; what differs is where episodes come from.
+The training loops are those of `forge.recipes.rl`; `environment` in the configuration is where episodes come from.
 """
 
-from apps.grpo import main as grpo
-from apps.grpo.agents import AgentConfig
 from apps.toys import expressions
-from forge.actors import Agent
 from forge.data.rewards import ExactMatch
 from forge.envs import Toolbox, ToolEnvironment, ToolError
-from forge.observability import Run
-from forge.recipe import launch
-from forge.store import VersionStore
-from forge.types import Sample
+from forge.recipes.launch import launch
+from forge.recipes.rl import train
+from forge.recipes.rl_config import RLConfig
 
 
 def calc(expression: str) -> str:
@@ -33,10 +29,5 @@ def environment() -> ToolEnvironment:
     return ToolEnvironment(Toolbox(calc, max_chars=40), ExactMatch())
 
 
-async def main(cfg: AgentConfig, model: str, held_out: list[Sample], record: Run, store: VersionStore) -> None:
-    agent = Agent(environment, cfg.episode.dialogue(model), **cfg.limits())
-    await grpo.main(cfg, model, held_out, record, store, agent=agent)
-
-
 if __name__ == "__main__":
-    launch(main, AgentConfig)
+    launch(train, RLConfig)

@@ -59,7 +59,7 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
         if plugins:
             values["plugins"] = [*(values.get("plugins") or ()), *plugins]
     verifiers = build(VerifiersConfig, values)
-    verifiers.validate()
+    verifiers.check_sources()
     return verifiers, load(Path(folder) / AGGREGATOR)
 
 

@@ -10,7 +10,7 @@ import pytest
 from forge.actors import RewardActor, VerifierActor
 from forge.config import ConfigError
 from forge.observability.metrics import drain
-from forge.sections import RewardConfig
+from forge.recipes.schema import RewardConfig
 from forge.verifiers import Panel
 from forge.verifiers.spec import VerifiersConfig
 from forge_weaver import (

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forge.actors.contents import Contents, Seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.actors import DatasetActor, Window
-from forge.actors.contents import Contents, Seen
 from forge.controller import ActorContext
 from forge.data.dataset import PromptDataset
 from forge.data.tokenizer import character_tokenizer

@@ -9,14 +9,14 @@ import yaml
 
 from apps.code.config import CodeConfig
 from apps.code.demonstrate import body
-from apps.grpo.agents import AgentConfig
 from apps.tools.demonstrate import conversation
 from apps.tools.main import calc
 from apps.toys import programs
 from apps.toys.expressions import Expression
 from forge.config import ConfigError, load
 from forge.envs import ToolError
-from forge.recipe import launch
+from forge.recipes.launch import launch
+from forge.recipes.rl_config import RLConfig as AgentConfig
 from tests.apps.test_recipes import finish
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"

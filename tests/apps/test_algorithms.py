@@ -50,10 +50,10 @@ def test_the_function_of_the_documentation(tmp_path):
 SCRIPT = """
 from functools import partial
 
-from apps.grpo.config import GRPOConfig
-from apps.grpo.main import main
+from forge.recipes.rl_config import RLConfig as GRPOConfig
+from forge.recipes.rl import train as main
 from forge.algorithms import load_algorithm
-from forge.recipe import launch
+from forge.recipes.launch import launch
 
 
 def plain(logprobs, advantages, weights, scale=1.0):

@@ -11,12 +11,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from apps.distill.config import DistillConfig
-from apps.dpo.config import DPOConfig
-from apps.reward_model.config import RewardModelConfig
 from forge.data.load import load_data
 from forge.models import build_small_model
-from forge.recipe import launch
+from forge.recipes.distill_config import DistillConfig
+from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.launch import launch
+from forge.recipes.reward_model_config import RewardModelConfig
 from tests.apps.test_recipes import CONFIG, command, finish, rows, small_model
 
 CONFIGS: dict[str, Any] = {"dpo": DPOConfig, "reward_model": RewardModelConfig, "distill": DistillConfig}

@@ -14,12 +14,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from apps.grpo.config import GRPOConfig
 from forge.config import Arguments
 from forge.data.load import load_data
 from forge.models import build_small_model
-from forge.recipe import launch, prepare
-from forge.resume import Start, read_config
+from forge.recipes.launch import launch, prepare
+from forge.recipes.resume import Start, read_config
+from forge.recipes.rl_config import RLConfig as GRPOConfig
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"

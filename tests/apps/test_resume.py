@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from apps.grpo.config import GRPOConfig
-from apps.sft.config import SFTConfig
 from forge.config import build, to_dict
 from forge.models import build_small_model
 from forge.observability.metrics import Snapshot
-from forge.recipe import launch, prepare
-from forge.resume import Start, find_start
+from forge.recipes.launch import launch, prepare
+from forge.recipes.resume import Start, find_start
+from forge.recipes.rl_config import RLConfig as GRPOConfig
+from forge.recipes.sft_config import SFTConfig
 from forge.training.checkpoint import checkpoints, extra
 from tests.apps.test_recipes import CONFIG, command, finish, rows, start
 from tests.apps.test_survival import components, logged_rollouts, wait

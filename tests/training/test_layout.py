@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.recipe import check_model
+from forge.recipes.launch import check_model
 from forge.recipes.schema import TrainerConfig
 from forge.training import checkpoint
 from forge.training.build import build as build_model

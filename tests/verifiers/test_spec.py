@@ -138,5 +138,5 @@ def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
 
 
 def test_a_process_reward_model_needs_its_marker(classifier):
-    with pytest.raises(ConfigError, match="process_reward_models\[0\].marker' must be set"):
+    with pytest.raises(ConfigError, match=r"'process_reward_models\[0\].marker' must be set"):
         build(VerifiersConfig, {"process_reward_models": [{"path": classifier}]}).check_sources()

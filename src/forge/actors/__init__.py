@@ -6,7 +6,6 @@ from .generator import Generator
 from .reference import ReferenceModel
 from .replay_buffer import ReplayBuffer
 from .reward import RewardActor
-from .snapshot import resume, save
 from .trainer import Trainer
 from .verifiers import RemotePanel, VerifierActor
 
@@ -21,6 +20,4 @@ __all__ = [
     "RewardActor",
     "Trainer",
     "VerifierActor",
-    "resume",
-    "save",
 ]

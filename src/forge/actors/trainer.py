@@ -198,7 +198,11 @@ class Trainer(ForgeActor):
             return self.ledger.answer
         with phase("checkpoint") if self.context.rank == 0 else nullcontext():
             self._settle()
-            known = {} if self.identities is None else self.identities.recent(self.trainer.step, self.staleness.max_policy_age)
+            known = (
+                {}
+                if self.identities is None
+                else self.identities.recent(self.trainer.step, self.staleness.max_policy_age)
+            )
             write = Write(folder, {**(extra or {}), IDENTITIES: known}, keep)
             if not wait:
                 path = self._begin(write)

@@ -63,13 +63,15 @@ class GroupEnv(ABC):
         return episodes
 
     async def evaluate(self, policy: Any, samples: Sequence[Sample], **sampling: Any) -> dict[str, float]:
-        """`{"eval/accuracy": share}` of the samples whose greedy episode succeeds, with the mean reward and turns; empty
-        without samples. An episode that could not be scored is left out and counted in `eval/unscored`."""
+        """`{"eval/accuracy": share}` of the samples whose greedy episode succeeds, with the mean reward and turns;
+        empty without samples. An episode that could not be scored is left out and counted in `eval/unscored`."""
         if not samples:
             return {}
         greedy = {"temperature": 0.0, **sampling}
         with phase("evaluate"):
-            plays = (self.play(policy, task, 1, number, evaluation=True, **greedy) for number, task in enumerate(samples))
+            plays = (
+                self.play(policy, task, 1, number, evaluation=True, **greedy) for number, task in enumerate(samples)
+            )
             episodes = [episode for group in await asyncio.gather(*plays) for episode in group]
         scored = [episode for episode in episodes if episode.outcome is not None]
         if not scored:

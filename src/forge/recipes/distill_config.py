@@ -9,7 +9,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
-from .schema import HELPERS, RecipeConfig, RewardConfig
+from .schema import RecipeConfig, RewardConfig
 
 
 class DistillSettings(Section):
@@ -33,8 +33,9 @@ class Services(Section):
     generator: Options = Options()
     trainer: Options = Options()
     ref_model: Options = Options()
-    reward: Options = HELPERS
-    dataset: Options = HELPERS
+    reward: Options = Options()
+    dataset: Options | None = None
+    """Null: in the controller's process."""
 
 
 class DistillConfig(RecipeConfig):
@@ -68,7 +69,7 @@ class DistillConfig(RecipeConfig):
                 "training.sync_interval does nothing in this recipe: the student samples with its newest weights",
             ),
             (
-                not self.eval.problems and (self.reward, self.services.reward) != (RewardConfig(), HELPERS),
+                not self.eval.problems and (self.reward, self.services.reward) != (RewardConfig(), Options()),
                 "reward and services.reward do nothing: eval.problems is 0, and the student learns from its teacher",
             ),
             (

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat
 from ..config import Section
 from ..controller import Options
 from ..data.config import PreferencesConfig
-from .schema import HELPERS, TrainingRecipe
+from .schema import TrainingRecipe
 
 
 class DPOSettings(Section):
@@ -24,7 +24,8 @@ class Services(Section):
 
     trainer: Options = Options()
     ref_model: Options = Options()
-    dataset: Options = HELPERS
+    dataset: Options | None = None
+    """Null: in the controller's process."""
 
 
 class DPOConfig(TrainingRecipe):

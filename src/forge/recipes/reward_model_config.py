@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import PreferencesConfig
-from .schema import HELPERS, TrainingRecipe
+from .schema import TrainingRecipe
 
 
 class ScoredPairsConfig(PreferencesConfig):
@@ -35,7 +35,8 @@ class Services(Section):
     """Placement of each component."""
 
     trainer: Options = Options()
-    dataset: Options = HELPERS
+    dataset: Options | None = None
+    """Null: in the controller's process."""
 
 
 class RewardModelConfig(TrainingRecipe):

@@ -6,13 +6,14 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from ..algorithms import Algorithm, Correction, load_algorithm
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
 from ..engines.interface import LONGEST
 from ..envs.config import EpisodeConfig
-from ..algorithms import Algorithm, Correction, load_algorithm
-from .schema import HELPERS, MetricsConfig, RecipeConfig, RewardConfig
+from ..plugin import resolve
+from .schema import MetricsConfig, RecipeConfig, RewardConfig
 
 
 class AlgorithmConfig(Section):
@@ -90,9 +91,11 @@ class Services(Section):
     trainer: Options = Options()
     critic: Options = Options()
     ref_model: Options = Options()
-    reward: Options = HELPERS
-    dataset: Options = HELPERS
-    replay_buffer: Options = HELPERS
+    reward: Options = Options()
+    dataset: Options | None = None
+    """Null: in the controller's process."""
+    replay_buffer: Options | None = None
+    """Null: in the controller's process."""
 
 
 class RolloutMetrics(MetricsConfig):
@@ -100,17 +103,33 @@ class RolloutMetrics(MetricsConfig):
     """Sampled rollouts of each step that are kept."""
 
 
-class GRPOConfig(RecipeConfig):
+class RLConfig(RecipeConfig):
     """Reinforcement learning."""
 
     dataset: DatasetConfig
-    algorithm: str = "grpo"
-    """A name of [algorithms.md](algorithms.md), or `package.module:Name`."""
+    algorithm: Any = "grpo"
+    """A name of [algorithms.md](algorithms.md), or `package.module:Name`; from Python also the object itself."""
     grpo: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     async_: AsyncConfig = AsyncConfig()
+    environment: Any = None
+    """What the policy acts in, in place of `reward`: `package.module:Name`, called without arguments for each episode
+    ([agents.md](agents.md)); from Python also the callable itself."""
+    episode: EpisodeConfig = EpisodeConfig()
     services: Services = Services()
     metrics: RolloutMetrics = RolloutMetrics()
+
+    @property
+    def multi_turn(self) -> bool:
+        """Whether the policy acts in an environment."""
+        return self.environment is not None
+
+    def make_environment(self) -> Any:
+        """What makes an environment. ValueError: the name is unknown, or it cannot be called."""
+        found = resolve(self.environment, "environment") if isinstance(self.environment, str) else self.environment
+        if not callable(found):
+            raise ConfigError(f"environment {self.environment!r} cannot be called: name what makes an environment")
+        return found
 
     def others(self) -> dict[str, str]:
         named = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
@@ -214,19 +233,19 @@ class GRPOConfig(RecipeConfig):
         room = self.training.seq_len - algo.max_tokens
         together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
         self.dataset.bound("max_prompt_tokens", room, together)
+        self._check_multi_turn() if self.multi_turn else self._check_single_turn()
         if self.eval.every % interval:
             raise ConfigError(
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
             )
 
+    def _check_single_turn(self) -> None:
+        if self.episode != EpisodeConfig():
+            raise ConfigError("episode does nothing: environment is not set")
 
-class AgentConfig(GRPOConfig):
-    """Reinforcement learning in environments, in place of `reward`."""
-
-    episode: EpisodeConfig = EpisodeConfig()
-
-    def _check(self) -> None:
-        super()._check()
+    def _check_multi_turn(self) -> None:
+        if self.environment is not None:
+            self.make_environment()
         if self.episode.max_tokens is None:
             self.episode.max_tokens = self.training.seq_len
         for bad, message in (
@@ -235,7 +254,7 @@ class AgentConfig(GRPOConfig):
                 f"episode.max_tokens must be at most training.seq_len = {self.training.seq_len}",
             ),
             (self.reward != RewardConfig(), "reward does nothing: the environment scores"),
-            (self.services.reward != HELPERS, "services.reward does nothing: the environment scores"),
+            (self.services.reward != Options(), "services.reward does nothing: the environment scores"),
             (
                 self.grpo.overlong_buffer != 0,
                 "grpo.overlong_buffer does nothing: an episode's length is not that of an answer",
@@ -249,23 +268,29 @@ class AgentConfig(GRPOConfig):
                 raise ConfigError(message)
 
     def limits(self) -> dict[str, Any]:
-        """Of an episode, for `forge.actors.Agent`."""
+        """Of an episode, for `forge.envs.MultiTurnEnv`."""
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
     def check_tokenizer(self, model: str) -> None:
+        if not self.multi_turn:
+            return
         from transformers import AutoConfig
 
         self.episode.dialogue(model)
-        holds = self.generator.max_seq_len or min(LONGEST, AutoConfig.from_pretrained(model).max_position_embeddings)
-        if self.limits()["max_tokens"] > holds:
+        longest = self.generator.max_seq_len or min(LONGEST, AutoConfig.from_pretrained(model).max_position_embeddings)
+        if self.limits()["max_tokens"] > longest:
             raise ConfigError(
-                f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {holds} "
+                f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {longest} "
                 "tokens that generators take: lower it, or raise generator.max_seq_len as far as the model allows"
             )
 
     def check_reward(self) -> None:
-        """The environment's is its own."""
+        if not self.multi_turn:
+            super().check_reward()
 
     @property
     def files(self) -> list[str]:
-        return [*super().files, *self.episode.files]
+        return [*super().files, *(self.episode.files if self.multi_turn else ())]
+
+
+GRPOConfig = RLConfig

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..config import ConfigError, Section
-from ..controller import Options
 from ..data.config import PreferencesConfig, RowsConfig
 from ..data.rewards.load import load_reward
 from ..engines.settings import EngineSettings
@@ -18,7 +17,6 @@ from ..verifiers.spec import VerifiersConfig
 
 # With `colocated`, those that live in the trainer's processes, on its devices.
 TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
-HELPERS = Options(share="helpers")
 
 
 class FromScratch(Section):
@@ -191,11 +189,6 @@ class CheckpointConfig(Section):
         """How many samples the data set keeps for a checkpoint, see `forge.actors.DatasetActor`."""
         return 1 << 16 if self.every else 0
 
-    @property
-    def how(self) -> dict[str, Any]:
-        """Settings for `forge.actors.save`."""
-        return {"keep": self.keep, "async_write": self.async_write}
-
     def due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is written after this step."""
         return self.every > 0 and (last or step % self.every == 0)
@@ -283,6 +276,8 @@ class TrainingRecipe(Section):
         several replicas. `idle` are not started."""
         for name in type(self.services).model_fields:
             placed, learns = self.services[name], name in ("trainer", "critic")
+            if placed is None:
+                continue
             if placed.procs != 1 and not learns:
                 raise ConfigError(f"services.{name}.procs must be 1: scale it with num_replicas")
             if placed.num_replicas != 1 and (learns or name in ("replay_buffer", "dataset")):

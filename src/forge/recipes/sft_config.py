@@ -8,7 +8,7 @@ from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import SupervisedConfig
 from ..engines.settings import EngineSettings
-from .schema import HELPERS, EvalConfig, RecipeConfig, RewardConfig, ServeConfig
+from .schema import EvalConfig, RecipeConfig, RewardConfig, ServeConfig
 
 
 class SFTEvalConfig(EvalConfig):
@@ -28,8 +28,9 @@ class Services(Section):
 
     generator: Options = Options()
     trainer: Options = Options()
-    reward: Options = HELPERS
-    dataset: Options = HELPERS
+    reward: Options = Options()
+    dataset: Options | None = None
+    """Null: in the controller's process."""
 
 
 class SFTConfig(RecipeConfig):
@@ -49,7 +50,7 @@ class SFTConfig(RecipeConfig):
         for bad, message in (
             (self.colocated, "colocated does nothing in this recipe: evaluation is the only time that it generates"),
             (
-                not exam and unread != (RewardConfig(), EngineSettings(), ServeConfig(), HELPERS, Options()),
+                not exam and unread != (RewardConfig(), EngineSettings(), ServeConfig(), Options()),
                 "reward, generator and serve do nothing: eval.accuracy is false, or eval.problems 0",
             ),
             (

@@ -16,7 +16,7 @@ from ..algorithms import Algorithm
 from ..algorithms.gae import gae, packed, padded, whiten
 from ..algorithms.terms import kl
 from ..data.packing import pack
-from ..observability import Reduce, record_metric
+from ..observability import Reduce, phase, record_metric
 from ..types import Batch, Episode, Group
 
 
@@ -32,7 +32,8 @@ def make_batch(groups: Sequence[Group], algorithm: Algorithm, version: int, **sh
     for group in groups:
         record_metric("policy_age", version - group.version)
         record_metric("policy_age", version - group.version, Reduce.MAX)
-    return skip_idle(pack(learnable(groups, algorithm), **shares), algorithm)
+    with phase("pack"):
+        return skip_idle(pack(learnable(groups, algorithm), **shares), algorithm)
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
@@ -60,6 +61,7 @@ def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
     return batch.select(np.flatnonzero(has_signal)) if has_signal.any() else batch
 
 
+@phase("credit")
 def assign(batch: Batch, algorithm: Algorithm) -> None:
     """Fill in token-level credit, in place: KL in the reward, GAE over a critic's values, whitening.
 

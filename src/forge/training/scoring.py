@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..types import Batch
 from .distributed import Ranks
+from .named import call_by_name
 
 
 @torch.no_grad()

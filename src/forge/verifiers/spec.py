@@ -17,6 +17,7 @@ from .rules import AnswerFrequency, Rule
 from .settings import JudgeSettings, ProcessRewardModelSettings, RewardModelSettings
 from .verifier import Verifier
 
+
 class VerifiersConfig(Section):
     """A panel of verifiers ([verifiers.md](verifiers.md)): of `reward.verifiers`, and of the file that `forge weaver
     score --verifiers` reads."""

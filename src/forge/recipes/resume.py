@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .config import Arguments, ConfigError, flat, read, to_dict
-from .observability.run import FINISHED, MARK, write_whole
+import yaml
+
+from ..config import Arguments, ConfigError, flat, read, to_dict
+from ..observability.run import FINISHED, MARK, write_whole
 
 T = TypeVar("T")
 
@@ -88,7 +90,7 @@ def find_start(cfg: Any, resume: str | None) -> Start:
         ConfigError: there is no complete checkpoint to go on from; what is there is another run, or further than
             `training.steps`.
     """
-    from .training import checkpoint
+    from ..training import checkpoint
 
     folder = Path(cfg.run.root) / cfg.run.name
     if resume == "auto" and not cfg.checkpoint.every:
@@ -99,7 +101,7 @@ def find_start(cfg: Any, resume: str | None) -> Start:
     if not there:
         if resume != "auto":
             raise ConfigError(f"--resume {folder}: it has no complete checkpoint, so there is nothing to go on from")
-        if not cfg.run.overwrite and not _came_to_nothing(cfg, folder):
+        if not cfg.run.overwrite and not _ended_early(cfg, folder):
             raise ConfigError(
                 f"{folder} holds an earlier run without a checkpoint to go on from: choose another run.name, or set "
                 "run.overwrite to true"
@@ -108,7 +110,7 @@ def find_start(cfg: Any, resume: str | None) -> Start:
         return Start(anew=True)
     if not cfg.checkpoint.every:
         raise ConfigError(f"--resume {folder} needs checkpoint.every: what is trained now could not be gone on from")
-    before = _left(cfg, folder)
+    before = _previous(folder)
     for name, was, now in changes(before, cfg):
         if not name.startswith(MAY_CHANGE):
             raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
@@ -122,23 +124,25 @@ def find_start(cfg: Any, resume: str | None) -> Start:
     return Start(str(there[-1]), step, finished)
 
 
-def _left(cfg: Any, folder: Path) -> Any:
+def _previous(folder: Path) -> dict[str, Any]:
+    """The configuration that a run has left, plain and by dotted name. It is not built again: objects that were passed
+    from Python are in it by name."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {folder}: it has no config.yaml")
-    return read(type(cfg), folder / "config.yaml")
+    return flat(yaml.safe_load((folder / "config.yaml").read_text()))
 
 
-def _came_to_nothing(cfg: Any, folder: Path) -> bool:
-    """It is the same run, and was ended before its first checkpoint."""
-    before = _left(cfg, folder)
+def _ended_early(cfg: Any, folder: Path) -> bool:
+    """It is the same run, and ended before its first checkpoint."""
+    before = _previous(folder)
     same = all(name.startswith(MAY_CHANGE) for name, _, _ in changes(before, cfg))
-    return same and before.checkpoint.every > 0 and not (folder / FINISHED).exists()
+    return same and before["checkpoint.every"] > 0 and not (folder / FINISHED).exists()
 
 
-def changes(before: Any, after: Any) -> list[tuple[str, Any, Any]]:
-    """Name, old and new value of what differs between two configurations."""
-    old, new = flat(to_dict(before)), flat(to_dict(after))
-    return [(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]
+def changes(before: dict[str, Any], cfg: Any) -> list[tuple[str, Any, Any]]:
+    """Name, old and new value of what differs between the configuration that a run has left and this one."""
+    now = flat(to_dict(cfg))
+    return [(name, before.get(name), now.get(name)) for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
 def write_origin(folder: Path, models: list[str], data: list[str]) -> None:

@@ -9,55 +9,70 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .config import Arguments, to_dict
-from .controller import ForgeError, run
-from .data.config import RowsConfig
-from .models import build_small_model, resolve_model
-from .observability import Run
-from .observability.lock import RunLock
-from .observability.run import check_free
-from .recipes.schema import EvalConfig
+from ..config import Arguments, ConfigError, to_dict
+from ..controller import ForgeError, run
+from ..data.config import RowsConfig
+from ..models import build_small_model, resolve_model
+from ..observability import Run
+from ..observability.lock import RunLock
+from ..observability.run import check_free
+from ..store import VersionStore, use
+from ..training.checkpoint import CheckpointFailed
+from .components import Job
 from .resume import Start, check_origin, find_start, read_config, write_origin
-from .store import VersionStore, use
+from .schema import EvalConfig
 
-Main = Callable[..., Coroutine[Any, Any, None]]
+Recipe = Callable[..., Coroutine[Any, Any, None]]
 
 
-def launch(main: Main, config_type: type[Any], argv: list[str] | None = None) -> None:
-    """Read the configuration, check model and data, then run `main(cfg, model, held_out, record, store)`.
+def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None) -> None:
+    """Read the configuration of a command line and run `recipe(cfg, job)`. Bad input ends the program with one line.
 
-    `model` is the model's local folder, `held_out` the problems to evaluate on, `record` the run's folder and `store`
-    carries weights from trainer to generators. Bad input ends the program with one line and starts nothing.
-
-    `--resume runs/x` goes on with a run from its newest checkpoint, `--resume auto` with the one that is configured if
-    there is something to go on from. Afterwards `record.start` is the step to start at.
+    `--resume runs/x` resumes a run from its newest checkpoint, `--resume auto` the one that is configured if there is
+    something to resume. Afterwards `job.record.start` is the step to start at.
     """
+    try:
+        arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
+        execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise SystemExit(f"error: {error}") from error
+    except (ConfigError, BadInput, ForgeError, CheckpointFailed) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+class BadInput(Exception):
+    """A run cannot start: what is wrong and what to do, in one line. Nothing was started."""
+
+
+def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
+    """Check everything, run a recipe to its end, and close everything that it has opened.
+
+    Returns:
+        the run's folder.
+
+    Raises:
+        BadInput: the model, the data or the folder do not allow the run; nothing was started.
+        ForgeError, CheckpointFailed, OSError: what the run ended with. Whatever else the recipe raises.
+    """
+    folder = Path(cfg.run.root) / cfg.run.name
     with ExitStack() as closing:
         try:
-            arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
-            cfg: Any = read_config(config_type, arguments)
-            closing.callback(RunLock(Path(cfg.run.root) / cfg.run.name).close)
-            start = find_start(cfg, arguments.resume)
+            closing.callback(RunLock(folder).close)
+            start = find_start(cfg, resume)
             if start.finished:
-                print(f"{cfg.run.root}/{cfg.run.name} is finished: it ended after step {start.step}")
-                return
+                print(f"{folder} is finished: it ended after step {start.step}")
+                return folder
             model, held_out, record = prepare(cfg, start)
         except (ValueError, OSError, ImportError) as error:
-            raise SystemExit(f"error: {error}") from None
+            raise BadInput(str(error)) from error
         closing.callback(record.close)
         use(store := VersionStore.create())
         closing.callback(store.close)
-        from .training.checkpoint import CheckpointFailed
-
-        try:
-            run(main(cfg, model, held_out, record, store))
-        except (ForgeError, CheckpointFailed) as error:
-            raise SystemExit(f"error: {error}") from error
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise SystemExit(f"error: {error}") from error
-            raise
+        run(recipe(cfg, Job(model, held_out, record, store)))
         record.finish()
+    return folder
 
 
 def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
@@ -96,7 +111,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     if start.checkpoint is None:
         write_origin(folder, [model, *others], local(cfg.files))
     else:
-        record.say(f"going on from {start.checkpoint}")
+        record.say(f"resuming from {start.checkpoint}")
     return model, held_out, record
 
 
@@ -152,7 +167,7 @@ def check_data(dataset: RowsConfig, evaluation: EvalConfig, model: str, seed: in
     """
     from transformers import AutoTokenizer
 
-    from .data.load import load_data
+    from ..data.load import load_data
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     training = load_data(tokenizer, kind=dataset.kind, seed=seed, **dataset)

@@ -1,3 +1,0 @@
-from forge.recipes.distill_config import DistillConfig
-
-__all__ = ["DistillConfig"]

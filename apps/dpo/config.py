@@ -1,3 +1,0 @@
-from forge.recipes.dpo_config import DPOConfig
-
-__all__ = ["DPOConfig"]

@@ -1,3 +1,0 @@
-from forge.recipes.rl_config import GRPOConfig
-
-__all__ = ["GRPOConfig"]

@@ -1,3 +1,0 @@
-from forge.recipes.reward_model_config import RewardModelConfig
-
-__all__ = ["RewardModelConfig"]

@@ -1,3 +1,0 @@
-from forge.recipes.sft_config import SFTConfig
-
-__all__ = ["SFTConfig"]

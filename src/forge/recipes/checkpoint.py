@@ -1,0 +1,82 @@
+"""The state of a run: saved in checkpoints while rollouts continue, and restored from them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..controller.handle import Handle
+from ..observability import Reduce, Run, record_metric
+from ..observability.metrics import on_the_clock
+
+
+@dataclass
+class RunState:
+    """The components whose state belongs to a checkpoint.
+
+    Args:
+        buffer, critic: None for recipes without one.
+        reward: one that learns: its replicas have `state_dict` and `load_state_dict`.
+    """
+
+    trainer: Handle
+    dataset: Handle
+    buffer: Handle | None = None
+    critic: Handle | None = None
+    reward: Handle | None = None
+
+    async def save(self, record: Run, *, keep: int = 2, async_write: bool = False) -> None:
+        """Write a checkpoint of the trainer with the state of the others; what was logged before stays with it.
+
+        Rollouts in flight are not part of it. `resume` has them done again.
+
+        Args:
+            keep: how many of the newest checkpoints stay.
+            async_write: return as soon as the state is copied in memory.
+
+        Raises:
+            CheckpointFailed: this one, or the one before it that was not waited for, could not be written.
+        """
+        with on_the_clock("checkpoint"):
+            await asyncio.to_thread(record.sync)
+            state: dict[str, Any] = {}
+            # In this order: what the buffer has seen was handed out before the position of the dataset. What comes into
+            # the buffer between the two counts as in flight.
+            if self.buffer is not None:
+                state["buffer"] = await self.buffer.state_dict.route()
+            seen = None if self.buffer is None else state["buffer"]["seen"]
+            state["dataset"] = await self.dataset.state_dict.route(seen)
+            if self.reward is not None:
+                state["reward"] = await self.reward.state_dict.fanout()
+            if self.critic is not None:
+                # Written whole before the trainer's, which makes it count. The trainer may still be writing the one
+                # before this, and has not removed what is older: two more are kept.
+                await self.critic.save_checkpoint.call(f"{record.checkpoints}/critic", None, keep + 2)
+            await self.trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
+
+    async def resume(self, record: Run) -> None:
+        """Restore the checkpoint that the run resumes from, if it does.
+
+        The dataset hands out again the samples that the buffer had not seen. Those that are no longer known are counted
+        in `dropped/forgotten`.
+        """
+        if record.resume is None:
+            return
+        state = await self.trainer.load_checkpoint.route(record.resume)
+        if self.critic is not None:
+            name = Path(record.resume).stem
+            await self.critic.load_checkpoint.route(str(Path(record.checkpoints) / "critic" / name))
+        if self.reward is not None and state.get("reward"):
+            await self.reward.load_state_dict.fanout(state["reward"])
+        if self.buffer is None:
+            await self.dataset.load_state_dict.route(state["dataset"])
+            return
+        # What was dropped after the last row before the checkpoint: the process that had counted it is gone.
+        for reason, number in state["buffer"]["dropped"].items():
+            logged = sum(row.get(f"dropped/{reason}", 0.0) for row in record.history)
+            if number > logged:
+                record_metric(f"dropped/{reason}", number - logged, Reduce.SUM)
+        forgotten = await self.dataset.load_state_dict.route(state["dataset"], state["buffer"]["seen"])
+        await self.buffer.load_state_dict.route(state["buffer"], forgotten)

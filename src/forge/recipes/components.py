@@ -1,0 +1,194 @@
+"""The components of a recipe, placed and set up as its configuration says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
+from ..algorithms import Algorithm, ValueLoss
+from ..controller import drain_metrics
+from ..controller.handle import Handle
+from ..envs.group import GroupEnv, SingleTurnEnv
+from ..observability import Run
+from ..store import VersionStore
+from .checkpoint import RunState
+
+
+class Job(NamedTuple):
+    """What `launch` prepares for a recipe: the model's local folder to start from, the held-out items to evaluate on,
+    the run's folder, and the store that carries weights from the trainer to generators."""
+
+    model: str
+    held_out: list[Any]
+    record: Run
+    store: VersionStore
+
+    async def end_step(
+        self,
+        cfg: Any,
+        state: RunState,
+        step: int,
+        metrics: dict[str, float],
+        evaluate: Callable[[], Awaitable[dict[str, float]]],
+        done: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Evaluate, log and write a checkpoint, whichever is due after this step; step 0 is before the first.
+
+        Args:
+            done: whether training ends here although steps are left; asked once the step is logged.
+        """
+        last = step == cfg.training.steps
+        if last or step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
+            metrics = metrics | await evaluate()
+        self.record.log(step, await drain_metrics(), **metrics)
+        if step and cfg.checkpoint.due(step, last or done()):
+            await state.save(self.record, keep=cfg.checkpoint.keep, async_write=cfg.checkpoint.async_write)
+
+
+@dataclass
+class RLComponents:
+    """What the RL recipe works with. `reference` and `critic` are None where the algorithm needs none."""
+
+    dataset: Handle
+    buffer: Handle
+    policy: Handle
+    trainer: Handle
+    env: GroupEnv
+    reference: Handle | None
+    critic: Handle | None
+    state: RunState
+
+
+MakeEnv = Callable[[Any, Job], Coroutine[Any, Any, GroupEnv]]
+
+
+async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv | None = None) -> RLComponents:
+    """Start all components of the RL recipe and restore the checkpoint it resumes from.
+
+    Args:
+        make_env: makes the environment from the configuration; None: the reward of the configuration, or its
+            `environment`.
+    """
+    temperature, age = cfg.grpo.temperature, cfg.async_.max_policy_age
+    sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
+    single_turn = make_env is None and cfg.environment is None
+    parts: list[Any] = await asyncio.gather(
+        dataset(cfg, job),
+        replay_buffer(cfg, job, algorithm),
+        generator(cfg, job, **sampling),
+        trainer(cfg, job, algorithm, store=job.store, temperature=temperature, max_policy_age=age),
+        reward(cfg) if single_turn else nothing(),
+        reference(cfg, cfg.grpo.reference or job.model, temperature) if algorithm.needs_reference else nothing(),
+        critic(cfg, job) if algorithm.needs_critic else nothing(),
+    )
+    data, buffer, policy, trained, rewards, frozen, valued = parts
+    env = SingleTurnEnv(rewards) if single_turn else await (make_env or multi_turn_env)(cfg, job)
+    state = RunState(trained, data, buffer, valued, rewards if cfg.reward.learns else None)
+    await state.resume(job.record)
+    return RLComponents(data, buffer, policy, trained, env, frozen, valued, state)
+
+
+async def nothing() -> None:
+    """In place of a component that the run does not need."""
+
+
+async def multi_turn_env(cfg: Any, job: Job) -> GroupEnv:
+    """The environment that the configuration names."""
+    from ..envs.group import MultiTurnEnv
+
+    return MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(job.model), **cfg.limits())
+
+
+async def dataset(cfg: Any, job: Job, *, in_turn: bool = False) -> Handle:
+    """The stream of data: in this process, or where `services.dataset` places it.
+
+    Args:
+        in_turn: what it hands out has been trained on whenever a checkpoint is written, so that nothing is ever handed
+            out again.
+    """
+    settings = {
+        "kind": cfg.dataset.kind,
+        "seed": cfg.seed,
+        "remember": 0 if in_turn else cfg.checkpoint.remember,
+        **cfg.dataset,
+    }
+    if cfg.services.dataset is None:
+        return await DatasetActor.as_local(job.model, **settings)
+    return await DatasetActor.options(**cfg.placement("dataset")).as_actor(job.model, **settings)
+
+
+async def replay_buffer(cfg: Any, job: Job, algorithm: Algorithm) -> Handle:
+    """Where rollouts wait, for two batches of each version that may be in flight: in this process, or where
+    `services.replay_buffer` places it."""
+    batch_size = cfg.training.batch_size
+    settings = {
+        "capacity": 2 * batch_size * (cfg.async_.max_policy_age + 1),
+        "seed": cfg.seed,
+        "replace": algorithm.dynamic_sampling * batch_size,
+        "batch_size": batch_size,
+        "steps": cfg.training.steps,
+        "start": job.record.start,
+        "max_policy_age": cfg.async_.max_policy_age,
+        "order": cfg.async_.order,
+    }
+    if cfg.services.replay_buffer is None:
+        return await ReplayBuffer.as_local(**settings)
+    return await ReplayBuffer.options(**cfg.placement("replay_buffer")).as_actor(**settings)
+
+
+async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
+    """The policy that samples, with what differs from the defaults of `forge.types.Sampling`; served to others as well
+    where `serve` says so."""
+    options, at = Generator.options(**cfg.placement("generator")), None
+    if cfg.serve.port is not None:
+        from ..serve.server import bind
+
+        at = bind(cfg.serve.host, cfg.serve.port)
+    policy = await options.as_service(job.model, store=job.store, **sampling, **cfg.generator)
+    if at is not None:
+        from transformers import AutoTokenizer
+
+        from ..serve import Server  # its import was checked with the configuration
+
+        server = Server(policy, AutoTokenizer.from_pretrained(job.model), cfg.run.name)
+        job.record.say(f"{cfg.run.name} is served at {await server.beside(at)}")
+    return policy
+
+
+async def trainer(cfg: Any, job: Job, loss: Callable[..., Any], *, service: str = "trainer", **more: Any) -> Handle:
+    """A trainer under `services.<service>`; further settings are those of `forge.actors.Trainer`. A second trainer of
+    a run, such as a critic, keeps its checkpoints in a folder of its own."""
+    folder = job.record.checkpoints if service == "trainer" else f"{job.record.checkpoints}/{service}"
+    settings = {
+        "optimizer": cfg.training.optimizer(),
+        "backend": cfg.trainer.backend,
+        "parallelism": {**cfg.parallelism},
+        "colocated": getattr(cfg, "colocated", False),
+        "recovery": folder if cfg.checkpoint.every else None,
+        "lora": None if cfg.lora is None else {**cfg.lora},
+        **cfg.training.trainer(),
+    }
+    return await Trainer.options(**cfg.placement(service)).as_actor(job.model, loss=loss, **(settings | more))
+
+
+async def critic(cfg: Any, job: Job) -> Handle:
+    """A trainer of values beside the policy's, from `critic.model` or the policy's own start."""
+    optimizer = cfg.training.optimizer() | {"learning_rate": cfg.critic.learning_rate}
+    own = {"service": "critic", "report": "critic", "head": "value", "backend": "fsdp", "optimizer": optimizer}
+    start = job if cfg.critic.model is None else job._replace(model=cfg.critic.model)
+    return await trainer(cfg, start, ValueLoss(cfg.critic.clip), **own)
+
+
+async def reward(cfg: Any) -> Handle:
+    """The reward functions."""
+    return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())
+
+
+async def reference(cfg: Any, model: str, temperature: float = 1.0) -> Handle:
+    """A frozen model that scores batches."""
+    return await ReferenceModel.options(**cfg.placement("ref_model")).as_service(
+        model, seq_len=cfg.training.seq_len, temperature=temperature, dtype=cfg.training.dtype
+    )

@@ -1,0 +1,59 @@
+"""On-policy distillation: the student samples, and its teacher scores every token of it.
+
+Sampling and training take turns. Rewards play no part in training: they decide how many held-out answers are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..algorithms import Distill
+from ..data.packing import pack
+from ..envs.group import SingleTurnEnv
+from ..types import Episode
+from . import components
+from .checkpoint import RunState
+from .components import Job
+from .distill_config import DistillConfig
+
+
+async def train(cfg: DistillConfig, job: Job) -> None:
+    settings, record = cfg.distill, job.record
+    loss = Distill(settings.clip_high, entropy_coef=cfg.training.entropy_coef)
+    dataset, student, trainer, teacher, reward = await asyncio.gather(
+        components.dataset(cfg, job, in_turn=True),
+        components.generator(cfg, job, temperature=settings.temperature, max_tokens=settings.max_tokens),
+        components.trainer(cfg, job, loss, store=job.store, temperature=settings.temperature, max_policy_age=0),
+        components.reference(cfg, settings.teacher, settings.temperature),
+        components.reward(cfg),
+    )
+    state = RunState(trainer, dataset)
+    await state.resume(record)
+
+    async def sampled() -> list[Episode]:
+        samples = await asyncio.gather(*(dataset.sample.route() for _ in range(cfg.training.batch_size)))
+        prompts = sorted((sample.prompt for sample in samples), key=lambda prompt: prompt.index)
+        answers = await asyncio.gather(
+            *(student.generate.route(p, n=settings.n_samples, seed=cfg.seed + 1_000_003 * p.index) for p in prompts)
+        )
+        return [Episode(completion, advantage=0.0) for completions in answers for completion in completions]
+
+    async def publish(version: int) -> None:
+        await trainer.push_weights.call(version)
+        await student.update_weights.fanout(version)
+
+    async def evaluate() -> dict[str, float]:
+        return await SingleTurnEnv(reward).evaluate(student, job.held_out)
+
+    await publish(record.start)
+    if record.start == 0:
+        await job.end_step(cfg, state, 0, {}, evaluate)
+    for step in range(record.start + 1, cfg.training.steps + 1):
+        batch = pack(await sampled(), **cfg.shares)
+        if cfg.colocated:
+            await student.release.fanout()
+        batch.ref_logprobs = await teacher.logprobs.route(batch)
+        metrics = await trainer.train_step.route(batch)
+        await publish(step)
+        await job.end_step(cfg, state, step, metrics, evaluate)
+    await trainer.export_model.call(record.model)

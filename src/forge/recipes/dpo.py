@@ -1,0 +1,49 @@
+"""Direct preference optimisation: of two answers the preferred one becomes more likely than it was, against the other.
+
+The reference is the model that training starts from. No reward model and no sampling: pairs in, a policy out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from ..algorithms import DPOLoss
+from ..data.packing import pack
+from ..training.scoring import evaluate_pairs
+from ..types import Batch, Episode
+from . import components
+from .checkpoint import RunState
+from .components import Job
+from .dpo_config import DPOConfig
+
+
+async def train(cfg: DPOConfig, job: Job) -> None:
+    loss, record = DPOLoss(**cfg.dpo), job.record
+    dataset, trainer, reference = await asyncio.gather(
+        components.dataset(cfg, job, in_turn=True),
+        components.trainer(cfg, job, loss),
+        components.reference(cfg, job.model),
+    )
+    state = RunState(trainer, dataset)
+    await state.resume(record)
+
+    async def compared(pairs: Sequence[Episode]) -> Batch:
+        batch = pack(pairs, aggregation="sequence_mean", unit=2)
+        batch.ref_logprobs = await reference.logprobs.route(batch)
+        return batch
+
+    held_out = await compared([answer for pair in job.held_out for answer in pair]) if job.held_out else None
+
+    async def evaluate() -> dict[str, float]:
+        if held_out is None:
+            return {}
+        return evaluate_pairs(loss, held_out, logprobs=await trainer.logprobs.route(held_out))
+
+    if record.start == 0:
+        await job.end_step(cfg, state, 0, {}, evaluate)
+    for step in range(record.start + 1, cfg.training.steps + 1):
+        pairs = await dataset.pairs.route(cfg.training.batch_size)
+        metrics = await trainer.train_step.route(await compared(pairs))
+        await job.end_step(cfg, state, step, metrics, evaluate)
+    await trainer.export_model.call(record.model)

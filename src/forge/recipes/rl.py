@@ -1,0 +1,80 @@
+"""RL with verifiable rewards: two loops that meet in a replay buffer. `algorithm` chooses the loss and its advantages.
+
+    prompts -> rollouts (policy + environment) -> replay buffer -> training -> new weights -> policy
+
+Rollouts sample a group of episodes for each prompt and store them. Training takes a batch, improves the policy and
+hands the new weights to the generators. `async.max_policy_age` says how far rollouts may run ahead: at 0 the two take
+turns, above it they overlap; the code is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..controller import first_to_end
+from ..data.rewards import overlong_penalty
+from ..training import credit
+from ..types import Group, Sample
+from .components import Job, MakeEnv, start_rl
+from .rl_config import RLConfig
+
+
+async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> None:
+    """Train `job.model` as configured.
+
+    Args:
+        make_env: makes the environment; None: the configuration's reward, or its `environment`.
+    """
+    algorithm, record, rollout_settings = cfg.load_algorithm(), job.record, cfg.grpo
+    c = await start_rl(cfg, job, algorithm, make_env)
+
+    async def rollouts() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await c.buffer.admit.route()  # waits while max_policy_age versions ahead of the trainer
+                tasks.create_task(rollout(await c.dataset.sample.route()))
+
+    async def rollout(sample: Sample) -> None:
+        prompt, target = sample
+        seed = cfg.seed + 1_000_003 * prompt.index
+        episodes = await c.env.rollout(c.policy, sample, n=rollout_settings.n_samples, seed=seed)
+        await c.buffer.add.route(Group(episodes, prompt.index, target, prompt.text))
+
+    async def training() -> None:
+        for version in record.steps(cfg.training.steps):
+            groups = await c.buffer.sample.route(version, cfg.training.batch_size)
+            record.log_rollouts(version + 1, groups[: cfg.metrics.rollouts])
+            metrics = await train_step(groups, version)
+            step = version + 1
+            if step == cfg.training.steps or step % cfg.training.sync_interval == 0:
+                await publish(step)
+            await job.end_step(cfg, c.state, step, metrics, evaluate)
+
+    async def train_step(groups: list[Group], version: int) -> dict[str, float]:
+        overlong_penalty(groups, rollout_settings.max_tokens, rollout_settings.overlong_buffer)
+        batch = credit.make_batch(groups, algorithm, version, **cfg.shares(algorithm))  # advantages, packing
+        if cfg.colocated:
+            await c.policy.release.fanout()
+        if c.reference is not None:
+            batch.ref_logprobs = await c.reference.logprobs.route(batch)
+        if c.critic is not None:
+            batch.values = await c.critic.predict.route(batch)
+        credit.assign(batch, algorithm)  # GAE, KL in the reward, whitening
+        metrics = await c.trainer.train_step.route(batch)
+        if c.critic is not None:
+            metrics |= await c.critic.train_step.route(batch)
+        return metrics
+
+    async def publish(version: int) -> None:
+        await c.trainer.push_weights.call(version)
+        await c.policy.update_weights.fanout(version)
+        await c.buffer.advance.route(version)
+
+    async def evaluate() -> dict[str, float]:
+        return await c.env.evaluate(c.policy, job.held_out)
+
+    await publish(record.start)
+    if record.start == 0:
+        await job.end_step(cfg, c.state, 0, {}, evaluate)
+    await first_to_end(training(), rollouts())
+    await c.trainer.export_model.call(record.model)

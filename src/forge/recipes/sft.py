@@ -1,0 +1,57 @@
+"""Supervised fine-tuning: cross-entropy on conversations, prompts with answers or plain text, of one or more datasets.
+
+Ends after `training.steps`, or as soon as held-out accuracy reaches `eval.stop_at`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..algorithms import SFTLoss
+from ..data.packing import pack
+from ..data.supervised import as_samples
+from ..envs.group import SingleTurnEnv
+from . import components
+from .checkpoint import RunState
+from .components import Job
+from .sft_config import SFTConfig
+
+
+async def train(cfg: SFTConfig, job: Job) -> None:
+    record, held_out = job.record, job.held_out
+    aggregation = cfg.training.aggregation or "token_mean"
+    samples_answers = cfg.eval.accuracy and bool(held_out)
+    dataset, trainer, policy, reward = await asyncio.gather(
+        components.dataset(cfg, job, in_turn=True),
+        components.trainer(cfg, job, SFTLoss(), store=job.store, aggregation=aggregation),
+        components.generator(cfg, job, max_tokens=cfg.eval.max_tokens) if samples_answers else components.nothing(),
+        components.reward(cfg) if samples_answers else components.nothing(),
+    )
+    state = RunState(trainer, dataset)
+    await state.resume(record)
+    samples = as_samples(held_out, job.model)
+    step = record.start
+
+    async def evaluate() -> dict[str, float]:
+        if not held_out:
+            return {}
+        batch = pack(held_out, aggregation=aggregation)
+        metrics = {"eval/loss": -float((batch.weights * await trainer.logprobs.route(batch)).sum())}
+        if policy is None:
+            return metrics
+        await trainer.push_weights.call(step)
+        await policy.update_weights.fanout(step)
+        return metrics | await SingleTurnEnv(reward).evaluate(policy, samples)
+
+    def done() -> bool:
+        return record.history[-1].get("eval/accuracy", -1.0) >= cfg.eval.stop_at
+
+    if record.start == 0:
+        await job.end_step(cfg, state, 0, {}, evaluate)
+    for step in range(record.start + 1, cfg.training.steps + 1):
+        if done():
+            break
+        episodes = await dataset.supervised.route(cfg.training.batch_size)
+        metrics = await trainer.train_step.route(episodes)
+        await job.end_step(cfg, state, step, metrics, evaluate, done)
+    await trainer.export_model.call(record.model)
