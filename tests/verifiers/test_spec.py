@@ -84,7 +84,7 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"process_reward_models": [{"path": "m", "marker": "z", "good": "+"}]}, "both good and bad"),
         ({"process_reward_models": [{"path": "m", "marker": "z", "separator": "("}]}, "not a regular expression"),
         ({"distilled": [{"path": "tests"}]}, r"distilled\[0\].path: tests holds no distilled verifier"),
-        ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\]: votes"),
+        ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\].votes must be at least 1, got 0"),
         ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"'judges\[0\].prices\[1\]' must be set"),
         ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
         ({"math": True, "cache": "no/such/folder/cache"}, "folder of no/such/folder/cache"),
