@@ -21,6 +21,11 @@ TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
 HELPERS = Options(share="helpers")
 
 
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of the completions of prompt `index` in a run of this seed; far apart for neighbouring prompts."""
+    return seed + 1_000_003 * index
+
+
 class FromScratch(Section):
     """A small Qwen3-architecture model with a character tokenizer, made from the seed."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..files import written_aside
 from .scoring import Problem
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
@@ -15,13 +15,10 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 
 def write_problems(path: str | Path, problems: Sequence[Problem]) -> None:
     """One line a problem, with what is known of it; written aside and renamed."""
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
+    with written_aside(Path(path)) as aside, aside.open("w", encoding="utf-8") as file:
         for problem in problems:
             known = {name: value for name in FIELDS if (value := getattr(problem, name)) is not None}
             file.write(json.dumps(known, default=list) + "\n")
-    aside.replace(path)
 
 
 def read_problems(path: str | Path) -> list[Problem]:
