@@ -214,5 +214,5 @@ def test_an_update_that_is_not_finite_leaves_those_before_it(model: Path):
 
 @pytest.mark.parametrize("settings", [{"mini_batches": 0}, {"epochs": 0}])
 def test_settings_that_mean_nothing_are_refused(model: Path, settings: dict[str, int]):
-    with pytest.raises(ValueError, match="(mini_batches|epochs) must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"(mini_batches|epochs) must be at least 1, got 0"):
         make_trainer(model, **settings)

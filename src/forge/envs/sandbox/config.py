@@ -12,7 +12,7 @@ class SandboxConfig(Section):
     """Settings of `forge.envs.sandbox.Sandbox` ([sandbox.md](sandbox.md))."""
 
     level: str = "auto"
-    """`namespaces`, `landlock` or `bubblewrap`; `auto`: the first of these that holds here; `none` needs `allow_unsafe`."""
+    """`namespaces`, `landlock` or `bubblewrap`; `auto`: the first that holds here; `none` needs `allow_unsafe`."""
     workers: int = 2
     """Programs at once; each session has one of its own besides."""
     memory_mb: int = 512
