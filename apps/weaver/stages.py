@@ -20,6 +20,7 @@ from forge.config import to_dict
 from forge.data.load import load_data
 from forge.data.rewards.load import load_reward
 from forge.models import resolve_model
+from forge.recipes.schema import sample_seed
 from forge.types import Sample
 from forge.verifiers import Panel, Rule
 from forge_weaver import Aggregator, Problem, ScoreTable, fit_table, score_table
@@ -65,7 +66,7 @@ async def collect(cfg: WeaverConfig, model: str, samples: Sequence[Sample]) -> l
         model, temperature=how.temperature, max_tokens=how.max_tokens, **cfg.generator
     )
     drawn = await asyncio.gather(
-        *(policy.generate.route(p, n=how.n_samples, seed=cfg.seed + 1_000_003 * p.index) for p, _ in samples)
+        *(policy.generate.route(p, n=how.n_samples, seed=sample_seed(cfg.seed, p.index)) for p, _ in samples)
     )
     await policy.stop()
     return [

@@ -300,7 +300,8 @@ def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
         wanted = "not empty"
     elif kind == "literal_error":
         known = choices_in(hint)
-        return f"{where} must be one of {', '.join(map(str, known))}; got {value!r}{nearest(value, known)}"
+        near = nearest(value, known).partition("; known here")[0]  # they are named already
+        return f"{where} must be one of {', '.join(map(str, known))}; got {value!r}{near}"
     return f"{where or 'the configuration'} must be {wanted}, got {value!r:.80}"
 
 

@@ -89,7 +89,7 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"plugins": [{"use": "forge_weaver:Distilled"}]}, r"plugins\[0\].path' must be set"),
         ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "credit": "some"}]}, r"plugins\[0\].credit: .*'all' or"),
         ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "sandbox": {"memry_mb": 1}}]}, "did you mean 'memory_mb'"),
-        ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\]: votes"),
+        ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\].votes must be at least 1, got 0"),
         ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"'judges\[0\].prices\[1\]' must be set"),
         ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
         ({"math": True, "cache": "no/such/folder/cache"}, "folder of no/such/folder/cache"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ..files import write_atomic
 from ..types import Group
 from .console import Progress
 from .metrics import Clock, Snapshot, phase
@@ -67,7 +68,7 @@ class Run:
         if resume:
             cut(self.folder / "rollouts.jsonl", start)
         self._done.unlink(missing_ok=True)
-        write_whole(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
+        write_atomic(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False), durable=True)
         self._metrics = (self.folder / MARK).open("a")
         self._rollouts = (self.folder / "rollouts.jsonl").open("a")
         self._board = _summary_writer(self.folder / "tensorboard", start + 1) if tensorboard else None
@@ -187,7 +188,7 @@ class Run:
         except OSError as error:  # a full disk; what the run ended with is more important
             print(f"trace and report of {self.folder} could not be written: {error}", flush=True)
         if self._finished:
-            write_whole(self._done, "")
+            write_atomic(self._done, "", durable=True)
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
@@ -230,24 +231,8 @@ def cut(path: Path, last: int) -> list[dict[str, Any]]:
         if row["step"] > last:
             break
         kept.append(row)
-    write_whole(path, "".join(f"{line}\n" for line in lines[: len(kept)]))
+    write_atomic(path, "".join(f"{line}\n" for line in lines[: len(kept)]), durable=True)
     return kept
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file aside and rename it: whoever is killed here leaves the old or the new."""
-    aside = path.with_name(f"{path.name}.unfinished")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    # The name too must be there after a power cut.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _summary_writer(folder: Path, first: int):

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import yaml
 
 from ..config import Arguments, ConfigError, flat, read, to_dict
-from ..observability.run import FINISHED, MARK, write_whole
+from ..files import write_atomic
+from ..observability.run import FINISHED, MARK
 
 T = TypeVar("T")
 
@@ -147,7 +148,7 @@ def changes(before: dict[str, Any], cfg: Any) -> list[tuple[str, Any, Any]]:
 
 def write_origin(folder: Path, models: list[str], data: list[str]) -> None:
     """Write down what the run is made from: the models, and the data as far as they are local files."""
-    write_whole(folder / ORIGIN, json.dumps(_origin(models, data), indent=1))
+    write_atomic(folder / ORIGIN, json.dumps(_origin(models, data), indent=1), durable=True)
 
 
 def check_origin(folder: Path, models: list[str], data: list[str]) -> None:

@@ -19,6 +19,11 @@ from ..verifiers.spec import VerifiersConfig
 TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
 
 
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of the completions of prompt `index` in a run of this seed; far apart for neighbouring prompts."""
+    return seed + 1_000_003 * index
+
+
 class FromScratch(Section):
     """A small Qwen3-architecture model with a character tokenizer, made from the seed."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import operator
-import os
 import shutil
 import threading
 import time
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..files import write_atomic
 from . import errors
 from .boxes import Box, local_boxes, whole, writes
 from .manifest import Manifest, Shard, copy_and_hash
@@ -183,7 +183,7 @@ class Attempt:
 
     def add(self, part: Manifest) -> bool:
         """Write this rank's part; whether all are there now."""
-        write_text(self._part(self._ranks.rank), part.to_json())
+        write_atomic(self._part(self._ranks.rank), part.to_json())
         return not self.absent() and not self._result.exists()
 
     def give_up(self, reason: str) -> None:
@@ -205,7 +205,7 @@ class Attempt:
 
     def end(self, outcome: Any) -> None:
         """Leave word: a version, or the kind and text of an error."""
-        write_text(self._result, json.dumps(outcome))
+        write_atomic(self._result, json.dumps(outcome))
 
     def outcome(
         self, locked: Callable[[], AbstractContextManager], publish: Callable[[list[Manifest]], int], timeout: float
@@ -266,10 +266,3 @@ class Attempt:
 
     def _gone(self, rank: int) -> Path:
         return self._place / f"{rank}.gone"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, there whole or not at all."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    aside.write_text(text)
-    os.replace(aside, path)

@@ -22,10 +22,11 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from ..files import write_atomic
 from ..janitor import Scratch
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest
-from .parts import Attempt, Part, Ranks, write_text
+from .parts import Attempt, Part, Ranks
 from .protocol import Store
 from .segments import Segments, lock, locked
 from .snapshot import Snapshot
@@ -295,7 +296,7 @@ class VersionStore(Store):
             raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
         # Known before it can be used: who uses it must be able to identify it.
         self._note(key, [(number, manifest.digest)])
-        write_text(folder / f"v{number}.json", manifest.to_json())
+        write_atomic(folder / f"v{number}.json", manifest.to_json())
         self._drop(folder, [*versions, number][: -self.keep])
         self.segments.reclaim(self._referenced())
         return number
@@ -322,7 +323,7 @@ class VersionStore(Store):
     def _note(self, key: str, identities: list[tuple[int, str]]) -> None:
         path = self._folder(key) / "identities"
         lines = (_read(path) or "").splitlines() + [f"{version} {digest}" for version, digest in identities]
-        write_text(path, "".join(f"{line}\n" for line in lines[-IDENTITIES:]))
+        write_atomic(path, "".join(f"{line}\n" for line in lines[-IDENTITIES:]))
 
     def _missing(self, key: str, version: int | None) -> MissingVersion:
         if not self.exists(key):

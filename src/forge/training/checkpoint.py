@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from ..files import sync
 from .distributed import Ranks
 from .trainer import PolicyTrainer
 
@@ -93,12 +94,12 @@ class Content:
 
         def rename() -> None:
             replaced = self.final.with_suffix(REPLACED)
-            _sync(aside)
+            sync(aside)
             if self.final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.replace(self.final, replaced)
             os.replace(aside, self.final)
-            _sync(self.final.parent)
+            sync(self.final.parent)
             shutil.rmtree(replaced, ignore_errors=True)
 
         self._together(prepare, group, lead=True)
@@ -148,15 +149,6 @@ def _bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, outlast a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def prune(folder: str | Path, keep: int, written: str | Path) -> None:
@@ -252,11 +244,11 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         trainer.policy.save(aside, weights, words)
         words.save_pretrained(aside)
         for file in aside.iterdir():
-            _sync(file)
-        _sync(aside)
+            sync(file)
+        sync(aside)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     _barrier(trainer)
 
 
