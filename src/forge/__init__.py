@@ -1,7 +1,29 @@
-"""forge: reinforcement-learning post-training of language models in PyTorch.
+"""RL post-training of language models on PyTorch and Monarch.
+
+    import forge
+    result = forge.train("Qwen/Qwen3-0.6B", dataset="openai/gsm8k", reward=my_reward, algorithm="dapo", steps=200)
 
 Importing this package imports nothing heavy; each part is imported where it is used (`forge.losses`,
-`forge.actors`, `forge.controller`, ...).
+`forge.controller`, ...).
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+# What is imported on first use, and from where.
+_HOMES = {
+    **dict.fromkeys(("train", "sft", "dpo", "evaluate", "generate", "Result"), "forge.api"),
+    **dict.fromkeys(("Completion", "Episode", "Group", "Prompt", "Sample"), "forge.types"),
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'forge' has no attribute {name!r}")

@@ -172,8 +172,22 @@ def build(cls: type[T], values: Any, where: str = "") -> T:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Plain data of a configuration, for writing it down; `build` reads it back."""
-    return config.model_dump(by_alias=True)
+    """Plain data of a configuration, for writing it down; `build` reads it back. Objects that were passed from Python
+    are written as `module:name`, rows as their number and digest."""
+    return _plain(config.model_dump(by_alias=True))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(value, "describe"):
+        return value.describe()
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:

@@ -39,11 +39,12 @@ def resolve(name: str, what: str, home: str | None = None) -> Any:
         raise ValueError(f"{what} {name!r} was not found ({error}); write package.module:Name") from error
 
 
-def construct(target: Callable[..., Any], settings: Mapping[str, Any], where: str) -> Any:
+def construct(target: Callable[..., Any], settings: Mapping[str, Any], where: str, known: Iterable[str] = ()) -> Any:
     """`target(**settings)`, where the settings come from a file: names and types are checked against its signature.
 
     Args:
         where: the configuration key, for errors.
+        known: further keys that stand beside the settings, for the hint of an error.
 
     Raises:
         ValueError: an unknown or missing setting, a wrong type, or what `target` itself raises (ValueError, TypeError).
@@ -65,7 +66,7 @@ def construct(target: Callable[..., Any], settings: Mapping[str, Any], where: st
         if all(p.kind is not p.VAR_KEYWORD for p in found):
             break
     if unknown := [name for name in settings if name not in parameters]:
-        raise ValueError(f"unknown key {f'{where}.{unknown[0]}'!r}{nearest(unknown[0], parameters)}")
+        raise ValueError(f"unknown key {f'{where}.{unknown[0]}'!r}{nearest(unknown[0], [*parameters, *known])}")
     if missing := [n for n, p in parameters.items() if p.default is p.empty and n not in settings]:
         raise ValueError(f"{f'{where}.{missing[0]}'!r} must be set")
     values: dict[str, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from ..plugin import construct, resolve
@@ -37,13 +38,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 
-def load_algorithm(algorithm: Any, **settings: Any) -> Algorithm:
+def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any) -> Algorithm:
     """An algorithm of this library by name, or one of your own, by `package.module:Name` or as an object.
 
     Your own is an `Algorithm` (class or instance), an `nn.Module` (class or instance) or a function over named tensors,
     see `forge.algorithms`. What is not an `Algorithm` is trained with GRPO's advantages.
 
     Args:
+        known: further keys that stand beside the settings in a file, for the hint of an error.
         settings: fields of the algorithm, arguments of the module's constructor, or further arguments of the function.
 
     Raises:
@@ -60,7 +62,7 @@ def load_algorithm(algorithm: Any, **settings: Any) -> Algorithm:
     if not callable(found):
         raise ValueError(f"algorithm {algorithm!r} is neither a class nor a function")
     if inspect.isclass(found):
-        found, settings = construct(found, settings, "grpo"), {}
+        found, settings = construct(found, settings, "grpo", known), {}
     if isinstance(found, Algorithm):
         if settings:
             raise ValueError(f"{where} is an object and has its settings: leave out {', '.join(settings)}")

@@ -11,7 +11,8 @@ from .errors import (
     ServiceStopped,
     Unrecoverable,
 )
-from .lifetime import first_to_end, run
+from .lifetime import first_to_end, run, run_in_thread
+from .local import Local
 from .options import Options
 from .runtime import drain_metrics, runtime, shutdown
 from .service import ReplicaStatus, Service, ServiceStatus
@@ -21,6 +22,7 @@ __all__ = [
     "CallTimeout",
     "ForgeActor",
     "ForgeError",
+    "Local",
     "Options",
     "PoisonRequest",
     "RemoteError",
@@ -35,6 +37,7 @@ __all__ = [
     "first_to_end",
     "request_id",
     "run",
+    "run_in_thread",
     "runtime",
     "shutdown",
 ]

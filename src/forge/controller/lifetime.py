@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from .errors import ForgeError
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 # How long `main` may take over its own clean-up after it was told to stop.
 STOP_PATIENCE = 5.0
+# Stops the run of this process; None where there is none.
+_interrupt: Callable[[], Any] | None = None
 
 
 async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
@@ -54,6 +57,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 async def _run(main: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
+    global _interrupt
 
     def on_signal(number: signal.Signals) -> None:
         if interrupted.done():
@@ -61,6 +65,7 @@ async def _run(main: Coroutine[Any, Any, T]) -> T:
         print(f"\n{number.name}: stopping (once more to stop at once)", file=sys.stderr)
         interrupted.set_result(number)
 
+    _interrupt = lambda: loop.call_soon_threadsafe(on_signal, signal.SIGINT)  # noqa: E731
     # Python handles signals in the main thread alone; a run in another thread ends with its caller.
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -81,4 +86,24 @@ async def _run(main: Coroutine[Any, Any, T]) -> T:
             raise SystemExit(128 + interrupted.result())
         return task.result()
     finally:
+        _interrupt = None
         await shutdown()
+
+
+def run_in_thread(work: Callable[[], T]) -> T:
+    """`work()`, which calls `run`, in a thread of its own: for callers whose thread has a running event loop, such as a
+    notebook's. Ctrl-C in the caller's thread stops the run.
+
+    Raises:
+        what `work` raised.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="forge-run") as pool:
+        future = pool.submit(work)
+        while True:
+            try:
+                return future.result()
+            except KeyboardInterrupt:
+                if future.done():
+                    raise
+                if _interrupt is not None:
+                    _interrupt()

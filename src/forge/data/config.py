@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveInt
 
 from ..config import ConfigError, Section, build
+from .files import Rows
 
 
 class RowsConfig(Section):
@@ -14,7 +15,7 @@ class RowsConfig(Section):
 
     kind: ClassVar[Literal["prompts", "supervised", "preferences"]]
 
-    path: str | None = None
+    path: str | Rows | None = None
     """.json, .jsonl or .parquet file, a folder that `datasets` loads, or a hub id (`pip install 'torchforge[data]'` for
     all but JSON)."""
     task: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from forge.data.files import Row
+from forge.data.files import Row, Rows
 from forge.data.prompts import PromptFormat
 from forge.data.stream import RowStream
 from forge.types import Prompt, Sample
@@ -36,7 +36,7 @@ class PromptDataset(RowStream[Sample]):
 
     def __init__(
         self,
-        path: str | None = None,
+        path: str | Rows | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase,
         prompt_field: str | None = None,

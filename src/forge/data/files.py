@@ -6,8 +6,9 @@ Rows are numbered from 1 in every message, as lines are.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,34 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _FILE_SUFFIXES = {*_BUILDERS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", ".yaml", ".pkl"}
 
 
-def open_rows(path: str, *, split: str, subset: str | None = None) -> Sequence[Row]:
+class Rows(Sequence[Row]):
+    """Rows that were passed from Python, in place of a path: mappings, or a `datasets.Dataset`."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = [dict(row) for row in rows]
+        if not self._rows:
+            raise ValueError("the dataset is empty: it has no rows")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def describe(self) -> str:
+        """Number and digest: what a run's configuration keeps of them."""
+        digest = hashlib.sha256(json.dumps(self._rows, default=str).encode()).hexdigest()
+        return f"<{len(self)} rows from Python, sha256 {digest[:16]}>"
+
+
+def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Sequence[Row]:
     """All rows of a .json, .jsonl or .parquet file (`split` does not apply), a folder or a hub id, with random access.
 
     A folder is one written by `datasets` or one of data files. FileNotFoundError, ValueError or ImportError says
     in one line what is wrong; a malformed line is named by file and number.
     """
+    if isinstance(path, Rows):
+        return list(path)
     place = _local(path)
     if place is None or place.is_dir():
         rows = _load(path, place, split=split, subset=subset, streaming=False)

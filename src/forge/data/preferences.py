@@ -6,7 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge.data.chat import ChatFormat, Message, messages
-from forge.data.files import Row
+from forge.data.files import Row, Rows
 from forge.data.prompts import QUESTION_FIELDS, PromptFormat, plain
 from forge.data.sources import load_task
 from forge.data.stream import RowStream
@@ -52,7 +52,7 @@ class PreferenceDataset(RowStream[Pair]):
 
     def __init__(
         self,
-        path: str | None = None,
+        path: str | Rows | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase,
         chosen_field: str = "chosen",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from forge.data.files import Row, open_rows, open_stream
+from forge.data.files import Row, Rows, open_rows, open_stream
 from forge.data.sources import Source, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class RowStream(ABC, Generic[T]):
 
     def __init__(
         self,
-        path: str | None = None,
+        path: str | Rows | None = None,
         *,
         limit: int | None,
         too_long: str,
@@ -64,17 +64,17 @@ class RowStream(ABC, Generic[T]):
             *most, last = map(repr, self.TOO_LONG)
             raise ValueError(f"too_long must be {', '.join(most)} or {last}, not {too_long!r}")
         self._limit, self._too_long, self._epochs = limit, too_long, epochs
-        self._name = task or str(path)
+        self._name = task or (path if isinstance(path, str) else "dataset")
         self._source: Source
         if task is not None:
             self._source = TaskRows(task, split=split, seed=seed, difficulty=difficulty)
-        elif streaming:
-            place = str(path)
+        elif streaming and isinstance(path, str):
             self._source = StreamedRows(
-                lambda: open_stream(place, split=split, subset=subset), shuffle=shuffle, seed=seed
+                lambda: open_stream(path, split=split, subset=subset), shuffle=shuffle, seed=seed
             )
         else:
-            self._source = StoredRows(open_rows(str(path), split=split, subset=subset), shuffle=shuffle, seed=seed)
+            assert path is not None
+            self._source = StoredRows(open_rows(path, split=split, subset=subset), shuffle=shuffle, seed=seed)
         self._identity: dict[str, Any] = {"task": task, "split": split, "seed": seed, "shuffle": shuffle}
         if task is not None:
             self._identity["difficulty"] = difficulty if isinstance(difficulty, int) else list(difficulty)

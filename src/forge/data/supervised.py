@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from forge.data.chat import MESSAGE_FIELDS, ChatFormat, TrainOn, messages
-from forge.data.files import Row
+from forge.data.files import Row, Rows
 from forge.data.prompts import PromptFormat, plain
 from forge.data.stream import RowStream
 from forge.types import Episode, Prompt, Sample
@@ -46,7 +46,7 @@ class SupervisedDataset(RowStream[Episode]):
 
     def __init__(
         self,
-        path: str | None = None,
+        path: str | Rows | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase,
         messages_field: str | None = None,

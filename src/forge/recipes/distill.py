@@ -15,6 +15,7 @@ from . import components
 from .checkpoint import RunState
 from .components import Job
 from .distill_config import DistillConfig
+from .schema import sample_seed
 
 
 async def train(cfg: DistillConfig, job: Job) -> None:
@@ -34,7 +35,7 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         samples = await asyncio.gather(*(dataset.sample.route() for _ in range(cfg.training.batch_size)))
         prompts = sorted((sample.prompt for sample in samples), key=lambda prompt: prompt.index)
         answers = await asyncio.gather(
-            *(student.generate.route(p, n=settings.n_samples, seed=cfg.seed + 1_000_003 * p.index) for p in prompts)
+            *(student.generate.route(p, n=settings.n_samples, seed=sample_seed(cfg.seed, p.index)) for p in prompts)
         )
         return [Episode(completion, advantage=0.0) for completions in answers for completion in completions]
 

@@ -42,7 +42,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
         raise SystemExit(f"error: {error}") from error
 
 
-class BadInput(Exception):
+class BadInput(ValueError):
     """A run cannot start: what is wrong and what to do, in one line. Nothing was started."""
 
 

@@ -17,6 +17,7 @@ from ..training import credit
 from ..types import Group, Sample
 from .components import Job, MakeEnv, start_rl
 from .rl_config import RLConfig
+from .schema import sample_seed
 
 
 async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> None:
@@ -36,7 +37,7 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> Non
 
     async def rollout(sample: Sample) -> None:
         prompt, target = sample
-        seed = cfg.seed + 1_000_003 * prompt.index
+        seed = sample_seed(cfg.seed, prompt.index)
         episodes = await c.env.rollout(c.policy, sample, n=rollout_settings.n_samples, seed=seed)
         await c.buffer.add.route(Group(episodes, prompt.index, target, prompt.text))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..algorithms import Algorithm, Correction, load_algorithm
 from ..config import ConfigError, Section
@@ -17,8 +17,10 @@ from .schema import MetricsConfig, RecipeConfig, RewardConfig
 
 
 class AlgorithmConfig(Section):
-    """Sampling, and the settings of the algorithm, whose own default null stands for; a setting that it does not have
-    is an error."""
+    """Sampling, and the settings of the algorithm: every field of its class is a key here, such as `clip_high` or
+    `beta` ([algorithms.md](algorithms.md)). A setting that the algorithm does not have is an error."""
+
+    model_config = ConfigDict(extra="allow")
 
     n_samples: PositiveInt = 8
     """Completions of a prompt."""
@@ -26,14 +28,6 @@ class AlgorithmConfig(Section):
     """Of sampling; the trainer scores the same distribution."""
     max_tokens: PositiveInt = 512
     """Most tokens of a completion; of one turn in an environment."""
-    clip_low: float | None = None
-    """Lower bound of the importance ratio, 1 - low."""
-    clip_high: float | None = None
-    """Upper bound of the importance ratio, 1 + high."""
-    beta: float | None = None
-    """Weight of the KL to a frozen model; above 0 starts one."""
-    normalize: bool | None = None
-    """Divide advantages by the group's standard deviation."""
     horizon: PositiveInt | None = None
     """Tokens, of aggregation `fixed_horizon`; null: `max_tokens`."""
     overlong_buffer: NonNegativeInt = 0
@@ -50,12 +44,11 @@ class AlgorithmConfig(Section):
     correction_high: float = 2.0
     """Upper bound."""
     loss: dict[str, Any] = Field(default_factory=dict)
-    """Further settings of the algorithm, such as `{dual_clip: 3.0, kl: k2}`."""
+    """Settings of an algorithm of your own whose names are taken here."""
 
     def settings(self) -> dict[str, Any]:
         """Of the algorithm's constructor, as far as they are set."""
-        named = {name: self[name] for name in ("clip_low", "clip_high", "beta", "normalize")}
-        settings = {name: value for name, value in named.items() if value is not None}
+        settings = dict(self.model_extra or {})
         if self.correction is not None:
             bounds = self.correction_level, self.correction_low, self.correction_high
             settings["correction"] = None if self.correction == "none" else Correction(self.correction, *bounds)
@@ -147,7 +140,7 @@ class RLConfig(RecipeConfig):
                 raise ConfigError("training.entropy_coef and grpo.loss.entropy_coef are the same setting: keep one")
             settings["entropy_coef"] = self.training.entropy_coef
         try:
-            return load_algorithm(self.algorithm, **settings)
+            return load_algorithm(self.algorithm, known=AlgorithmConfig.model_fields, **settings)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -189,11 +182,11 @@ class RLConfig(RecipeConfig):
             (
                 algorithm.on_policy and updates > 1,
                 f"{self.algorithm} takes every sample as the policy's own, which holds for the first update of a step "
-                "only: set grpo.loss.clip_ratio or grpo.correction, or make one update",
+                "only: set grpo.clip_ratio or grpo.correction, or make one update",
             ),
             (
-                not algorithm.beta and bool({"kl", "kl_in"} & algo.loss.keys()),
-                "grpo.loss.kl and grpo.loss.kl_in do nothing: grpo.beta is 0",
+                not algorithm.beta and bool({"kl", "kl_in"} & algo.settings().keys()),
+                "grpo.kl and grpo.kl_in do nothing: grpo.beta is 0",
             ),
             (
                 not algorithm.uses_rewards and algo.overlong_buffer > 0,
