@@ -15,7 +15,7 @@ from forge.engines import EngineSettings
 from forge.recipes.distill_config import DistillConfig
 from forge.recipes.dpo_config import DPOConfig
 from forge.recipes.reward_model_config import RewardModelConfig
-from forge.recipes.rl_config import AgentConfig, GRPOConfig
+from forge.recipes.rl_config import GRPOConfig
 from forge.recipes.sft_config import SFTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ CONFIGS = {
     "grpo": GRPOConfig,
     "reward_model": RewardModelConfig,
     "sft": SFTConfig,
-    "tools": AgentConfig,
+    "tools": GRPOConfig,
     "weaver": WeaverConfig,
 }
 

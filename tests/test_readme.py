@@ -52,7 +52,7 @@ def test_every_configuration_key_is_described():
     from forge.config import keys_of, section_in
     from forge.controller import Options
     from forge.recipes.dpo_config import DPOConfig
-    from forge.recipes.rl_config import AgentConfig
+    from forge.recipes.rl_config import RLConfig
     from forge.recipes.sft_config import SFTConfig
 
     def undescribed(section):
@@ -63,4 +63,4 @@ def test_every_configuration_key_is_described():
             elif inner is None and not field.description:
                 yield f"{section.__name__}.{key}"
 
-    assert not {key for recipe in (AgentConfig, SFTConfig, DPOConfig, Options) for key in undescribed(recipe)}
+    assert not {key for recipe in (RLConfig, SFTConfig, DPOConfig, Options) for key in undescribed(recipe)}

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from forge.actors import Generator, Trainer
-from forge.actors.identity import POLICY, Identities, StaleWeights, UnknownWeights, check_age, check_current
+from forge.actors.identity import POLICY, Identities, UnknownWeights, check_current
+from forge.actors.staleness import Staleness, StaleWeights
 from forge.controller import endpoint, run
 from forge.data.packing import pack
 from forge.losses import ReinforceLoss
@@ -228,13 +229,13 @@ def test_what_the_trainer_takes_and_refuses(store):
 
 def test_ages_are_those_of_the_tokens():
     for versions, age in (([5, 5], 0), ([4, 5], 1), ([2, 5], 3)):
-        check_age(batch(versions, {}), 5, age)
+        Staleness(age).check(batch(versions, {}), 5)
         if age:
             with pytest.raises(StaleWeights, match=rf"version {min(versions)} sampled \(g\[0\]\): max_policy_age is"):
-                check_age(batch(versions, {}), 5, age - 1)
+                Staleness(age - 1).check(batch(versions, {}), 5)
     with pytest.raises(StaleWeights, match=r"step 5 was given tokens that version 6 sampled .*in the future"):
-        check_age(batch([5, 6], {}), 5, 3)
-    check_age(pack([Episode(prompt_ids=[1], response_ids=[2], advantage=1.0)]), 5, 0)
+        Staleness(3).check(batch([5, 6], {}), 5)
+    Staleness(0).check(pack([Episode(prompt_ids=[1], response_ids=[2], advantage=1.0)]), 5)
     assert np.array_equal(batch([1], {}).versions, [-1, -1, 1])
 
 

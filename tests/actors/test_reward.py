@@ -39,7 +39,7 @@ def ensemble(tmp_path_factory):
 
 
 def checked(path, **settings):
-    RewardConfig(functions=[{"use": "forge_weaver:Ensemble", "path": str(path), **settings}]).check()
+    RewardConfig(functions=[{"use": "forge_weaver:Ensemble", "path": str(path), **settings}]).open()
 
 
 def rewards(actor, group=GROUP, target="cba"):
@@ -193,7 +193,7 @@ def test_an_ensemble_of_choices_is_no_reward(tmp_path):
 
 def test_programs_are_run_in_the_sandbox():
     verifiers = VerifiersConfig(plugins=[{"use": "forge_sandbox:CodeVerifier", "credit": "share"}])
-    verifiers.validate()
+    verifiers.check_sources()
     actor = started(RewardActor(verifiers=verifiers))
     tests = json.dumps([{"call": "f(2)", "value": "4"}, {"call": "f(3)", "value": "9"}])
     programs = ["def f(x):\n    return x * x", "def f(x):\n    return x + x", "print(1"]

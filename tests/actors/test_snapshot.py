@@ -5,34 +5,28 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
-from forge.actors.contents import Contents, Seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.actors import DatasetActor, Window
-from forge.controller import ActorContext
+from forge.actors import DatasetActor, ReplayBuffer
+from forge.actors.replay_buffer import Seen
+from forge.controller import ActorContext, Unrecoverable
 from forge.data.dataset import PromptDataset
 from forge.data.tokenizer import character_tokenizer
 from forge.types import Group
-from tests.actors.respawn import request
 from tests.actors.test_replay_buffer import episode
 
 TOKENIZER = character_tokenizer()
 TASK = {"task": "apps.toys.words:Reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
 
 
-def dataset(incarnation: int = 0, **settings: Any) -> DatasetActor:
+def dataset(**settings: Any) -> DatasetActor:
     """A dataset with its tokenizer at hand."""
     actor = DatasetActor("", **settings)
-    actor.context = ActorContext("DatasetActor", incarnation=incarnation)
-    actor.ledger.begin()
     actor.dataset = PromptDataset(tokenizer=TOKENIZER, **TASK)
-    if incarnation:
-        actor.on_respawn()
     return actor
 
 
@@ -60,47 +54,55 @@ class World:
 
     def begin(self) -> None:
         self.dataset = dataset(remember=self.remember)
-        self.buffer = Contents(self.age, self.order, 0)
-        self.step = held = 0
-        if self.saved is not None:
-            self.step, buffer, data = copy.deepcopy(self.saved)
-            forgotten = self.dataset.load_state_dict(data, buffer["seen"])
-            self.buffer.load_state_dict(buffer)
-            self.buffer.forget(forgotten)
-            held = len(self.buffer.items)
+        self.step = 0 if self.saved is None else self.saved[0]
+        self.buffer = ReplayBuffer(
+            2 * self.batch * (self.age + 1),
+            max_policy_age=self.age,
+            order=self.order,
+            batch_size=self.batch,
+            steps=self.steps,
+            start=self.step,
+        )
         self.version = self.step
-        self.window = Window(self.batch, self.age, self.steps, self.version, held)
         self.flying: list[tuple[int, int]] = []
         del self.trained[self.step :]
 
+    async def restore(self) -> None:
+        if self.saved is not None:
+            _, buffer, data = copy.deepcopy(self.saved)
+            forgotten = self.dataset.load_state_dict(data, buffer["seen"])
+            await self.buffer.load_state_dict(buffer, forgotten)
+
     async def launch(self) -> bool:
-        if not self.window._open():
+        if not self.open():
             return False
-        await self.window.admit()
+        await self.buffer.admit()
         self.flying.append((self.dataset.sample().prompt.index, self.version))
         return True
 
+    def open(self) -> bool:
+        return self.buffer._admits_rollout()
+
     async def land(self, which: int, scored: bool = True) -> None:
-        if self.flying and len(self.buffer.items) < 2 * self.batch * (self.age + 1):
+        if self.flying and len(self.buffer.items) < self.buffer.capacity:
             index, version = self.flying.pop(which % len(self.flying))
-            if not self.buffer.add(Group([episode(0, version, 1.0 if scored else None)], index)):
-                await self.window.refund(1)
+            await self.buffer.add(Group([episode(0, version, 1.0 if scored else None)], index))
 
     async def train(self) -> bool:
-        await self.window.refund(self.buffer.expire(self.step))
+        await self.buffer.expire(self.step)
         if self.step == self.steps or len(self.buffer.items) < self.batch:
             return False
-        groups = self.buffer.take(self.batch)
+        groups = await self.buffer.sample(self.step, self.batch)
         assert all(0 <= self.step - group.version <= self.age for group in groups)
         self.trained.append([group.index for group in groups])
         self.step += 1
         if self.step % self.sync == 0 or self.step == self.steps:
             self.version = self.step
-            await self.window.advance(self.step)
+            await self.buffer.advance(self.step)
         return True
 
     async def snapshot(self, landing: int) -> None:
-        buffer = copy.deepcopy(self.buffer.state_dict())
+        buffer = copy.deepcopy(await self.buffer.state_dict())
         for _ in range(landing):  # while the two states are taken
             await self.land(0)
             await self.launch()
@@ -117,7 +119,7 @@ class World:
         dropped = self.buffer.dropped
         assert len(gone) == dropped["unscored"] + dropped["too_old"] + dropped["forgotten"]
         assert dropped["repeated"] == 0
-        assert self.window.admitted == self.step * self.batch + len(self.buffer.items) + len(self.flying)
+        assert self.buffer.admitted == self.step * self.batch + len(self.buffer.items) + len(self.flying)
 
 
 moves = st.one_of(
@@ -156,16 +158,17 @@ def test_kills_and_resumes(history: list, batch: int, age: int, sync: int, order
                     await world.snapshot(number)
                 case "kill":
                     world.begin()
+                    await world.restore()
             world.check()
         while world.step < world.steps:
             moved = await world.launch()
             while world.flying and len(world.buffer.items) < 2 * batch * (age + 1):
                 await world.land(0)
             moved |= await world.train()
-            assert moved or world.window._open(), "the run stands still"
+            assert moved or world.open(), "the run stands still"
             world.check()
         assert [len(step) for step in world.trained] == [batch] * world.steps
-        assert not world.window._open()
+        assert not world.open()
 
     asyncio.run(main())
 
@@ -200,40 +203,73 @@ def test_without_word_of_what_was_seen_the_stream_goes_on():
     assert second.sample() == first.sample()
 
 
-@pytest.mark.parametrize("floor", [0, 1 << 20])
-def test_a_dataset_that_is_killed_after_a_resume(tmp_path: Path, floor: int):
-    """Whatever is to be handed out again is handed out once, and is remembered for the next snapshot."""
-    earlier, calm = dataset(), dataset()
-    for _ in range(4):
-        earlier.sample()
-    state, seen = earlier.state_dict(), Seen(0, {2})
-    calm.load_state_dict(copy.deepcopy(state), seen)
-
-    def make(incarnation: int) -> DatasetActor:
-        actor = dataset(incarnation, journal=str(tmp_path / "journal"))
-        actor.ledger.FLOOR = floor  # type: ignore[misc]
-        return actor
-
-    hit = make(0)
-    with request("load"):
-        hit.load_state_dict(copy.deepcopy(state), seen)
-        hit = make(1)
-        assert hit.load_state_dict(copy.deepcopy(state), seen) == []
-    for number in range(2, 8):
-        with request(str(number)):
-            expected = calm.sample()
-            assert hit.sample() == expected
-            hit = make(number)
-            assert hit.sample() == expected
-        assert hit.state_dict() == calm.state_dict()
+@pytest.mark.parametrize("component", [DatasetActor("x"), ReplayBuffer()])
+def test_as_a_service_its_loss_ends_the_run_and_says_how_to_continue(component: Any):
+    component.context = ActorContext(type(component).__name__, incarnation=1)
+    with pytest.raises(Unrecoverable, match="resume the run from its last checkpoint"):
+        component.on_respawn()
 
 
 def test_a_group_that_comes_again_is_dropped_and_counted():
-    contents = Contents(None, "fifo", 0)
-    group = Group([episode(0), episode(1)], 4)
-    assert contents.add(group)
-    contents.take(1)
-    assert not contents.admits(group)
-    assert not contents.add(group)
-    assert contents.dropped["repeated"] == 1
-    assert all(contents.add(Group([episode(0), episode(1)])) for _ in range(2))  # without an index
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        group = Group([episode(0), episode(1)], 4)
+        assert await buffer.add(group)
+        await buffer.sample(0, 1)
+        assert not await buffer.add(group)
+        assert (await buffer.counts())["repeated"] == 1
+        for _ in range(2):
+            assert await buffer.add(Group([episode(0), episode(1)]))  # without an index
+
+    asyncio.run(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch_size=st.integers(1, 5), age=st.integers(0, 4), steps=st.integers(1, 8), seed=st.randoms(use_true_random=False)
+)
+def test_no_rollout_is_older_than_allowed_and_none_is_surplus(batch_size: int, age: int, steps: int, seed: Any):
+    async def main() -> None:
+        buffer = ReplayBuffer(batch_size=batch_size, max_policy_age=age, steps=steps)
+        started: list[int] = []  # the version served when each rollout started
+
+        async def rollouts() -> None:
+            while True:
+                await buffer.admit()
+                started.append(buffer.served)
+
+        task = asyncio.create_task(rollouts())
+        for version in range(steps):
+            for _ in range(seed.randint(1, 3)):
+                await asyncio.sleep(0)
+            while len(started) < (version + 1) * batch_size:
+                await asyncio.sleep(0)
+            await buffer.advance(version + 1)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        task.cancel()
+        assert len(started) == steps * batch_size
+        for number, version in enumerate(started):
+            assert number // batch_size - version <= age
+            assert age or number // batch_size == version
+
+    asyncio.run(main())
+
+
+def test_what_is_dropped_is_admitted_again():
+    async def main() -> None:
+        buffer = ReplayBuffer(batch_size=2, max_policy_age=0, steps=1)
+        for _ in range(2):
+            await buffer.admit()
+        third = asyncio.create_task(buffer.admit())
+        await asyncio.sleep(0)
+        assert not third.done()
+        assert not await buffer.add(episode(0, reward=None))
+        await asyncio.wait_for(third, 20)
+
+    asyncio.run(main())
+
+
+def test_a_negative_age_is_an_error():
+    with pytest.raises(ValueError, match="at least 0"):
+        ReplayBuffer(max_policy_age=-1)
