@@ -1,6 +1,6 @@
-"""How far probabilities can be taken at their word, and how to mend them with labels.
+"""Calibration metrics (Brier, log loss, AUC, ECE), Platt recalibration and penalised logistic regression.
 
-All functions take arrays of one shape, such as [problems, responses], and leave out what has no probability or no
+All metrics take arrays of one shape, such as [problems, responses], and leave out what has no probability or no
 label (NaN). Labels are 1 and 0, or but for the ROC curve anything between. ValueError where nothing is left.
 """
 
@@ -11,10 +11,40 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .logistic import logistic_regression
+from .em import logit, sigmoid
 from .normalise import mid_ranks
-from .prior import logit, sigmoid
 from .table import check_labels
+
+
+def logistic_regression(
+    x: np.ndarray, labels: np.ndarray, pull: np.ndarray, centre: np.ndarray, steps: int = 50
+) -> np.ndarray:
+    """[columns] the maximum of the likelihood less pull / 2 (line - centre)^2, by Newton's method with halved steps.
+
+    Args:
+        x: [responses, columns]
+        labels: [responses] 1 or 0.
+        pull, centre: [columns], pull positive: then the maximum is one point, separable labels or not.
+    """
+    sign = 2 * labels - 1
+
+    def loss(line: np.ndarray) -> float:
+        return float(np.logaddexp(0, -sign * (x @ line)).sum() + 0.5 * (pull * (line - centre) ** 2).sum())
+
+    line = np.array(centre, dtype=np.float64)
+    now = loss(line)
+    for _ in range(steps):
+        p = sigmoid(x @ line)
+        gradient = x.T @ (p - labels) + pull * (line - centre)
+        step = np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + np.diag(pull), gradient)
+        size = 1.0
+        while (then := loss(line - size * step)) > now and size > 1e-6:
+            size /= 2
+        if now - then < 1e-10 * (1 + abs(now)):
+            break
+        line, now = line - size * step, then
+    return line
+
 
 BINS = 15
 EDGE = 1e-6

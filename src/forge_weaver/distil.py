@@ -20,7 +20,7 @@ from forge.models import quiet_loading
 from forge.verifiers.reward_model import RewardModel
 
 from .calibration import Recalibration, auc, ece
-from .prior import sigmoid
+from .em import sigmoid
 from .selection import selection_accuracy
 from .table import ScoreTable
 from .verifiers import DISTILLED

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from forge_weaver import ScoreTable
 from forge_weaver.calibration import Recalibration, auc, bootstrap, brier, ece, log_loss, reliability
-from forge_weaver.dependence import problem_correlation, residual_correlation, within_problems
-from forge_weaver.em import Counts, isotonic, log_ratios
+from forge_weaver.correlated import problem_correlation, residual_correlation, within_problems
+from forge_weaver.em import Counts, Prior, isotonic, log_ratios, sigmoid
 from forge_weaver.normalise import (
     NormalScores,
     bin_edges,
@@ -24,8 +24,6 @@ from forge_weaver.normalise import (
     to_bins,
     verdicts,
 )
-from forge_weaver.prior import Prior, sigmoid
-from forge_weaver.published import loss, minimise
 from forge_weaver.selection import (
     abstention,
     accuracy_against_k,
@@ -35,7 +33,7 @@ from forge_weaver.selection import (
     vote_accuracy,
     weighted_vote,
 )
-from forge_weaver.triplets import median_products, signed
+from forge_weaver.verdict_models import loss, median_products, minimise, signed
 
 few = settings(max_examples=40, deadline=None)
 NAN = float("nan")

@@ -65,7 +65,16 @@ for line in sys.stdin:
         print("this line is not JSON", flush=True)
         send({"id": [number], "result": {}})  # nor is this one's number one
         version = "1999-01-01" if HOW == "old" else params["protocolVersion"]
-        send({"id": number, "result": {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {"name": "s", "version": "1"}}})
+        send(
+            {
+                "id": number,
+                "result": {
+                    "protocolVersion": version,
+                    "capabilities": {"tools": {}},
+                    "serverInfo": {"name": "s", "version": "1"},
+                },
+            }
+        )
     elif method == "ping" and HOW == "no ping":
         send({"id": number, "error": {"code": -32601, "message": "Method not found"}})
     elif method == "ping":
