@@ -1,5 +1,10 @@
 """Many weak verifiers made into one good one, without labels or with a handful."""
 
+try:
+    import scipy as _scipy  # noqa: F401
+except ImportError as error:
+    raise ImportError("forge_weaver needs scipy and scikit-learn: pip install 'torchforge[weaver]'") from error
+
 from .aggregator import Aggregator, FitReport, load
 from .anchored import AnchoredLogistic
 from .auto import METHODS, Auto, check_one_right, fit_table, make

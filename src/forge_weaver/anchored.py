@@ -6,10 +6,10 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
+from scipy.special import expit as sigmoid
 
 from .aggregator import Aggregator, Data
 from .calibration import logistic_regression
-from .em import sigmoid
 from .means import rank_means
 from .normalise import NormalScores
 

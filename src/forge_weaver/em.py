@@ -6,21 +6,14 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq, isotonic_regression
+from scipy.special import expit as sigmoid
+from scipy.special import logit, softmax
 
 RATES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
 FARTHEST = 500.0
 # Problems a rate that are made up, so that a rate which has died out can come back.
 FLOOR = 0.01
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    # Of both signs by the small one of e^x and e^-x: small probabilities keep their order.
-    small = np.exp(-np.abs(x))
-    return np.where(np.asarray(x) < 0, small, 1.0) / (1 + small)
-
-
-def logit(p: np.ndarray | float) -> np.ndarray:
-    return np.log(p) - np.log1p(-np.asarray(p))
 
 
 @dataclasses.dataclass
@@ -107,15 +100,9 @@ class Prior:
 
 
 def _tilted(weights: np.ndarray, rates: np.ndarray, balance: float) -> np.ndarray:
-    """The weights times exp(c rate), c such that the mean rate is `balance`, by bisection."""
-    low, high = -1e5, 1e5
-    for _ in range(80):
-        c = (low + high) / 2
-        found = np.log(weights + 1e-12) + c * rates
-        found = np.exp(found - found.max())
-        found /= found.sum()
-        low, high = (c, high) if found @ rates < balance else (low, c)
-    return found
+    """The weights times exp(c rate), c such that the mean rate is `balance`."""
+    logs = np.log(weights + 1e-12)
+    return softmax(logs + brentq(lambda c: softmax(logs + c * rates) @ rates - balance, -1e5, 1e5) * rates)
 
 
 TOLERANCE = 1e-3
@@ -162,7 +149,7 @@ def log_ratios(counts: Counts, shrink: float, monotone: bool) -> np.ndarray:
     found = right - wrong
     if monotone:
         for v, weights in enumerate(counts.right + counts.wrong + 1e-3):
-            found[v] = isotonic(found[v], weights)
+            found[v] = isotonic_regression(found[v], weights=weights).x
     return np.pad(found, ((0, 0), (0, 1)))
 
 
@@ -173,17 +160,6 @@ def log_shares(counts: Counts, shrink: float) -> tuple[np.ndarray, np.ndarray]:
     prior = shrink * used * every / every.sum(1, keepdims=True)
     right, wrong = counts.right + prior + 1e-9, counts.wrong + prior + 1e-9
     return np.log(right / right.sum(1, keepdims=True)), np.log(wrong / wrong.sum(1, keepdims=True))
-
-
-def isotonic(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The nearest rising sequence in weighted squares: neighbours that fall are pooled until none do."""
-    blocks: list[tuple[float, float, int]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        blocks.append((value, weight, 1))
-        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
-            (a, u, n), (b, w, k) = blocks[-2:]
-            blocks[-2:] = [((a * u + b * w) / (u + w), u + w, n + k)]
-    return np.repeat([value for value, _, _ in blocks], [count for _, _, count in blocks])
 
 
 def evidence(codes: np.ndarray, ratios: np.ndarray) -> np.ndarray:

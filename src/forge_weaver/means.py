@@ -6,9 +6,11 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import expit as sigmoid
+from scipy.special import logit
 
 from .aggregator import Aggregator, Data
-from .em import logit, sigmoid
 from .normalise import NormalScores, family_means, min_max, scattered
 from .table import answer_shares
 
@@ -70,12 +72,8 @@ def rank_means(normal: np.ndarray, families: np.ndarray | None = None) -> np.nda
 
 
 def intercept(slope_times_u: np.ndarray, balance: float) -> float:
-    """The b with mean sigmoid(s u + b) = balance, by bisection."""
-    low, high = -60.0, 60.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sigmoid(slope_times_u + middle).mean() < balance else (low, middle)
-    return (low + high) / 2
+    """The b with mean sigmoid(s u + b) = balance."""
+    return float(brentq(lambda b: sigmoid(slope_times_u + b).mean() - balance, -500.0, 500.0))
 
 
 def unheaped(data: Data, families: np.ndarray | None = None) -> np.ndarray:

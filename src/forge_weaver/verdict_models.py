@@ -7,10 +7,11 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import numpy as np
+from scipy.special import expit as sigmoid
+from scipy.special import logit
 
 from .aggregator import Aggregator, Data
 from .binned import estimate_balance
-from .em import logit, sigmoid
 from .means import rank_means
 from .normalise import NormalScores, thresholds, verdicts
 
