@@ -133,7 +133,8 @@ class CodeVerifier:
                 lists = {n: list(v) if isinstance(v, tuple) else v for n, v in decide.items()}
                 version = f"sandbox { {n: v for n, v in lists.items() if n not in ('workers', 'user')} }"
         self.names: tuple[str, ...] = (name,)
-        self._sandbox, self._credit, self._cases, self._program = sandbox, credit, cases, program
+        self._sandbox: Runner = sandbox
+        self._credit, self._cases, self._program = credit, cases, program
         self._time_limit, self._concurrency = time_limit, concurrency
         self.fingerprint = None if version is None else f"code 3 {credit} {time_limit} {version}"
         self.progress = 0

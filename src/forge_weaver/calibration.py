@@ -118,9 +118,9 @@ class Recalibration:
         p, labels = _known(p, labels)
         if labels.min() == labels.max():
             raise ValueError("recalibration needs labels of both classes")
-        x = np.stack([_logits(p), np.full(len(p), float(intercept))], axis=1)
-        found = logistic_regression(x, labels, np.array([1.0, 1e-3]), np.array([1.0, 0.0]))
-        return cls(float(found[0]), float(found[1]))
+        x, free = np.stack([_logits(p), np.ones(len(p))], axis=1), 1 + intercept
+        found = logistic_regression(x[:, :free], labels, np.array([1.0, 1e-3])[:free], np.array([1.0, 0.0])[:free])
+        return cls(float(found[0]), float(found[1]) if intercept else 0.0)
 
     def __call__(self, p: np.ndarray) -> np.ndarray:
         return sigmoid(self.slope * _logits(p) + self.intercept)
