@@ -118,14 +118,10 @@ class MCPTools(ABC):
                     await self.close()
                 raise InfrastructureError(error.error.message) from None
             if error.error.code == CONNECTION_CLOSED:
-                await self._ended()
-                lost, self._lost = self._lost, ""
-                raise InfrastructureError(lost or f"{self.name} was closed") from None
+                raise await self._gone() from None
             raise ToolError(error.error.message) from None
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            await self._ended()
-            lost, self._lost = self._lost, ""
-            raise InfrastructureError(lost or f"{self.name} was closed") from None
+            raise await self._gone() from None
         except RuntimeError as error:  # a result that the tool's own output schema does not allow
             raise ToolError(str(error)) from None
         text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
@@ -175,10 +171,12 @@ class MCPTools(ABC):
             elif mine and not stop.is_set():
                 self._lost = f"{why}{self._why()}"
 
-    async def _ended(self) -> None:
-        """Wait until the end of the connection is known, with its reason."""
+    async def _gone(self) -> InfrastructureError:
+        """The error of a connection that ended, once its reason is known."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=PING_TIMEOUT)
+        lost, self._lost = self._lost, ""
+        return InfrastructureError(lost or f"{self.name} was closed")
 
     @abstractmethod
     def _connect(self) -> Any:

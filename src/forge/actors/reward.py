@@ -43,7 +43,7 @@ class RewardActor(ForgeActor):
         self.functions: list[Any] = []
         self._plugins: list[Any] = []
         for number, item in enumerate(functions or ()):
-            made = load_reward(item) if isinstance(item, str) else item
+            made: Any = load_reward(item) if isinstance(item, str) else item
             if isinstance(made, Mapping):
                 made = load_plugin(made, f"reward.functions[{number}]")
             if hasattr(made, "score") and not hasattr(made, "score_group"):
