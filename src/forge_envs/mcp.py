@@ -255,7 +255,7 @@ class StdioTools(MCPTools):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Any]:
-        # Not the SDK's own process: that one outlives this process if this is killed, and its exit code is not told.
+        # Not the SDK's own process: that one outlives this process if this is killed, and hides its exit code.
         self._end = ""
         program = self._program = await Program.start(
             self._command, pipes=True, line_limit=LONGEST, cwd=self._cwd, env=self._env
