@@ -25,7 +25,7 @@ def modules(part: str) -> list[Path]:
 
 def imports(file: Path) -> Iterator[str]:
     """Absolute names of all that a file imports, anywhere in it: modules and names taken from them."""
-    package = ["forge", *file.relative_to(SOURCE).parent.parts]
+    package = [*file.relative_to(SOURCE.parent).parent.parts]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -70,6 +70,29 @@ def test_only_the_controller_knows_monarch():
     everything = [path.stem for path in SOURCE.iterdir() if path.stem != "controller"]
     assert violations(everything, ["monarch"]) == []
     assert violations(["controller"], ["monarch"]) != []
+
+
+EXTENSIONS = ["forge_weaver", "forge_sandbox", "forge_envs"]
+
+
+def test_the_core_imports_no_extension_and_no_app():
+    everything = [path.stem for path in SOURCE.iterdir()]
+    assert violations(everything, [*EXTENSIONS, "apps"]) == []
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_extensions_import_no_app_and_none_of_each_other(extension: str):
+    files = sorted((SOURCE.parent / extension).rglob("*.py"))
+    found = {name.split(".")[0] for file in files for name in imports(file)}
+    assert "forge" in found
+    assert not found & ({"apps", *EXTENSIONS} - {extension})
+
+
+def test_what_runs_in_the_sandbox_imports_nothing_of_forge():
+    files = sorted((SOURCE.parent / "forge_sandbox/inside").rglob("*.py"))
+    assert len(files) > 5
+    own = [name for file in files for name in imports(file) if name.split(".")[0].startswith("forge")]
+    assert [name for name in own if not name.startswith("forge_sandbox.inside")] == []
 
 
 def test_the_reading_of_imports_sees_every_form(tmp_path: Path):

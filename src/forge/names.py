@@ -88,39 +88,6 @@ def plain(name: str) -> str:
     return bare
 
 
-def merge_lora(named: Iterable[tuple[str, Tensor]], *, alpha: float, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """(plain name, tensor) of a peft model with its LoRA adapter merged: W + (alpha / rank) * B @ A in float32.
-
-    W: (out, in), A: (rank, in), B: (out, rank). What has no adapter is passed on as it is. A weight is held back
-    only until both of its factors have come.
-
-    ValueError, naming the tensor: a factor without the other or without its base layer, a base layer without
-    factors, a wrong shape, a second adapter for a layer.
-    """
-    parts: dict[str, dict[str, tuple[str, Tensor]]] = {}  # by module: W, A and B with the names they came under
-    merged: set[str] = set()
-    for name, tensor in named:
-        target = plain(name)
-        module, factor = _factor(target)
-        if factor is None and ".base_layer." in name and target.endswith(".weight"):
-            module, factor = target.removesuffix(".weight"), "W"
-        if factor is None:
-            yield target, tensor
-            continue
-        found = parts.setdefault(module, {})
-        if factor in found or module in merged:
-            raise ValueError(f"tensor {name!r} is the second of its kind: one adapter can be merged")
-        found[factor] = name, tensor
-        if len(found) == 3:
-            yield f"{module}.weight", _merged(found["W"], found["A"], found["B"], alpha, rank)
-            del parts[module]
-            merged.add(module)
-    for found in parts.values():
-        lacking = {"W": "base layer", "A": "lora_A", "B": "lora_B"}
-        missing = " and ".join(word for key, word in lacking.items() if key not in found)
-        raise ValueError(f"tensor {next(iter(found.values()))[0]!r} came without its {missing}")
-
-
 def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The LoRA factors alone, under `<plain module>.lora_A.weight` and `.lora_B.weight`.
 
@@ -141,7 +108,9 @@ def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def apply_adapters(
     base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], alpha: float, rank: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Plain weights with the factors that `adapters` returned merged into them, as `merge_lora` does it.
+    """Plain weights with the factors that `adapters` returned merged into them: W + (alpha / rank) * B @ A in float32.
+
+    W: (out, in), A: (rank, in), B: (out, rank). Weights without an adapter are passed on unchanged.
 
     ValueError, naming the tensor: a factor without the other or without its base weight, a wrong shape.
     """

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Self
 
-from .environment import InfrastructureError
+from forge.envs.environment import InfrastructureError
 
 TAIL = 2000  # characters of a log that an error shows
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL

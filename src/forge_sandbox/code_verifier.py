@@ -127,13 +127,16 @@ class CodeVerifier:
             raise ValueError(f"time_limit must be above 0, concurrency at least 1: got {time_limit}, {concurrency}")
         if sandbox is None or isinstance(sandbox, dict):
             settings = sandbox or {}
-            sandbox = construct(Sandbox, settings, "sandbox")
+            runner: Runner = construct(Sandbox, settings, "sandbox")
             if version is None and cases is read_cases and program is code_block:
                 decide = {n: p.default for n, p in inspect.signature(Sandbox).parameters.items()} | settings
                 lists = {n: list(v) if isinstance(v, tuple) else v for n, v in decide.items()}
                 version = f"sandbox { {n: v for n, v in lists.items() if n not in ('workers', 'user')} }"
+        else:
+            runner = sandbox
         self.names: tuple[str, ...] = (name,)
-        self._sandbox, self._credit, self._cases, self._program = sandbox, credit, cases, program
+        self._sandbox = runner
+        self._credit, self._cases, self._program = credit, cases, program
         self._time_limit, self._concurrency = time_limit, concurrency
         self.fingerprint = None if version is None else f"code 3 {credit} {time_limit} {version}"
         self.progress = 0

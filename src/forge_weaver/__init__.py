@@ -1,22 +1,20 @@
 """Many weak verifiers made into one good one, without labels or with a handful."""
 
-from .aggregator import Aggregator, load
+try:
+    import scipy as _scipy  # noqa: F401
+except ImportError as error:
+    raise ImportError("forge_weaver needs scipy and scikit-learn: pip install 'torchforge[weaver]'") from error
+
+from .aggregator import Aggregator, FitReport, load
 from .anchored import AnchoredLogistic
-from .auto import Auto
-from .binned import BinnedDawidSkene
+from .auto import METHODS, Auto, check_one_right, fit_table, make
+from .binned import BinnedDawidSkene, DawidSkene, Online
 from .correlated import CorrelatedMixture
-from .dawid_skene import DawidSkene
-from .fit_report import FitReport
-from .majority import Majority
-from .methods import METHODS, check_one_right, fit_table, make
-from .naive_mean import NaiveMean
-from .online import Online
+from .means import Majority, NaiveMean, RankMean
 from .problems import Problem, read_problems, score_table, write_problems
-from .published import PublishedWeaver
-from .rank_mean import RankMean
 from .report import write_report
 from .table import ScoreTable, families_by_name
-from .triplets import MedianTriplets
+from .verdict_models import MedianTriplets, PublishedWeaver
 from .verifiers import Distilled, Ensemble, load_ensemble, save_ensemble
 
 __all__ = [

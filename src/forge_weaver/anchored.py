@@ -6,12 +6,12 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
+from scipy.special import expit as sigmoid
 
 from .aggregator import Aggregator, Data
-from .logistic import logistic_regression
+from .calibration import logistic_regression
+from .means import rank_means
 from .normalise import NormalScores
-from .prior import sigmoid
-from .rank_mean import rank_means
 
 PENALTIES = tuple(10.0**e for e in (-0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3))
 

@@ -1,6 +1,6 @@
-"""How far probabilities can be taken at their word, and how to mend them with labels.
+"""Calibration metrics (Brier, log loss, AUC, ECE), Platt recalibration and penalised logistic regression.
 
-All functions take arrays of one shape, such as [problems, responses], and leave out what has no probability or no
+All metrics take arrays of one shape, such as [problems, responses], and leave out what has no probability or no
 label (NaN). Labels are 1 and 0, or but for the ROC curve anything between. ValueError where nothing is left.
 """
 
@@ -10,11 +10,38 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+from scipy.optimize import minimize
+from scipy.special import expit as sigmoid
+from scipy.special import logit
 
-from .logistic import logistic_regression
-from .normalise import mid_ranks
-from .prior import logit, sigmoid
 from .table import check_labels
+
+
+def logistic_regression(x: np.ndarray, labels: np.ndarray, pull: np.ndarray, centre: np.ndarray) -> np.ndarray:
+    """[columns] the line that maximises the likelihood less pull / 2 (line - centre)^2.
+
+    Args:
+        x: [responses, columns]
+        labels: [responses] 1 or 0, or anything between.
+        pull, centre: [columns], pull positive: then the maximum is one point, separable labels or not.
+    """
+    # Not scikit-learn's: it has one penalty for all columns, pulls to 0 alone, and takes no soft labels.
+    sign = 2 * labels - 1
+
+    def loss(line: np.ndarray) -> tuple[float, np.ndarray]:
+        score = x @ line
+        value = np.logaddexp(0, -sign * score).sum() if hard else (np.logaddexp(0, score) - labels * score).sum()
+        return value + 0.5 * (pull * (line - centre) ** 2).sum(), x.T @ (sigmoid(score) - labels) + pull * (
+            line - centre
+        )
+
+    def curvature(line: np.ndarray) -> np.ndarray:
+        p = sigmoid(x @ line)
+        return (x * (p * (1 - p))[:, None]).T @ x + np.diag(pull)
+
+    hard = bool(np.isin(labels, (0, 1)).all())
+    return minimize(loss, centre, jac=True, hess=curvature, method="trust-exact", options={"gtol": 1e-6}).x
+
 
 BINS = 15
 EDGE = 1e-6
@@ -37,12 +64,11 @@ def auc(p: np.ndarray, labels: np.ndarray) -> float:
     """Area under the ROC curve, ties counted half; NaN where only one class is there."""
     p, labels = _known(p, labels)
     check_labels(labels)
-    right = labels.sum()
-    if right in (0, len(labels)):
+    if labels.min() == labels.max():
         return float("nan")
-    values, ranks = mid_ranks(p)
-    total = (ranks[np.searchsorted(values, p[labels == 1])] * len(p)).sum()
-    return float((total - right * right / 2) / (right * (len(p) - right)))
+    from sklearn.metrics import roc_auc_score  # takes a second to import
+
+    return float(roc_auc_score(labels, p))
 
 
 @dataclasses.dataclass
@@ -92,9 +118,9 @@ class Recalibration:
         p, labels = _known(p, labels)
         if labels.min() == labels.max():
             raise ValueError("recalibration needs labels of both classes")
-        x = np.stack([_logits(p), np.full(len(p), float(intercept))], axis=1)
-        found = logistic_regression(x, labels, np.array([1.0, 1e-3]), np.array([1.0, 0.0]))
-        return cls(float(found[0]), float(found[1]))
+        x, free = np.stack([_logits(p), np.ones(len(p))], axis=1), 1 + intercept
+        found = logistic_regression(x[:, :free], labels, np.array([1.0, 1e-3])[:free], np.array([1.0, 0.0])[:free])
+        return cls(float(found[0]), float(found[1]) if intercept else 0.0)
 
     def __call__(self, p: np.ndarray) -> np.ndarray:
         return sigmoid(self.slope * _logits(p) + self.intercept)

@@ -110,7 +110,7 @@ def _fit(args: argparse.Namespace) -> None:
     from forge.verifiers.spec import VerifiersConfig
 
     from . import save_ensemble, write_report
-    from .methods import fit_table
+    from .auto import fit_table
 
     table = _scores(args.scores)
     verifiers = None if args.verifiers is None else read(VerifiersConfig, Path(args.verifiers))

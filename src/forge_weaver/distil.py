@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import expit as sigmoid
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -20,7 +21,6 @@ from forge.models import quiet_loading
 from forge.verifiers.reward_model import RewardModel
 
 from .calibration import Recalibration, auc, ece
-from .prior import sigmoid
 from .selection import selection_accuracy
 from .table import ScoreTable
 from .verifiers import DISTILLED

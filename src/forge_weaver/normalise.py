@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from statistics import NormalDist
 
 import numpy as np
+from scipy.special import ndtri
 
 KNOTS = 1024
-
-
-def ndtri(p: np.ndarray) -> np.ndarray:
-    """The quantile of the standard normal distribution (torch's)."""
-    import torch
-
-    return torch.special.ndtri(torch.from_numpy(np.ascontiguousarray(p))).numpy()
 
 
 def mid_ranks(column: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -170,7 +163,3 @@ def family_means(x: np.ndarray, families: np.ndarray) -> np.ndarray:
     counts = (~np.isnan(x)) @ member
     with np.errstate(invalid="ignore"):
         return np.where(counts > 0, np.nan_to_num(x) @ member / counts, np.nan)
-
-
-def standard_normal_cdf(x: float) -> float:
-    return NormalDist().cdf(x)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from .aggregator import FitReport
 from .calibration import reliability
-from .fit_report import FitReport
 from .selection import accuracy_against_k
 
 

@@ -13,8 +13,7 @@ import numpy as np
 from . import plots
 from .aggregator import Aggregator
 from .calibration import auc, bootstrap, brier, ece
-from .naive_mean import NaiveMean
-from .rank_mean import RankMean
+from .means import NaiveMean, RankMean
 from .selection import selection_accuracy
 from .table import ScoreTable
 

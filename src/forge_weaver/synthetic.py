@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from scipy.special import ndtr, ndtri
 
-from .normalise import ndtri, standard_normal_cdf
 from .table import ScoreTable
 
 
@@ -92,8 +92,8 @@ def generate(
         labels=right.astype(float),
         answers=[[str(answer) for answer in row] for row in answers],
     )
-    tpr = np.array([standard_normal_cdf(d - c) for d, c in zip(distance, cuts, strict=True)])
-    tnr = np.array([standard_normal_cdf(c) for c in cuts])
+    tpr = ndtr(distance - cuts)
+    tnr = ndtr(cuts)
     return Truth(table, np.where(judges, tpr, np.nan), np.where(judges, tnr, np.nan), groups)
 
 

@@ -20,8 +20,8 @@ from forge.verifiers.spec import VerifiersConfig
 from forge.verifiers.verifier import Scores
 
 from .aggregator import AGGREGATOR, Aggregator, load, restored
-from .majority import Majority
-from .online import Online
+from .binned import Online
+from .means import Majority
 from .table import ScoreTable
 
 VERIFIERS = "verifiers.yaml"

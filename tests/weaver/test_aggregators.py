@@ -30,7 +30,7 @@ from forge_weaver import (
     load,
 )
 from forge_weaver.calibration import auc, ece, log_loss
-from forge_weaver.rank_mean import likeliest_slope
+from forge_weaver.means import likeliest_slope
 from forge_weaver.selection import selection_accuracy
 from forge_weaver.synthetic import Truth, generate, scenario
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from forge_weaver import ScoreTable
 from forge_weaver.calibration import Recalibration, auc, bootstrap, brier, ece, log_loss, reliability
-from forge_weaver.dependence import problem_correlation, residual_correlation, within_problems
-from forge_weaver.em import Counts, isotonic, log_ratios
+from forge_weaver.correlated import problem_correlation, residual_correlation, within_problems
+from forge_weaver.em import Counts, Prior, log_ratios, sigmoid
 from forge_weaver.normalise import (
     NormalScores,
     bin_edges,
@@ -24,8 +24,6 @@ from forge_weaver.normalise import (
     to_bins,
     verdicts,
 )
-from forge_weaver.prior import Prior, sigmoid
-from forge_weaver.published import loss, minimise
 from forge_weaver.selection import (
     abstention,
     accuracy_against_k,
@@ -35,7 +33,7 @@ from forge_weaver.selection import (
     vote_accuracy,
     weighted_vote,
 )
-from forge_weaver.triplets import median_products, signed
+from forge_weaver.verdict_models import loss, median_products, minimise, signed
 
 few = settings(max_examples=40, deadline=None)
 NAN = float("nan")
@@ -97,21 +95,6 @@ def test_a_missing_score_is_regressed_on_the_rest():
     np.testing.assert_array_equal(found[~gone], full[~gone])
     again, _ = imputed(holes[:5], precision)
     assert not np.isnan(again).any()
-
-
-@few
-@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(0.1, 5)), min_size=1, max_size=7))
-def test_isotonic_is_the_projection(pairs: list[tuple[float, float]]):
-    """Characterised by its blocks: rising, each the weighted mean of its own, and no prefix lies below it."""
-    values, weights = map(np.array, zip(*pairs, strict=True))
-    found = isotonic(values, weights)
-    assert (np.diff(found) >= 0).all()
-    for level in np.unique(found):
-        block = found == level
-        v, w = values[block], weights[block]
-        assert (v * w).sum() / w.sum() == pytest.approx(level, abs=1e-9)
-        for end in range(1, len(v)):
-            assert (v[:end] * w[:end]).sum() / w[:end].sum() >= level - 1e-9
 
 
 def test_log_ratios_of_counts():

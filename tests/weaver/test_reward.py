@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from forge.verifiers import Panel, Rule, Scores
-from forge_weaver import BinnedDawidSkene, Ensemble, Online, RankMean, ScoreTable
+from forge.verifiers.spec import VerifiersConfig
+from forge_weaver import BinnedDawidSkene, Ensemble, Online, RankMean, ScoreTable, load_ensemble, save_ensemble
 
 NAMES = ("a", "b", "c", "d")
 
@@ -166,3 +167,14 @@ def test_settings_that_cannot_be_are_refused(fitted, settings, message):
 def test_a_panel_without_the_verifiers_of_the_fit_is_refused():
     with pytest.raises(ValueError, match="the panel lacks a, b, c, d"):
         Ensemble.over(Panel([Rule(lambda p, r, t: 1.0, "other")]), RankMean().fit(table(20)))
+
+
+def test_an_ensemble_of_an_earlier_version_is_read(fitted, tmp_path):
+    save_ensemble(tmp_path, VerifiersConfig(math=True), fitted)
+    with (tmp_path / "verifiers.yaml").open("a") as file:
+        file.write("distilled: []\ncode: {credit: share, sandbox: {memory_mb: 64}}\n")
+    verifiers, _ = load_ensemble(tmp_path)
+    assert verifiers.plugins == [
+        {"use": "forge_sandbox:CodeVerifier", "credit": "share", "sandbox": {"memory_mb": 64}},
+    ]
+    assert verifiers.names == ["math", "code"]

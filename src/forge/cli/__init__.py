@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
 from . import serve
@@ -18,6 +18,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve.add_to(commands)
     for extension in entry_points(group=GROUP):
-        extension.load().add_to(commands)
+        try:
+            extension.load().add_to(commands)
+        except ImportError as error:  # an extra that is not installed
+            commands.add_parser(extension.name, help=f"unavailable: {error}").set_defaults(run=_unavailable(error))
     args = parser.parse_args(argv)
     args.run(args)
+
+
+def _unavailable(error: ImportError) -> Callable[[argparse.Namespace], None]:
+    def run(_: argparse.Namespace) -> None:
+        raise SystemExit(f"error: {error}")
+
+    return run

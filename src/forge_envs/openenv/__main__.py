@@ -1,11 +1,12 @@
 """`python -m forge_envs.openenv package.module:make_environment --port 8000`"""
 
 import argparse
-import importlib
 import os
 import sys
 
 from aiohttp import web
+
+from forge.plugin import resolve
 
 from .server import web_app
 
@@ -21,11 +22,11 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=600.0, help="seconds after which a session without a call ends")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds in which the environment must answer")
     asked = parser.parse_args()
-    module, _, name = asked.make.partition(":")
-    if not name:
-        parser.error(f"say module:name, not {asked.make}")
     sys.path.insert(0, os.getcwd())
-    make = getattr(importlib.import_module(module), name)
+    try:
+        make = resolve(asked.make, "environment")
+    except ValueError as error:
+        parser.error(str(error))
     app = web_app(make, max_sessions=asked.max_sessions, idle=asked.idle, timeout=asked.timeout)
     web.run_app(app, host=asked.host, port=asked.port, print=None)
 

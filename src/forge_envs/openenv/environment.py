@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.envs.environment import Action, Environment, Message, Step
 
-from ..mcp.content import text_of
+from ..content import text_of
 from .client import OpenEnvClient, OpenEnvError, Reply, Session
 from .wire import FORGE_ACTION, action_to_json, step_from_reply
 

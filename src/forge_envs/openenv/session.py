@@ -14,7 +14,7 @@ import aiohttp
 
 from forge.envs.environment import InfrastructureError
 
-from ..mcp.content import function_schema
+from ..content import function_schema
 
 LARGEST = 100 << 20  # bytes of one message, as in OpenEnv's own client
 CLOSING = 1.0  # seconds in which a server may answer that a connection ends

@@ -4,6 +4,8 @@ import asyncio
 import json
 
 import pytest
+
+pytest.importorskip("mcp")
 from aiohttp import web
 
 from forge.envs import InfrastructureError, ToolError
@@ -24,7 +26,8 @@ class Server:
         if method == "initialize":
             session = f"s{len(self.sessions)}"
             self.sessions.add(session)
-            result = {"protocolVersion": message["params"]["protocolVersion"]}
+            result = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+            result["serverInfo"] = {"name": "s", "version": "1"}
             return await self.say(request, message["id"], result, {"Mcp-Session-Id": session})
         if session not in self.sessions:
             return web.Response(text="No valid session ID", status=self.unknown)
@@ -133,7 +136,7 @@ def test_a_call_that_the_server_refuses_leaves_the_others_alone():
 @pytest.mark.parametrize("bad", ["junk", "cut"])
 def test_answers_that_are_none(bad):
     async def work(tools, server):
-        with pytest.raises(InfrastructureError, match="with no JSON" if bad == "junk" else "did not answer tools/call"):
+        with pytest.raises(InfrastructureError, match="answered with no JSON"):
             await tools.call("add", {bad: True})
         assert await tools.call("add", {}) == "é"
 

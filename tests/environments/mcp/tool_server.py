@@ -65,7 +65,16 @@ for line in sys.stdin:
         print("this line is not JSON", flush=True)
         send({"id": [number], "result": {}})  # nor is this one's number one
         version = "1999-01-01" if HOW == "old" else params["protocolVersion"]
-        send({"id": number, "result": {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {}}})
+        send(
+            {
+                "id": number,
+                "result": {
+                    "protocolVersion": version,
+                    "capabilities": {"tools": {}},
+                    "serverInfo": {"name": "s", "version": "1"},
+                },
+            }
+        )
     elif method == "ping" and HOW == "no ping":
         send({"id": number, "error": {"code": -32601, "message": "Method not found"}})
     elif method == "ping":
@@ -79,7 +88,7 @@ for line in sys.stdin:
     elif method == "tools/call" and params["name"] == "ask":
         asking = number
         send({"id": "p", "method": "ping"})
-        send({"id": "s", "method": "sampling/createMessage", "params": {}})
+        send({"id": "s", "method": "sampling/createMessage", "params": {"messages": [], "maxTokens": 1}})
     elif method == "tools/call":
         threading.Thread(target=answer, args=(number, params["name"], params["arguments"]), daemon=True).start()
     elif number == "s":

@@ -1,4 +1,4 @@
-"""The mean of the verifiers' normal scores, made a probability."""
+"""Aggregators that estimate nothing of the verifiers: the mean score, the majority of answers, the mean rank."""
 
 from __future__ import annotations
 
@@ -6,10 +6,56 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import expit as sigmoid
+from scipy.special import logit
 
 from .aggregator import Aggregator, Data
-from .normalise import NormalScores, family_means, scattered
-from .prior import logit, sigmoid
+from .normalise import NormalScores, family_means, min_max, scattered
+from .table import answer_shares
+
+
+@dataclasses.dataclass
+class NaiveMean(Aggregator):
+    """The mean of min-max scores, of those not missing. Scores beyond the range of the fit count as its ends."""
+
+    LEARNED: ClassVar[tuple[str, ...]] = ("low", "high")
+
+    def learn(self, data: Data) -> None:
+        self.low, self.high = min_max(data.x)
+        for name in data.names:
+            self.report.verifiers[name]["weight"] = 1 / len(data.columns)
+
+    def update(self, data: Data) -> None:
+        """Nothing: its scales are frozen, and it has nothing else."""
+
+    def posterior(self, data: Data) -> np.ndarray:
+        scaled = np.clip((data.x - self.low) / (self.high - self.low), 0, 1)
+        known = ~np.isnan(scaled)
+        return np.where(known, scaled, 0).sum(1) / np.maximum(known.sum(1), 1)
+
+
+@dataclasses.dataclass
+class Majority(Aggregator):
+    """The frequency of a response's answer among its problem's (self-consistency, Wang et al. 2022); it learns nothing.
+
+    A response without an answer has no probability. ValueError where the table has no answers at all.
+    """
+
+    SCORES: ClassVar = False
+
+    def learn(self, data: Data) -> None:
+        """Nothing to learn."""
+
+    def update(self, data: Data) -> None:
+        """Nothing to learn."""
+
+    def posterior(self, data: Data) -> np.ndarray:
+        return np.concatenate(answer_shares(data.table))[data.rows]
+
+    def scored(self, data: Data) -> np.ndarray:
+        return ~np.isnan(self.posterior(data))
+
 
 # Logits per standard deviation of the mean: it is always taken to tell something, and never to be certain.
 LEAST, MOST = 0.5, 10.0
@@ -26,12 +72,8 @@ def rank_means(normal: np.ndarray, families: np.ndarray | None = None) -> np.nda
 
 
 def intercept(slope_times_u: np.ndarray, balance: float) -> float:
-    """The b with mean sigmoid(s u + b) = balance, by bisection."""
-    low, high = -60.0, 60.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sigmoid(slope_times_u + middle).mean() < balance else (low, middle)
-    return (low + high) / 2
+    """The b with mean sigmoid(s u + b) = balance."""
+    return float(brentq(lambda b: sigmoid(slope_times_u + b).mean() - balance, -500.0, 500.0))
 
 
 def unheaped(data: Data, families: np.ndarray | None = None) -> np.ndarray:

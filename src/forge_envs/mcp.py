@@ -1,0 +1,382 @@
+"""Tools of MCP servers, by the official SDK: programs that speak over standard input and output, and HTTP servers.
+
+    tools = StdioTools(["python", "server.py"])
+    await tools.open()
+    toolbox = Toolbox(servers=[tools])
+
+Both kinds have `open`, `schemas`, `call` and `close`, as `forge.envs.tools.ToolServer`. They need the SDK:
+pip install 'torchforge[mcp]'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from forge.envs.environment import InfrastructureError
+from forge.envs.tools import ToolError
+
+from .content import function_schema, text_of
+from .process import Program, words
+
+try:
+    import anyio
+    import httpx
+    from mcp import ClientSession, McpError
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared.message import SessionMessage
+    from mcp.types import CONNECTION_CLOSED, JSONRPCMessage, PaginatedRequestParams
+except ImportError as error:
+    raise ImportError("MCP tools need the mcp package: pip install 'torchforge[mcp]'") from error
+
+__all__ = ["HTTPTools", "StdioTools", "ToolError"]
+
+LONGEST = 64 << 20  # bytes of one line
+PING_TIMEOUT = 5.0  # seconds
+_TIMED_OUT = 408  # the SDK's code of a request without an answer in time
+_FAILED = -32099  # our code of a request that the HTTP server did not answer in MCP
+
+
+class MCPTools(ABC):
+    """The tools of one server. Calls may run concurrently.
+
+    A call that fails, times out or names no tool is a `ToolError`. A server that is gone is an `InfrastructureError`,
+    once; the next call reconnects.
+    """
+
+    def __init__(self, name: str, timeout: float, start_timeout: float) -> None:
+        if min(timeout, start_timeout) <= 0:
+            raise ValueError(f"timeout and start_timeout must be above 0 seconds, got {timeout} and {start_timeout}")
+        self.name, self._timeout, self._start_timeout = name, timeout, start_timeout
+        self._schemas: tuple[dict[str, Any], ...] | None = None
+        self._session: ClientSession | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._opening, self._lost = asyncio.Lock(), ""
+
+    @property
+    def connected(self) -> bool:
+        return self._session is not None
+
+    async def open(self) -> None:
+        """Connect and list the tools; no effect while connected.
+
+        InfrastructureError: the server does not answer as MCP requires within `start_timeout` seconds.
+        """
+        async with self._opening:
+            if self.connected:
+                return
+            await self.close()
+            self._stop = asyncio.Event()
+            ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._run(ready, self._stop))
+            try:
+                async with asyncio.timeout(self._start_timeout):
+                    await asyncio.shield(ready)
+            except BaseException as error:
+                why = self._why()
+                await self.close()
+                if isinstance(error, TimeoutError):
+                    late = f"{self.name} did not answer initialize and tools/list within {self._start_timeout:g} s"
+                    raise InfrastructureError(late + why) from None
+                raise
+
+    def schemas(self) -> tuple[dict[str, Any], ...]:
+        """The tools in OpenAI's form. RuntimeError: `open` was not called."""
+        if self._schemas is None:
+            raise RuntimeError(f"the tools of {self.name} are not known before `await open()`")
+        return self._schemas
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The tool's result as text.
+
+        Raises:
+            ToolError: the tool failed, does not exist, or took more than `timeout` seconds.
+            InfrastructureError: the server is gone.
+        """
+        if (session := self._session) is None:
+            lost, self._lost = self._lost, ""
+            if lost:  # not yet reported: the caller may rely on state that the server had
+                raise InfrastructureError(lost)
+            await self.open()
+            session = self._session
+            assert session is not None
+        try:
+            result = await session.call_tool(name, dict(arguments), timedelta(seconds=self._timeout))
+        except McpError as error:
+            if error.error.code == _TIMED_OUT:
+                raise ToolError(f"{name} took more than {self._timeout:g} s") from None
+            if error.error.code == _FAILED:
+                if error.error.data and self._session is session:
+                    await self.close()
+                raise InfrastructureError(error.error.message) from None
+            if error.error.code == CONNECTION_CLOSED:
+                raise await self._gone() from None
+            raise ToolError(error.error.message) from None
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            raise await self._gone() from None
+        except RuntimeError as error:  # a result that the tool's own output schema does not allow
+            raise ToolError(str(error)) from None
+        text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
+        if result.isError:
+            raise ToolError(text)
+        return text
+
+    async def close(self) -> None:
+        """Disconnect. It may be repeated, and `open` may follow."""
+        self._session, task, self._task = None, self._task, None
+        self._lost = ""
+        self._stop.set()
+        if task is not None:
+            await asyncio.wait([task], timeout=2 * PING_TIMEOUT)
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _run(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
+        """Hold the connection: the SDK's contexts must be left by the task that entered them."""
+        why = f"{self.name} has gone"
+        try:
+            async with self._connect() as (read, write), ClientSession(read, write) as session:
+                await session.initialize()
+                tools: list[dict[str, Any]] = []
+                page = await session.list_tools()
+                while True:
+                    tools += [function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in page.tools]
+                    if not page.nextCursor:
+                        break
+                    page = await session.list_tools(params=PaginatedRequestParams(cursor=page.nextCursor))
+                self._schemas, self._session = tuple(tools), session
+                ready.set_result(None)
+                await stop.wait()
+        except BaseException as error:
+            first: BaseException = error
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            why = f"{self.name}: {first}"
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            mine = self._stop is stop
+            if mine:
+                self._session = None
+            if not ready.done():
+                ready.set_exception(InfrastructureError(f"{why}{self._why()}"))
+            elif mine and not stop.is_set():
+                self._lost = f"{why}{self._why()}"
+
+    async def _gone(self) -> InfrastructureError:
+        """The error of a connection that ended, once its reason is known."""
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=PING_TIMEOUT)
+        lost, self._lost = self._lost, ""
+        return InfrastructureError(lost or f"{self.name} was closed")
+
+    @abstractmethod
+    def _connect(self) -> Any:
+        """An async context of a stream to read from and one to write to."""
+
+    def _why(self) -> str:
+        """What is known of the end of the connection."""
+        return ""
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class StdioTools(MCPTools):
+    """The tools of a program, which runs from `open` to `close` and ends with this process, even if that is killed.
+
+    After a call that timed out or was cancelled the program is pinged. If it does not answer, it is restarted, and the
+    call that found out is a `ToolError` that says so.
+
+    Args:
+        command: its words.
+        cwd: where it runs.
+        env: variables in addition to those of this process.
+        timeout: seconds for one call.
+        start_timeout: seconds until its tools are known.
+
+    Raises:
+        ValueError: a limit that is not above 0, or a command that is one text.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+        start_timeout: float = 30.0,
+    ) -> None:
+        super().__init__(" ".join(words(command)), timeout, start_timeout)
+        self._command, self._cwd, self._env = words(command), cwd, dict(env or {})
+        self._program: Program | None = None
+        self._end = ""
+        self._late, self._checking = False, asyncio.Lock()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """See `MCPTools.call`."""
+        async with self._checking:
+            if self._late and self._session is not None:
+                self._late = False
+                try:
+                    async with asyncio.timeout(PING_TIMEOUT):
+                        with suppress(McpError):  # a server without pings, but it answers
+                            await self._session.send_ping()
+                except TimeoutError:
+                    await self.close()
+                    await self.open()
+                    raise ToolError(
+                        f"{self.name} hung in an earlier call and was restarted: what it had kept is lost, call again"
+                    ) from None
+        began = asyncio.get_running_loop().time()
+        try:
+            return await super().call(name, arguments)
+        except asyncio.CancelledError:
+            self._late = True
+            raise
+        except ToolError:
+            self._late |= asyncio.get_running_loop().time() - began >= self._timeout
+            raise
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncIterator[Any]:
+        # Not the SDK's own process: that one outlives this process if this is killed, and hides its exit code.
+        self._end = ""
+        program = self._program = await Program.start(
+            self._command, pipes=True, line_limit=LONGEST, cwd=self._cwd, env=self._env
+        )
+        assert program.stdin is not None and program.stdout is not None
+        stdin, stdout = program.stdin, program.stdout
+        to_session, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        write, from_session = anyio.create_memory_object_stream[SessionMessage](0)
+
+        async def reading() -> None:
+            async with to_session:
+                while line := await stdout.readline():
+                    try:
+                        message = JSONRPCMessage.model_validate_json(line)
+                    except ValueError:
+                        continue  # a server that prints
+                    await to_session.send(SessionMessage(message))
+
+        async def writing() -> None:
+            async with from_session:
+                async for item in from_session:
+                    stdin.write(item.message.model_dump_json(by_alias=True, exclude_none=True).encode() + b"\n")
+                    await stdin.drain()
+
+        async def watching() -> None:
+            await asyncio.wait([asyncio.create_task(reading()), asyncio.create_task(program.wait(float("inf")))])
+            await program.wait(1.0)
+            if not self._stop.is_set():
+                raise InfrastructureError("it has gone")
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(writing)
+                tasks.start_soon(watching)
+                yield read, write
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                if not self._stop.is_set():
+                    await program.wait(1.0)
+                    self._end = f"; {program.ended()}"
+                await program.stop(0.0 if self._late else PING_TIMEOUT)
+
+    def _why(self) -> str:
+        return self._end or ("" if self._program is None else f"; {self._program.ended()}")
+
+
+class HTTPTools(MCPTools):
+    """The tools of a server over streamable HTTP. It belongs to the event loop in which it is opened.
+
+    A status that is no answer in MCP fails its own call alone; a lost connection or session ends all calls.
+
+    Args:
+        url: of its endpoint, such as http://127.0.0.1:8000/mcp.
+        headers: sent with every request, such as an authorization.
+        timeout: seconds for one call.
+        start_timeout: seconds until its tools are known.
+
+    Raises:
+        ValueError: a limit that is not above 0, or a url of another scheme.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+        start_timeout: float = 30.0,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"the url of an MCP server must begin with http:// or https://, got {url!r}")
+        super().__init__(url, timeout, start_timeout)
+        self._headers = dict(headers or {})
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncIterator[Any]:
+        limits = httpx.Timeout(self._start_timeout, read=None)
+        transport = _Isolated(self.name)
+        async with (
+            httpx.AsyncClient(headers=self._headers, timeout=limits, transport=transport) as client,
+            streamable_http_client(self.name, http_client=client) as (read, write, _),
+        ):
+            yield read, write
+
+
+class _Isolated(httpx.AsyncHTTPTransport):
+    """Answers that are none in MCP become errors of their own request; the SDK would end the whole session."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method != "POST":
+            return await super().handle_async_request(request)
+        number = json.loads(request.content).get("id")
+        try:
+            response = await super().handle_async_request(request)
+            kind = response.headers.get("content-type", "")
+            if response.status_code < 400 and (number is None or kind.startswith("text/event-stream")):
+                return response
+            text = (await response.aread()).decode(errors="replace")
+        except httpx.TransportError as error:
+            return self._failed(number, f"{self._name}: {error or type(error).__name__}", lost=True)
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+        if isinstance(answer, dict) and (response.status_code < 400 or answer.get("id") == number):
+            headers = {n: v for n, v in response.headers.items() if n.lower() == "mcp-session-id"}
+            return httpx.Response(200, json=answer, headers=headers, request=request)
+        if response.status_code < 400:
+            return self._failed(number, f"{self._name} answered with no JSON: {text[:500]!r}", lost=False)
+        # Of a session that it does not know a server says 404, or 400 in many an implementation.
+        status = response.status_code
+        lost = status == 404 or (status == 400 and "session" in text.lower())
+        return self._failed(number, f"{self._name} answered with status {status}: {text[:500]}", lost)
+
+    def _failed(self, number: Any, message: str, lost: bool) -> httpx.Response:
+        if number is None:
+            return httpx.Response(202)
+        error = {"code": _FAILED, "message": message, "data": lost}
+        return httpx.Response(200, json={"jsonrpc": "2.0", "id": number, "error": error})
