@@ -17,18 +17,18 @@ from forge.controller import Options
 from forge.recipes.distill_config import DistillConfig
 from forge.recipes.dpo_config import DPOConfig
 from forge.recipes.reward_model_config import RewardModelConfig
-from forge.recipes.rl_config import AgentConfig, GRPOConfig
+from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft_config import SFTConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- made by make_configuration.py -->\n", "<!-- end of what is made -->\n"
 RECIPES: dict[str, type[Section]] = {
-    "grpo": GRPOConfig,
+    "grpo": RLConfig,
     "sft": SFTConfig,
     "dpo": DPOConfig,
     "reward_model": RewardModelConfig,
     "distill": DistillConfig,
-    "tools": AgentConfig,
+    "tools": RLConfig,
     "code": CodeConfig,
     "weaver": WeaverConfig,
 }

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
-from . import serve
+from . import recipes, serve
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one of the commands; bad input ends it with one line."""
     parser = argparse.ArgumentParser(prog="forge", description="RL post-training of language models")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    recipes.add_to(commands)
     serve.add_to(commands)
     for extension in entry_points(group=GROUP):
         try:

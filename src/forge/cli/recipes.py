@@ -1,0 +1,35 @@
+"""`forge train CONFIG` and its kin: the recipes from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+# Command -> the module of its loop, that of its configuration, the configuration, and what it does.
+RECIPES = {
+    "train": ("rl", "rl_config", "RLConfig", "reinforcement learning with rewards or environments"),
+    "sft": ("sft", "sft_config", "SFTConfig", "supervised fine-tuning"),
+    "dpo": ("dpo", "dpo_config", "DPOConfig", "direct preference optimisation"),
+    "reward-model": ("reward_model", "reward_model_config", "RewardModelConfig", "a reward model from preferences"),
+    "distill": ("distill", "distill_config", "DistillConfig", "on-policy distillation"),
+}
+
+
+def add_to(commands: Any) -> None:
+    """Add the commands to the parser's."""
+    for name, (_, _, _, text) in RECIPES.items():
+        parser = commands.add_parser(name, help=text, description=f"{text}: forge {name} CONFIG --training.steps 50")
+        parser.add_argument("config", help="YAML file, see docs/configuration.md")
+        parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key VALUE, --resume RUN|auto")
+        parser.set_defaults(run=run, recipe=name)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the recipe; bad input ends the program with one line."""
+    from ..recipes.launch import launch
+
+    loop, settings, config, _ = RECIPES[args.recipe]
+    module = importlib.import_module(f"..recipes.{loop}", __package__)
+    config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), config)
+    launch(module.train, config_type, ["--config", args.config, *args.overrides])
