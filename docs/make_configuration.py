@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.code.config import CodeConfig
+from apps.tools.main import ToolsConfig
 from apps.weaver.config import WeaverConfig
 from forge.config import Section, choices_in, keys_of, section_in
 from forge.controller import Options
@@ -28,7 +29,7 @@ RECIPES: dict[str, type[Section]] = {
     "dpo": DPOConfig,
     "reward_model": RewardModelConfig,
     "distill": DistillConfig,
-    "tools": RLConfig,
+    "tools": ToolsConfig,
     "code": CodeConfig,
     "weaver": WeaverConfig,
 }

@@ -9,6 +9,7 @@ import yaml
 from pydantic import Field
 
 from apps.code.config import CodeConfig
+from apps.tools.main import ToolsConfig
 from apps.weaver.config import WeaverConfig
 from forge.config import ConfigError, Section, build, load, section_in, to_dict
 from forge.engines import EngineSettings
@@ -26,7 +27,7 @@ CONFIGS = {
     "grpo": GRPOConfig,
     "reward_model": RewardModelConfig,
     "sft": SFTConfig,
-    "tools": GRPOConfig,
+    "tools": ToolsConfig,
     "weaver": WeaverConfig,
 }
 

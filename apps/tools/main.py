@@ -7,6 +7,8 @@
 The training loops are those of `forge.recipes.rl`; `environment` in the configuration is where episodes come from.
 """
 
+from typing import Any
+
 from apps.toys import expressions
 from forge.data.rewards import ExactMatch
 from forge.envs import Toolbox, ToolEnvironment, ToolError
@@ -29,5 +31,9 @@ def environment() -> ToolEnvironment:
     return ToolEnvironment(Toolbox(calc, max_chars=40), ExactMatch())
 
 
+class ToolsConfig(RLConfig):
+    environment: Any = "apps.tools.main:environment"
+
+
 if __name__ == "__main__":
-    launch(train, RLConfig)
+    launch(train, ToolsConfig)

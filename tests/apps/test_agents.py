@@ -10,13 +10,12 @@ import yaml
 from apps.code.config import CodeConfig
 from apps.code.demonstrate import body
 from apps.tools.demonstrate import conversation
-from apps.tools.main import calc
+from apps.tools.main import ToolsConfig, calc
 from apps.toys import programs
 from apps.toys.expressions import Expression
 from forge.config import ConfigError, load
 from forge.envs import ToolError
 from forge.recipes.launch import launch
-from forge.recipes.rl_config import RLConfig as AgentConfig
 from tests.apps.test_recipes import finish
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
@@ -73,7 +72,7 @@ def test_a_run_is_whole(tmp_path, app, task):
     ],
 )
 def test_settings_that_cannot_be_or_do_nothing(tmp_path, setting, problem):
-    cls = CodeConfig if setting[0].startswith(("--sandbox", "--tests", "--attempts")) else AgentConfig
+    cls = CodeConfig if setting[0].startswith(("--sandbox", "--tests", "--attempts")) else ToolsConfig
     with pytest.raises(ConfigError, match=problem):
         load(cls, ["--config", config(tmp_path, "apps.toys.expressions:Expression"), *setting])
 
@@ -85,14 +84,14 @@ def test_a_template_without_turns_ends_the_program_before_it_starts_anything(tmp
         episode={"template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
     )
     with pytest.raises(SystemExit, match="error: the chat template does not end an assistant's turn"):
-        launch(None, AgentConfig, ["--config", path])
+        launch(None, ToolsConfig, ["--config", path])
 
 
 def test_limits_of_a_recipe_reach_the_policy_and_fit_the_model(tmp_path):
     path = config(tmp_path, "apps.toys.expressions:Expression")
-    assert load(AgentConfig, ["--config", path]).limits()["max_turn_tokens"] == 8
+    assert load(ToolsConfig, ["--config", path]).limits()["max_turn_tokens"] == 8
     with pytest.raises(SystemExit, match=r"episode\.max_tokens = 200 .* more than the 128 tokens"):
-        launch(None, AgentConfig, ["--config", path, "--episode.max_tokens", "200"])
+        launch(None, ToolsConfig, ["--config", path, "--episode.max_tokens", "200"])
 
 
 def test_demonstrations_are_right_and_programs_with_bugs_are_not():

@@ -10,8 +10,9 @@ import yaml
 from transformers import AutoTokenizer
 
 from apps.toys.words import Reverse
-from forge.actors import Generator, RewardActor, evaluate
+from forge.actors import Generator, RewardActor
 from forge.controller import run
+from forge.envs import SingleTurnEnv
 from forge.types import Prompt, Sample
 from tests.apps.test_recipes import ROOT
 from tests.serve.conftest import FORGE, address
@@ -43,7 +44,7 @@ def our_accuracy(problems):
         policy, reward = await asyncio.gather(
             Generator.options().as_service(str(MODEL)), RewardActor.options().as_service(["ExactMatch"])
         )
-        return (await evaluate(policy, reward, samples, max_tokens=10))["eval/accuracy"]
+        return (await SingleTurnEnv(reward).evaluate(policy, samples, max_tokens=10))["eval/accuracy"]
 
     return run(main())
 
