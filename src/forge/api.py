@@ -8,6 +8,7 @@ notebook whose event loop runs.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -240,15 +241,15 @@ def _placed(config_type: type[Section], key: str, value: Any) -> dict[str, Any]:
     # Sections of their own matter, such as `episode` or `critic`, are given whole.
     known = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}
     homes = [name for name, keys in known.items() if key in keys]
-    if not homes and "grpo" in sections:
+    everything = [*sections, *(inner for keys in known.values() for inner in keys)]
+    misspelt = difflib.get_close_matches(key, everything, n=1, cutoff=0.8)
+    if not homes and "grpo" in sections and not misspelt:
         homes = ["grpo"]  # the algorithm's own settings
     if len(homes) > 1:
         choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in homes)
         raise ConfigError(f"{key!r} is a key of several sections: write {choices}")
     if not homes:
-        raise ConfigError(
-            f"unknown setting {key!r}{nearest(key, [*sections, *(k for s in known.values() for k in s)])}"
-        )
+        raise ConfigError(f"unknown setting {key!r}{nearest(key, everything)}")
     return {homes[0]: {key: value}}
 
 

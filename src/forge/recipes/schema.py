@@ -13,6 +13,7 @@ from ..engines.settings import EngineSettings
 from ..plugin import load_plugin
 from ..training.layout import Parallelism
 from ..training.settings import LoraSettings, OptimizerSettings, PassSettings
+from ..verifiers.reward import as_verifier
 from ..verifiers.spec import VerifiersConfig
 
 # With `colocated`, those that live in the trainer's processes, on its devices.
@@ -117,6 +118,9 @@ class RewardConfig(Section):
     def _check(self) -> None:
         if self.functions == [] and self.verifiers is None:
             raise ValueError("reward.functions is empty: name at least one, or set reward.verifiers")
+        for item in self.functions or ():
+            if not isinstance(item, str | dict):
+                as_verifier(item)
         if sum(bool(getattr(plugin, "learns", False)) for plugin in self.plugins) > 1:
             raise ValueError("reward.functions: only one of them may learn")
 
