@@ -12,6 +12,7 @@ from apps.code.config import CodeConfig
 from apps.tools.main import ToolsConfig
 from apps.weaver.config import WeaverConfig
 from forge.config import ConfigError, Section, build, load, section_in, to_dict
+from forge.controller import Options
 from forge.engines import EngineSettings
 from forge.recipes.distill_config import DistillConfig
 from forge.recipes.dpo_config import DPOConfig
@@ -83,8 +84,14 @@ def test_the_documented_sections_load(config):
 
 def test_a_section_that_is_given_in_part_keeps_the_rest_of_its_default(config):
     reward = read(config, "--reward.call_timeout", "60").services.reward
-    assert (reward.share, reward.call_timeout) == ("helpers", 60.0)
-    assert read(config, "--reward.share", "null").services.reward.share is None
+    assert (reward.share, reward.call_timeout) == (None, 60.0)
+
+    class Shared(Section):
+        reward: Options = Options(share="helpers", num_replicas=2)
+
+    given = build(Shared, {"reward": {"call_timeout": 60.0}}).reward
+    assert (given.share, given.num_replicas, given.call_timeout) == ("helpers", 2, 60.0)
+    assert build(Shared, {"reward": {"share": None}}).reward.share is None
 
 
 def test_overrides(config):
@@ -116,7 +123,7 @@ def test_overrides(config):
         (["--grpo.beta", "0"], "services.ref_model is set and nothing uses it"),
         (["--algorithm", "grop"], "unknown algorithm 'grop': did you mean 'grpo'"),
         (["--algorithm", "sapo"], "algorithm sapo has no setting 'clip_low'"),
-        (["--grpo.loss", "{dual_clop: 3.0}"], "algorithm grpo has no setting 'dual_clop': did you mean 'dual_clip'"),
+        (["--grpo.loss", "{dual_clop: 3.0}"], "algorithm grpo has no setting 'dual_clop'; did you mean 'dual_clip'"),
         (["--grpo.loss", "{clip_low: 0.1}"], "grpo.clip_low and grpo.loss.clip_low are the same setting: keep one"),
         (["--grpo.correction_low", "0.1"], "correction_low does something only if grpo.correction is mask"),
         (["--grpo.correction_level", "sequence"], "correction_level do nothing: grpo.correction is not set"),
@@ -148,7 +155,7 @@ def test_overrides(config):
         ([*SOURCES, "[{path: a, weight: 0}]"], r"dataset.sources\[0\].weight must be a number above 0"),
         (["--critic.procs", "2"], "critic or services.critic is set and nothing uses it: grpo has no critic"),
         (["--grpo.horizon", "9"], "does something under aggregation fixed_horizon only: this is token_mean"),
-        (["--grpo.loss", "{kl: k2}", "--grpo.beta", "0", *NO_REFERENCE], "grpo.loss.kl and grpo.loss.kl_in do nothing"),
+        (["--grpo.loss", "{kl: k2}", "--grpo.beta", "0", *NO_REFERENCE], "grpo.kl and grpo.kl_in do nothing"),
         (
             ["--grpo.loss", "{entropy_coef: 0.1}", "--training.entropy_coef", "0.1"],
             "training.entropy_coef and grpo.loss.entropy_coef are the same setting",

@@ -45,9 +45,9 @@ class TanhGRPO(Algorithm):
     def token_loss(self, ratio, logprobs, advantages):
         return -torch.tanh(self.scale * (ratio - 1)) / self.scale * advantages - ratio.detach() * advantages
 
-rows = [{"question": word, "answer": word[::-1]} for word in ("abc", "cab", "bca")]
-forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows, prompt_template="{question}>", reward="CharacterMatch",
-            algorithm=TanhGRPO(scale=3.0), name="tanh", steps=2, batch_size=2, n_samples=4, max_tokens=6, seq_len=256)
+rows = [{"question": word + ">", "answer": word[::-1]} for word in ("abc", "cab", "bca")]
+forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows, reward="CharacterMatch", name="tanh",
+            algorithm=TanhGRPO(scale=3.0), steps=2, batch_size=2, n_samples=4, max_tokens=6, seq_len=256)
 """
 
 
@@ -110,7 +110,7 @@ SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "
         ({"dataset": []}, "the dataset is empty"),
         ({"dataset": "no/such/file.jsonl"}, "no/such/file.jsonl"),
         ({"n_samples": 0}, "grpo.n_samples must be at least 1"),
-        ({"clip_hihg": 0.3}, "unknown key 'grpo.clip_hihg'; did you mean 'clip_high'"),
+        ({"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg'; did you mean 'clip_high'"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(tmp_path: Path, monkeypatch, settings: dict, message: str):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
-from ..plugin import construct, resolve
+from ..plugin import construct, nearest, resolve
 from .base import TENSORS, Algorithm, OwnLoss
 from .cispo import CISPO
 from .dapo import DAPO
@@ -62,6 +63,9 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if not callable(found):
         raise ValueError(f"algorithm {algorithm!r} is neither a class nor a function")
     if inspect.isclass(found):
+        settable = [f.name for f in fields(found)] if "__dataclass_fields__" in vars(found) else [*settings]
+        if unknown := [name for name in settings if name not in settable]:
+            raise ValueError(f"{where} has no setting {unknown[0]!r}{nearest(unknown[0], [*settable, *known])}")
         found, settings = construct(found, settings, "grpo", known), {}
     if isinstance(found, Algorithm):
         if settings:

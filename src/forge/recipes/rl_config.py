@@ -48,7 +48,9 @@ class AlgorithmConfig(Section):
 
     def settings(self) -> dict[str, Any]:
         """Of the algorithm's constructor, as far as they are set."""
-        settings = dict(self.model_extra or {})
+        extra = (self.model_extra or {}).items()
+        # Null stands for the algorithm's own default, except where a setting can be switched off.
+        settings = {name: value for name, value in extra if value is not None or name == "dual_clip"}
         if self.correction is not None:
             bounds = self.correction_level, self.correction_low, self.correction_high
             settings["correction"] = None if self.correction == "none" else Correction(self.correction, *bounds)

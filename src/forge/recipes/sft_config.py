@@ -50,7 +50,7 @@ class SFTConfig(RecipeConfig):
         for bad, message in (
             (self.colocated, "colocated does nothing in this recipe: evaluation is the only time that it generates"),
             (
-                not exam and unread != (RewardConfig(), EngineSettings(), ServeConfig(), Options()),
+                not exam and unread != (RewardConfig(), EngineSettings(), ServeConfig(), Options(), Options()),
                 "reward, generator and serve do nothing: eval.accuracy is false, or eval.problems 0",
             ),
             (
