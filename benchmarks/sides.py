@@ -70,7 +70,8 @@ def recipe(config: Any) -> Clock:
     from forge.config import to_dict
     from forge.controller import run
     from forge.observability import Run
-    from forge.recipes.rl import train as main
+    from forge.recipes.components import Job
+    from forge.recipes.rl import train
     from forge.store import VersionStore
 
     clock = Clock()
@@ -83,11 +84,10 @@ def recipe(config: Any) -> Clock:
                 clock.rewards += [row["reward"]] if "reward" in row else []
             return row
 
-    config.validate()
     record = Timed(**config.run, config=to_dict(config), steps=config.training.steps)
     store = VersionStore.create()
     try:
-        run(main(config, config.model, [], record, store))
+        run(train(config, Job(config.model, [], record, store)))
     finally:
         store.close()
     return clock

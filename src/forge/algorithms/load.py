@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
 from ..plugin import construct, nearest, resolve
@@ -57,13 +56,13 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
         near = difflib.get_close_matches(algorithm, ALGORITHMS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ALGORITHMS)}"
         raise ValueError(f"unknown algorithm {algorithm!r}: {hint}; your own is written package.module:Name")
-    found = algorithm
+    found: Any = algorithm
     if isinstance(algorithm, str):
         found = ALGORITHMS[algorithm] if algorithm in ALGORITHMS else resolve(algorithm, "algorithm")
     if not callable(found):
         raise ValueError(f"algorithm {algorithm!r} is neither a class nor a function")
     if inspect.isclass(found):
-        settable = [f.name for f in fields(found)] if "__dataclass_fields__" in vars(found) else [*settings]
+        settable = [*vars(found).get("__dataclass_fields__", settings)]
         if unknown := [name for name in settings if name not in settable]:
             raise ValueError(f"{where} has no setting {unknown[0]!r}{nearest(unknown[0], [*settable, *known])}")
         found, settings = construct(found, settings, "grpo", known), {}
