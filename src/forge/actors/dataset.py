@@ -71,6 +71,11 @@ class DatasetActor(ForgeActor):
         return [episode for pair in drawn for episode in pair]
 
     @endpoint
+    def forget(self, seen: Seen) -> None:
+        """Drop the samples that are done with: they are never to be handed out again."""
+        self.issued = deque((s for s in self.issued if s.prompt.index not in seen), self.issued.maxlen)
+
+    @endpoint
     def state_dict(self, seen: Seen | None = None) -> dict[str, Any]:
         """The position in the stream, and the samples before it that may have to be handed out again.
 
@@ -78,7 +83,7 @@ class DatasetActor(ForgeActor):
             seen: the indices that are done with; their samples are forgotten.
         """
         if seen is not None:
-            self.issued = deque((s for s in self.issued if s.prompt.index not in seen), self.issued.maxlen)
+            self.forget(seen)
         return {"position": self.dataset.state_dict(), "issued": list(self.issued), "again": list(self.again)}
 
     @endpoint

@@ -152,6 +152,11 @@ class ReplayBuffer(ForgeActor):
             return self._expire(version)
 
     @endpoint
+    async def handled(self) -> Seen:
+        """The indices of all groups that ever came in, kept or not."""
+        return Seen(self.seen.low, set(self.seen.above))
+
+    @endpoint
     async def counts(self) -> dict[str, int]:
         """Items held, and items dropped since the start by reason."""
         return {"size": len(self.items), **self.dropped}

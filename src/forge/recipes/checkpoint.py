@@ -56,6 +56,11 @@ class RunState:
                 await self.critic.save_checkpoint.call(f"{record.checkpoints}/critic", None, keep + 2)
             await self.trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
 
+    async def forget_done(self) -> None:
+        """Let the data set drop the samples whose groups have come in: only those in flight can be needed again."""
+        if self.buffer is not None:
+            await self.dataset.forget.route(await self.buffer.handled.route())
+
     async def resume(self, record: Run) -> None:
         """Restore the checkpoint that the run resumes from, if it does.
 

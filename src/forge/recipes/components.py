@@ -44,6 +44,7 @@ class Job(NamedTuple):
         if last or step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
             metrics = metrics | await evaluate()
         self.record.log(step, await drain_metrics(), **metrics)
+        await state.forget_done()
         if step and cfg.checkpoint.due(step, last or done()):
             await state.save(self.record, keep=cfg.checkpoint.keep, async_write=cfg.checkpoint.async_write)
 
