@@ -16,10 +16,10 @@ from typing import Any
 from ..controller import ForgeActor, endpoint
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
-from ..names import apply_folded, has_adapters
 from ..observability import Reduce, phase, record_metric
 from ..store import Store, VersionStore
 from ..types import Completion, Prompt, Sampling
+from ..weight_layouts import apply_folded, has_adapters
 from .identity import POLICY, check_current, differing
 from .keeper import Reach, connect
 from .staleness import StaleWeights

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge.engines.weights import Layer, Weights
-from forge.names import head_size
+from forge.weight_layouts import head_size
 
 BLOCK = 128  # cache positions in one sum over values: from 200 on, MKL may split a sum by the length of the whole
 QUERIES = 64  # prompt tokens that attend together

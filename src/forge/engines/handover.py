@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forge.engines.weights import checked
-from forge.names import EMBEDDING, HEAD, layout
+from forge.weight_layouts import EMBEDDING, HEAD, layout
 
 ALIGNMENT = 64  # bytes
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forge.names import head_size
+from forge.weight_layouts import head_size
 
 # Fields of AsyncEngineArgs that follow from the engine's own arguments, or that it depends on.
 OWN = {

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.names import Part, follows, layout
+from forge.weight_layouts import Part, follows, layout
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -41,7 +41,7 @@ def load_config(folder: Path) -> Any:
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config of a checkpoint folder of a family whose tensors `forge.names` knows.
+    """The transformers config of a checkpoint folder of a family whose tensors `forge.weight_layouts` knows.
 
     FileNotFoundError: no such folder, or no config.json in it. ValueError: another family.
     """

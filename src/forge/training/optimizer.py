@@ -1,4 +1,4 @@
-"""AdamW and gradient clipping."""
+"""AdamW, gradient clipping, and the optimiser's offload."""
 
 from __future__ import annotations
 
@@ -27,26 +27,49 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> float:
-    """Scale all gradients so that their common norm is at most `bound`; the norm before.
+    """Scale all gradients so that their common norm is at most `bound`; returns the norm before, equal on every rank.
 
-    However they lie: each element counts once, on as many ranks as it may be. The norm is the same on every rank; all
-    must call this.
+    Gradients may be sharded in any layout: each element counts once. All ranks must call this.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
-    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    # Each rank sums the squares that it holds, divided by the number of ranks that hold the same elements.
+    own, shares = [], []
+    for gradient in gradients:
+        local, parts = gradient, 1
+        if isinstance(gradient, DTensor):
+            places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            parts = math.prod(size for place, size in places if not isinstance(place, Replicate))
+            local = gradient.to_local()
+        own.append(local)
+        shares.append(parts / dist.get_world_size())
     squares = torch.stack(torch._foreach_norm(own)).double().square()
-    shares = squares.new_tensor([_parts(gradient) / dist.get_world_size() for gradient in gradients])
-    dist.all_reduce(total := (squares * shares).sum())
+    dist.all_reduce(total := (squares * squares.new_tensor(shares)).sum())
     norm = math.sqrt(total) if math.isfinite(total) else math.nan
     torch._foreach_mul_(own, min(1.0, bound / (norm + 1e-6)))
     return norm
 
 
-def _parts(gradient: Tensor) -> int:
-    """How many ranks an element of each copy of a tensor is divided over."""
-    if not isinstance(gradient, DTensor):
-        return 1
-    places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-    return math.prod(size for place, size in places if not isinstance(place, Replicate))
+def move(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    to: torch.device | torch.dtype,
+    buffers: torch.device | None = None,
+) -> None:
+    """Move parameters with their gradients, the optimiser's state and buffers (to `buffers`, if given), in place.
+
+    Raises:
+        RuntimeError: the model got new parameter objects, which its optimiser does not know.
+    """
+    before = list(model.parameters())
+    model.to(to)
+    if any(a is not b for a, b in zip(before, model.parameters(), strict=True)):
+        raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(buffers or to)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(to)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge.names import (
+from forge.weight_layouts import (
     EMBEDDING,
     HEAD,
     adapters,
