@@ -85,13 +85,11 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     for span in spans:
         breaks = ((span.diff() != 1).nonzero()[:, 0] + 1).tolist()
         runs.append([(int(span[a]), a, b - a) for a, b in itertools.pairwise([0, *breaks, len(span)])])
-    return [
-        (
-            Box(tuple(first for first, _, _ in run), tuple(n for _, _, n in run)),
-            local[tuple(slice(at, at + n) for _, at, n in run)],
-        )
-        for run in itertools.product(*runs)
-    ]
+    found = []
+    for block in itertools.product(*runs):
+        box = Box(tuple(first for first, _, _ in block), tuple(n for _, _, n in block))
+        found.append((box, local[tuple(slice(at, at + n) for _, at, n in block)]))
+    return found
 
 
 def overlap_or_gap(shape: tuple[int, ...], boxes: list[Box]) -> str | None:

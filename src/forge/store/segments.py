@@ -1,7 +1,7 @@
 """Files of shared memory that are reused: touching fresh memory costs more than copying a version.
 
-A process holds a lock (flock) on the segments it uses, which the kernel releases when the process ends, however it ends.
-A segment is reused only when no lock is held on it. Segments are made and removed under the store's own lock.
+A process holds a lock (flock) on the segments it uses, which the kernel releases when it ends, even if it is killed. A
+segment is reused only when no lock is held on it. Segments are made and removed under the store's own lock.
 """
 
 from __future__ import annotations

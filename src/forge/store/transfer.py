@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..files import write_atomic
 from .manifest import Manifest, Shard, checksum, copy_and_hash, local_boxes, whole
-from .protocol import CorruptWeights, IncompleteVersion, VersionConflict
+from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .segments import ALIGNMENT
 
 ABANDONED = 3600.0  # seconds after which no rank waits for the outcome of a put any more
@@ -240,7 +240,7 @@ class CollectivePut:
         if isinstance(outcome, int):
             return outcome
         kind, text = outcome
-        known = {error.__name__: error for error in (OSError, VersionConflict, CorruptWeights)}
+        known = {error.__name__: error for error in (OSError, VersionConflict, MissingVersion, CorruptWeights)}
         raise known.get(kind, IncompleteVersion)(text)
 
     def absent(self) -> list[int]:

@@ -227,7 +227,7 @@ class VersionStore(Store):
             MissingVersion: it is neither published nor remembered.
         """
         folder = self._folder(key)
-        # The third: it was dropped and put again between the first two reads.
+        # The first one twice: it may have been published after the first read.
         for path in (folder / f"v{version}.json", folder / "dropped" / f"{version}.json", folder / f"v{version}.json"):
             if contents := _read(path):
                 return Manifest.from_json(contents)

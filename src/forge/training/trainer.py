@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..data.packing import split
 from ..types import Batch
-from ..weight_layouts import adapters, apply_folded
+from ..weight_layouts import adapters, merge_adapters
 from .distributed import Ranks
 from .optimizer import build_optimizer, clip_gradients, move
 from .policy import Backend, Head, TokenScores, TokenValues, build, resolve_dtype
@@ -160,7 +160,7 @@ class PolicyTrainer:
         factors = {name: whole(tensor) for name, tensor in adapters(self.weights().items()).items()}
         named = self.policy.named_weights()
         base = ((name, whole(parameter.detach())) for name, parameter in named if name not in factors)
-        return apply_folded(base, factors)
+        return merge_adapters(base, factors)
 
     def offload(self) -> None:
         """Move parameters, gradients and optimiser to host memory until `onload` or the next call that needs them, so
