@@ -1,4 +1,4 @@
-"""The arguments vLLM is started with: importing it, its options by their own names, and what suits a CPU."""
+"""The arguments vLLM is started with: its own options by their names, and defaults for a CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forge.weight_layouts import head_size
+from ..weight_layouts import head_size
 
-# Fields of AsyncEngineArgs that follow from the engine's own arguments, or that it depends on.
+# Fields of AsyncEngineArgs that the engine's own settings give, and those that it depends on.
 OWN = {
     "model": "model",
     "max_num_seqs": "generator.slots",
@@ -58,8 +58,7 @@ def import_args() -> Any:
 
 
 def check_options(options: Iterable[str]) -> None:
-    """ValueError: an option that is no field of AsyncEngineArgs, or one that the engine sets. Imports vLLM if there
-    are any."""
+    """ValueError: an option that AsyncEngineArgs lacks, or that the engine sets. Imports vLLM if there are any."""
     known = {field.name for field in dataclasses.fields(import_args())} if options else set()
     for name in options:
         if name in OWN:
@@ -80,11 +79,12 @@ def engine_args(
     kind = import_args()
     from vllm.platforms import current_platform
 
+    cpu = current_platform.is_cpu()
     chosen: dict[str, Any] = {
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": secrets.randbits(31),  # otherwise all replicas would draw the same tokens
-        **(_on_cpu(config, slots, max_seq_len, dtype, options) if current_platform.is_cpu() else _on_gpu()),
+        **(_on_cpu(config, slots, max_seq_len, dtype, options) if cpu else {"enable_sleep_mode": True}),
         **options,
         "model": str(folder),
         "max_num_seqs": slots,
@@ -96,11 +96,7 @@ def engine_args(
         "scheduling_policy": "priority",
         "worker_extension_cls": "forge.engines.vllm_worker.WorkerExtension",
     }
-    return kind(**chosen), current_platform.is_cpu()
-
-
-def _on_gpu() -> dict[str, Any]:
-    return {"enable_sleep_mode": True}
+    return kind(**chosen), cpu
 
 
 def _on_cpu(config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,14 +108,14 @@ def _on_cpu(config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapp
     width = 2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 if dtype == "bfloat16" else 4)
     longest = (-(-max_seq_len // CPU_BLOCK) + 1) * CPU_BLOCK * width
     settings: dict[str, Any] = {
-        # A seeded prompt that is computed in pieces would kill vLLM: it turns the generator back, which a CPU's cannot.
+        # With a seeded prompt computed in pieces vLLM rewinds the generator, which fails on a CPU and ends vLLM.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_PREFILL, max_seq_len),
         "enforce_eager": True,  # compiling takes over a minute
         "kv_cache_memory_bytes": max(min(slots * longest, CPU_CACHE), longest + CPU_BLOCK * width),
     }
     if all(options.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "data", "pipeline")):
-        # One process less, and twice as fast on two cores. vLLM does that on a CPU only where this is set.
+        # One process less, and twice as fast on two cores; vLLM needs the variable to do that on a CPU.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         settings["distributed_executor_backend"] = "uni"
     return settings

@@ -1,4 +1,4 @@
-"""A request to vLLM: how it is asked, and how what it tells of likely tokens is read."""
+"""Map requests to vLLM's SamplingParams, and parse its top log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.engines.interface import Listener
-from forge.types import Completion, Sampling
+from ..types import Completion, Sampling
+from .interface import Listener
 
 
 @dataclass(slots=True, eq=False)
@@ -30,13 +30,17 @@ def sampling_params(request: Request, sample: int, vocab: int) -> Any:
     """vLLM's SamplingParams for one sample of a request to a model of `vocab` tokens."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    sampling = request.sampling
+    sampling, seed = request.sampling, request.sampling.seed
+    if seed is not None:
+        # Hashed with the sample's number: samples of neighbouring seeds must not be shifted copies of each other.
+        digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1
     return SamplingParams(
         max_tokens=request.limit,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        seed=None if sampling.seed is None else _seed(sampling.seed, sample),
+        seed=seed,
         stop_token_ids=request.stops,
         ignore_eos=True,  # it is among the stop tokens
         logprobs=min(sampling.top_logprobs, vocab),
@@ -47,18 +51,12 @@ def sampling_params(request: Request, sample: int, vocab: int) -> Any:
     )
 
 
-def likeliest(told: Iterable[Mapping[int, Any]], count: int) -> list[dict[int, float]]:
-    """`Completion.top_logprobs` from what vLLM tells of each position: `count` tokens, and the sampled one."""
+def top_logprobs(positions: Iterable[Mapping[int, Any]], count: int) -> list[dict[int, float]]:
+    """`Completion.top_logprobs` from vLLM's output of each position: `count` tokens, and the sampled one."""
     if count == 0:
         return []
-    ranked = (sorted(position.items(), key=lambda item: item[1].rank) for position in told)
+    ranked = (sorted(position.items(), key=lambda item: item[1].rank) for position in positions)
     return [
         {token: entry.logprob for token, entry in position if entry.rank <= count and math.isfinite(entry.logprob)}
         for position in ranked
     ]
-
-
-def _seed(seed: int, sample: int) -> int:
-    """A seed for one sample: those of neighbouring seeds are not shifted copies of each other."""
-    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
