@@ -16,9 +16,9 @@ from forge.recipes.schema import TrainerConfig
 from forge.training import checkpoint
 from forge.training.attention import repeats
 from forge.training.distributed import Group, Ranks, join
-from forge.training.optimizer import move
 from forge.training.policy import build as build_model
 from forge.training.settings import Parallelism
+from forge.training.trainer import move
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 from tests.training.ranks import LOSS
 

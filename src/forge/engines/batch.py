@@ -46,11 +46,6 @@ class Request:
     done: dict[int, Completion] = field(default_factory=dict)  # by sample
     prefix: Prefix | None = None  # of the prompt, while samples wait for a row
 
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens a sample starts from."""
-        return list(self.prompt)
-
 
 @dataclass(slots=True, eq=False)
 class Row:
@@ -110,11 +105,6 @@ class Batch:
         return len(self.rows) - len(self.holes)
 
     @property
-    def busy(self) -> bool:
-        """Whether any sequence has begun and not ended."""
-        return self.running > 0 or len(self.cut) > 0
-
-    @property
     def serves(self) -> tuple[int, str]:
         """Version and identity of the newest weights that were taken into use."""
         return self._drew[-1][1:]
@@ -157,12 +147,13 @@ class Batch:
         self.holes.sort()
         free = self.holes + list(range(len(self.rows), self.slots))
         placed: dict[int, Row] = {}
-        fresh: list[tuple[Request | Row, list[int]]] = []
+        fresh: list[tuple[Request | Row, list[int], list[int]]] = []
         stored: list[tuple[list[int], Prefix]] = []
         spent = 0
         while len(placed) < len(free) and (self.cut or waiting):
             item = self.cut[0] if self.cut else waiting[0]
-            context = item.tokens[:-1]
+            tokens = item.tokens if isinstance(item, Row) else item.prompt
+            context = list(tokens[:-1])
             if context and item.prefix is None:
                 if len(context) > self.prefill_tokens:
                     if placed:
@@ -186,7 +177,7 @@ class Batch:
             if item.prefix is not None:
                 stored.append((rows, item.prefix))
             elif context:
-                fresh.append((item, rows))
+                fresh.append((item, rows, context))
             if isinstance(item, Row):
                 self.cut.popleft()
             elif item.admitted == item.sampling.n:
@@ -233,14 +224,14 @@ class Batch:
             self._docked = (None, 0)
         return len(piece)
 
-    def _prefill(self, fresh: list[tuple[Request | Row, list[int]]]) -> None:
+    def _prefill(self, fresh: list[tuple[Request | Row, list[int], list[int]]]) -> None:
         if not fresh:
             return
         cache = self.decoder.cache
-        prompts = [item.tokens[:-1] for item, _ in fresh]
+        prompts = [context for _, _, context in fresh]
         cache.reserve(max(map(len, prompts)), len(self.rows))
-        self.decoder.prefill(prompts, [rows[0] for _, rows in fresh])
-        for (item, rows), prompt in zip(fresh, prompts, strict=True):
+        self.decoder.prefill(prompts, [rows[0] for _, rows, _ in fresh])
+        for item, rows, prompt in fresh:
             keys, values = cache.read(rows[0], len(prompt))
             cache.fill(rows[1:], (keys, values))
             if isinstance(item, Request) and item.admitted < item.sampling.n:

@@ -213,7 +213,7 @@ class EmbeddedEngine:
         batch = self._batch
         with self._wake:
             while not (self._closing or self._submitted or self._ordered or self._cancelled):
-                if (self._waiting and not self._released) or self._orders or batch.busy:
+                if (self._waiting and not self._released) or self._orders or batch.running or batch.cut:
                     break
                 self._wake.wait()
             if self._closing:
@@ -244,7 +244,7 @@ class EmbeddedEngine:
             batch.switch(newest, self._waiting, cut=self.on_update == "recompute")
             self._released = False
         elif what == "release" and not self._released:
-            if batch.busy:
+            if batch.running or batch.cut:
                 return False
             batch.release(self._waiting)
             self._released = True

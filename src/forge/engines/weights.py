@@ -105,16 +105,15 @@ def pack(weight: Tensor) -> Tensor:
     return weight
 
 
+@dataclass(slots=True)
 class Linear:
     """A matrix product: x (N, in) -> (N, out)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        """weight: (out, in), after `pack`. bias: (out,)."""
-        self.weight, self.bias = weight, bias
-        self.packed = weight.is_mkldnn
+    weight: Tensor  # (out, in), after `pack`
+    bias: Tensor | None = None  # (out,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
+        if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -36,25 +36,8 @@ class Ranks:
     group: str = ""
 
 
-_group: tuple[Any, str] | None = None
+_group: tuple[Any, str] | None = None  # the process group, and the name its ranks agreed on
 _naming = threading.Lock()
-
-
-def ranks_of(tensors: Mapping[str, Tensor]) -> Ranks:
-    """All ranks of the process group if one of the tensors is a DTensor, else this process alone.
-
-    The first call in a process group is a collective.
-    """
-    global _group
-    spread = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    if not spread or not dist.is_initialized() or dist.get_world_size() == 1:
-        return Ranks()
-    with _naming:
-        if _group is None or _group[0] is not dist.group.WORLD:
-            named = [uuid4().hex]
-            dist.broadcast_object_list(named, src=0)
-            _group = dist.group.WORLD, named[0]
-    return Ranks(dist.get_rank(), dist.get_world_size(), _group[1])
 
 
 def flatten(value: Any) -> tuple[dict[str, Tensor], bool]:
@@ -111,6 +94,8 @@ class Part:
     ) -> Part:
         """This rank's part of a value, floating-point tensors as `dtype`.
 
+        With DTensors and by default, the ranks are those of the process group; the first call in it is a collective.
+
         Raises:
             TypeError, ValueError: as `flatten`, or the version is not a whole number from 0.
         """
@@ -118,7 +103,17 @@ class Part:
         if version is not None and version < 0:
             raise ValueError(f"a version is a number from 0, got {version}")
         tensors, single = flatten(value)
-        ranks = ranks or ranks_of(tensors)
+        if ranks is None:
+            spread = any(isinstance(tensor, DTensor) for tensor in tensors.values()) and dist.is_initialized()
+            ranks = Ranks()
+            if spread and dist.get_world_size() > 1:
+                global _group
+                with _naming:
+                    if _group is None or _group[0] is not dist.group.WORLD:
+                        named = [uuid4().hex]
+                        dist.broadcast_object_list(named, src=0)
+                        _group = dist.group.WORLD, named[0]
+                ranks = Ranks(dist.get_rank(), dist.get_world_size(), _group[1])
         blocks: list[tuple[Shard, Tensor | None]] = []
         size = 0
         for name, tensor in tensors.items():
@@ -248,12 +243,13 @@ class CollectivePut:
         return [rank for rank, part in enumerate(self._parts) if not part.exists()]
 
 
+@dataclass
 class Snapshot:
     """One version, held for reading into tensors of any layout. All that is read is checked against its checksum."""
 
-    def __init__(self, manifest: Manifest, memory: Mapping[str, Tensor]) -> None:
-        self.manifest, self.memory = manifest, memory
-        self._verified: set[int] = set()
+    manifest: Manifest
+    memory: Mapping[str, Tensor]  # the bytes of its segments
+    _verified: set[int] = field(default_factory=set, init=False)
 
     @property
     def version(self) -> int:

@@ -149,7 +149,10 @@ class VersionStore(Store):
         """
         end = time.monotonic() + SETTLING
         while True:
-            number = self.latest(key) if version is None else version
+            versions = self.versions(key) if version is None else [version]
+            if not versions:
+                raise self._missing(key, None)
+            number = versions[-1]
             path = self._folder(key) / f"v{number}.json"
             with ExitStack() as held:
                 try:
@@ -165,17 +168,6 @@ class VersionStore(Store):
                 if _read(path) == contents:  # else its segments may belong to another version by now
                     yield Snapshot(manifest, memory)
                     return
-
-    def latest(self, key: str) -> int:
-        """The newest version of a key.
-
-        Raises:
-            MissingVersion: there is none.
-        """
-        versions = self.versions(key)
-        if not versions:
-            raise self._missing(key, None)
-        return versions[-1]
 
     def versions(self, key: str) -> list[int]:
         """The published versions of a key, ascending."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -178,12 +178,12 @@ def evaluate_pairs(loss: Callable[..., Any], batch: Batch, **outputs: np.ndarray
     return {"eval/loss": float(call_by_name(loss, inputs)), **means}
 
 
+@dataclass
 class Metrics:
     """Means and maxima of a step by name, over the tokens of all ranks; accumulated in float64."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}  # [2]: the sum, the number of terms
-        self._maxima: dict[str, Tensor] = {}
+    _sums: dict[str, Tensor] = field(default_factory=dict)  # [2]: the sum, the number of terms
+    _maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, name: str, values: Tensor) -> None:
         """Add every element of `values` to the mean of this name."""
@@ -192,20 +192,20 @@ class Metrics:
         self._sums[name] = self._sums[name] + both if name in self._sums else both
 
     @torch.no_grad()
-    def add_loss(self, loss: Loss, inputs: Inputs) -> None:
-        """Add what `loss.metrics` returns, if the loss has it."""
+    def add_micro_batch(
+        self, loss: Loss, inputs: Inputs, current: Tensor | None, *, first_epoch: bool, scored_at_start: bool
+    ) -> None:
+        """Add what `loss.metrics` returns, if it exists, and the standard metrics of `PolicyTrainer.train_step`.
+
+        Args:
+            current: [trained] bool, tokens sampled by the version in training; None: not a policy.
+            scored_at_start: the proximal policy is known: its distance to the sampler is that of trainer and engine.
+        """
         if hasattr(loss, "metrics"):
             for name, values in call_by_name(loss.metrics, inputs).items():
                 self.add(name, values)
-
-    @torch.no_grad()
-    def add_policy(self, inputs: Inputs, current: Tensor, *, first_epoch: bool, scored_at_start: bool) -> None:
-        """Add the standard metrics of a policy, see `PolicyTrainer.train_step`.
-
-        Args:
-            current: [trained] bool, tokens sampled by the version in training.
-            scored_at_start: the proximal policy is known: its distance to the sampler is that of trainer and engine.
-        """
+        if current is None:
+            return
         logprobs, proximal, behaviour, entropy, ref = (
             inputs[name] for name in ("logprobs", "proximal_logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
         )
