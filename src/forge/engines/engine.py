@@ -97,9 +97,14 @@ class EmbeddedEngine:
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
         request = Request(prompt, sampling, limit, seed, stops, priority, listener)
-        request.future.add_done_callback(
-            lambda future: self._cancel(request) if future.cancelled() or future.exception() else None
-        )
+
+        def free(future: Future[list[Completion]]) -> None:
+            if future.cancelled() or future.exception():
+                with self._wake:
+                    self._cancelled.append(request)
+                    self._wake.notify()
+
+        request.future.add_done_callback(free)
         with self._wake:
             self._check_alive()
             self._submitted.append(request)
@@ -133,12 +138,10 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        """As `Engine.version`."""
         return self._batch.serves[0]
 
     @property
     def identity(self) -> str:
-        """As `Engine.identity`."""
         return self._batch.serves[1]
 
     def stats(self) -> dict[str, int]:
@@ -186,11 +189,6 @@ class EmbeddedEngine:
         if self._error is not None:
             raise self._error
 
-    def _cancel(self, request: Request) -> None:
-        with self._wake:
-            self._cancelled.append(request)
-            self._wake.notify()
-
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)
         error: BaseException = RuntimeError("the engine was closed before this was complete")
@@ -206,7 +204,19 @@ class EmbeddedEngine:
         except BaseException as raised:  # any error must reach the callers
             error = EngineFailed(f"the engine ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised
-        self._end(error)
+        with self._wake:
+            self._error = error
+            rows = (*self._batch.rows, *self._batch.cut)
+            requests = {row.request for row in rows} | {*self._waiting, *self._submitted}
+            orders = [future for _, future in (*self._orders, *self._ordered)]
+            self._orders.clear()
+            self._ordered.clear()
+            self._waiting.clear()
+            self._submitted.clear()
+        pending: list[Future[Any]] = [request.future for request in requests]
+        for future in pending + orders:
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _collect(self) -> bool:
         """Take over the callers' requests and orders, waiting for them if nothing runs; False when closing."""
@@ -252,18 +262,3 @@ class EmbeddedEngine:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)
         return True
-
-    def _end(self, error: BaseException) -> None:
-        with self._wake:
-            self._error = error
-            rows = (*self._batch.rows, *self._batch.cut)
-            requests = {row.request for row in rows} | {*self._waiting, *self._submitted}
-            orders = [future for _, future in (*self._orders, *self._ordered)]
-            self._orders.clear()
-            self._ordered.clear()
-            self._waiting.clear()
-            self._submitted.clear()
-        pending: list[Future[Any]] = [request.future for request in requests]
-        for future in pending + orders:
-            if not future.done() and future.set_running_or_notify_cancel():
-                future.set_exception(error)

@@ -43,7 +43,6 @@ class Engine(Protocol):
             ValueError: an empty or too long prompt, or a token outside the vocabulary.
             RuntimeError: the engine is closed; EngineFailed: it has failed.
         """
-        ...
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
@@ -59,22 +58,18 @@ class Engine(Protocol):
             identity: a digest of the weights by their publisher. Completions carry version and identity of the weights
                 that drew their tokens; a version stands for one set of weights.
         """
-        ...
 
     @property
     def version(self) -> int:
         """The version of the weights in use; while the engine is released, of the last ones."""
-        ...
 
     @property
     def identity(self) -> str:
         """The identity of those weights; "" for those of the folder."""
-        ...
 
     def stats(self) -> dict[str, int]:
         """Counters: `running` and `waiting` sequences and, since the start, `generated_tokens`; an engine may have
         more."""
-        ...
 
     def release(self) -> Future[None]:
         """Free the memory of weights and cache for a trainer on the same device.
@@ -82,15 +77,12 @@ class Engine(Protocol):
         Running sequences end first; later requests wait. The future completes when the memory is free. Releases,
         restores and weight updates take effect in the order of their calls.
         """
-        ...
 
     def restore(self) -> Future[None]:
         """Allocate the memory again. Waiting requests start after the next weight update."""
-        ...
 
     def close(self) -> None:
         """End the engine and its processes. Requests that are not complete fail with a RuntimeError."""
-        ...
 
 
 def extend(whole: Completion, piece: Completion) -> None:

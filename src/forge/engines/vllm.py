@@ -19,8 +19,7 @@ from torch import Tensor
 from ..types import Completion, Sampling
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .settings import EngineSettings
-from .vllm_args import OWNER, engine_args, import_args
-from .vllm_request import Request, sampling_params, top_logprobs
+from .vllm_args import OWNER, Request, engine_args, import_args, sampling_params, top_logprobs
 from .weights import Handover, load_eos, read_config
 
 # How vLLM pauses for an update: what becomes of running sequences, and whether their keys and values are forgotten.
@@ -133,12 +132,10 @@ class VLLMEngine:
 
     @property
     def version(self) -> int:
-        """As `Engine.version`."""
         return self._weights[0]
 
     @property
     def identity(self) -> str:
-        """As `Engine.identity`."""
         return self._weights[1]
 
     def stats(self) -> dict[str, int]:
