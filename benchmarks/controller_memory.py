@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/controller_memory.py --calls 1000000
 
-Data set and replay buffer live in the controller, as in a recipe; the reward is a real process. One round is what a
-rollout and its share of training call: `admit`, `dataset.sample`, `buffer.add`, `buffer.sample`, `forget`, `advance`, and
-for every `--remote`-th prompt `reward.evaluate_group`. A second task measures how late the event loop wakes it: tokenising
-must not block it for more than 20 ms.
+Data set and replay buffer live in the controller, as in a recipe; the reward is a real process. One round is what the
+rollouts of a step and its training call: `admit`, `dataset.sample`, `buffer.add`, `buffer.sample`, `forget`,
+`advance`, and for every `--remote`-th prompt `reward.evaluate_group`. A second task measures how late the event loop
+wakes it: tokenising must not block it for more than 20 ms.
 """
 
 from __future__ import annotations

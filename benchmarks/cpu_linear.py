@@ -17,7 +17,7 @@ import torch
 from forge.data.packing import pack
 from forge.losses import GRPOLoss
 from forge.models import build_small_model
-from forge.training import cpu_linear
+from forge.training import linear as cpu_linear
 from forge.training.distributed import join
 from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer

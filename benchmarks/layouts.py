@@ -24,8 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forge.data.packing import pack
 from forge.losses import GRPOLoss
 from forge.training.distributed import join, leave
-from forge.training.layout import Parallelism
-from forge.training.settings import OptimizerSettings
+from forge.training.settings import OptimizerSettings, Parallelism
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Episode
 

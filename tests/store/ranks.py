@@ -55,7 +55,7 @@ def killed(store: VersionStore) -> None:
     model = build(True, mesh)
     store.put("policy", dict(model.named_parameters()))
     if dist.get_rank() == 1:
-        import forge.store.parts as module
+        import forge.store.transfer as module
 
         def dies(*_: object) -> str:
             os.kill(os.getpid(), 9)
@@ -71,7 +71,7 @@ def killed(store: VersionStore) -> None:
 
 def killed_settling(store: VersionStore) -> None:
     """The rank that comes last is killed when it has published, before it can tell."""
-    import forge.store.parts as module
+    import forge.store.transfer as module
 
     model = build(True, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     if dist.get_rank() == 1:
@@ -79,7 +79,7 @@ def killed_settling(store: VersionStore) -> None:
         def dies(*_: object) -> None:
             os.kill(os.getpid(), 9)
 
-        module.Attempt.end = dies  # type: ignore[method-assign]
+        module.CollectivePut.end = dies  # type: ignore[method-assign]
         copy = module.copy_and_hash
         module.copy_and_hash = lambda *tensors: time.sleep(0.5) or copy(*tensors)
     print(store.put("policy", dict(model.named_parameters()), 5, timeout=20.0), flush=True)
@@ -105,7 +105,7 @@ def skewed(store: VersionStore) -> None:
 
 def broken(store: VersionStore) -> None:
     """What goes wrong on one rank is heard by the other at once, whoever comes first; the next put works."""
-    import forge.store.parts as module
+    import forge.store.transfer as module
 
     model = build(True, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     copy, rank = module.copy_and_hash, dist.get_rank()

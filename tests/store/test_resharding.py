@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge.store import IncompleteVersion, Ranks, VersionStore
-from forge.store.boxes import local_boxes
-from forge.store.parts import Part
+from forge.store.manifest import local_boxes
+from forge.store.transfer import Part
 
 Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
 

@@ -13,8 +13,7 @@ import torch
 
 import forge.store as ts
 from forge.store import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict, VersionStore
-from forge.store.boxes import Box
-from forge.store.manifest import Manifest, Shard
+from forge.store.manifest import Box, Manifest, Shard
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -310,7 +309,7 @@ def test_the_functions_of_the_documents(monkeypatch: pytest.MonkeyPatch):
     ts.default_store().close()
     monkeypatch.setenv("FORGE_STORE", "")
     monkeypatch.setenv("FORGE_PROCESS", "generator_0")
-    monkeypatch.setattr("forge.store.api._store", None)
+    monkeypatch.setattr("forge.store._store", None)
     with pytest.raises(RuntimeError, match="have the controller call"):
         ts.default_store()
 

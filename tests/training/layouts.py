@@ -16,7 +16,7 @@ from forge.losses import GSPOLoss
 from forge.store import VersionStore
 from forge.training import checkpoint
 from forge.training.distributed import Ranks, join, lay_out, leave
-from forge.training.layout import Parallelism
+from forge.training.settings import Parallelism
 from tests.training.cases import example, make_trainer, weights_of
 from tests.training.ranks import (
     LORA,

@@ -16,9 +16,9 @@ from forge.controller import ActorContext
 from forge.data.packing import Aggregation
 from forge.losses import GRPOLoss
 from forge.training import checkpoint
-from forge.training.background import Background
+from forge.training.checkpoint import Background
 from forge.training.distributed import Ranks
-from forge.training.heads import Head
+from forge.training.policy import Head
 from forge.training.trainer import PolicyTrainer
 from tests.actors.respawn import request
 from tests.training.cases import example, make_trainer, regression, targets, weights_of
@@ -177,7 +177,7 @@ def background(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
     restored = make_trainer(model, ranks)
     extra = checkpoint.load(restored, paths[0])
     again = [restored.train_step(example(seed), LOSS)["loss"] for seed in (1, 2, 3)]
-    content = checkpoint.Content.of(trainer, folder, None)
+    content = checkpoint.Snapshot.of(trainer, folder, None)
     if ranks.rank == 1:
         content.files = {"no/such/folder": b""}
     try:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.training import checkpoint
-from forge.training.background import Background
+from forge.training.checkpoint import Background
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 from tests.training.ranks import LOSS
 

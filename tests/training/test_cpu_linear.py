@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge.training import cpu_linear
+from forge.training import linear as cpu_linear
 
 
 @pytest.mark.skipif(not cpu_linear.AVAILABLE, reason="this CPU has no AVX-512")

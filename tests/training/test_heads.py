@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from forge.actors import Trainer
 from forge.training import checkpoint
-from forge.training.heads import Head, Scalar, load
+from forge.training.policy import Head, ScalarModel, load
 from tests.actors.respawn import started
 from tests.training.cases import (
     VOCAB,
@@ -46,7 +46,7 @@ def expected(model: torch.nn.Module, head: Head, batch) -> torch.Tensor:
 @pytest.mark.parametrize("head", HEADS)
 def test_a_packed_pass_is_that_of_plain_transformers(classifier: Path, head: Head):
     batch, model = targets(), plain(classifier)
-    ours, theirs = Scalar.from_pretrained(classifier, head), expected(model, head, batch)
+    ours, theirs = ScalarModel.from_pretrained(classifier, head), expected(model, head, batch)
     torch.testing.assert_close(ours(batch).values, theirs, rtol=0, atol=1e-5)
     share = torch.linspace(-1, 1, len(theirs))
     (share @ ours(batch).values).backward()

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from forge.recipes.launch import check_model
 from forge.recipes.schema import TrainerConfig
 from forge.training import checkpoint
-from forge.training.build import build as build_model
+from forge.training.attention import repeats
 from forge.training.distributed import Group, Ranks, join
-from forge.training.layout import Parallelism, copies
-from forge.training.residence import move
+from forge.training.policy import build as build_model
+from forge.training.settings import Parallelism
+from forge.training.trainer import move
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 from tests.training.ranks import LOSS
 
@@ -61,7 +62,7 @@ def test_degrees_that_will_not_do(degrees: Parallelism, ranks: int, message: str
 
 @given(st.integers(1, 16), st.integers(1, 16))
 def test_ranks_get_equal_numbers_of_heads(heads: int, ranks: int):
-    times = copies(heads, ranks)
+    times = repeats(heads, ranks)
     assert heads * times % ranks == 0
     assert all(heads * fewer % ranks for fewer in range(1, times))
 

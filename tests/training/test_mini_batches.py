@@ -12,7 +12,7 @@ import torch
 from forge.data.packing import pack
 from forge.losses import SFTLoss
 from forge.training import checkpoint
-from forge.training.mini_batches import mini_batches
+from forge.training.step import mini_batches
 from forge.types import Batch, Episode
 from tests.training.cases import episodes, example, largest_difference, make_trainer, weights_of
 from tests.training.ranks import LOSS, Surrogate

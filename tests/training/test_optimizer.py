@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from forge.losses import SFTLoss
-from forge.training.optimizer import build_optimizer
 from forge.training.settings import OptimizerSettings
+from forge.training.trainer import build_optimizer
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 
 

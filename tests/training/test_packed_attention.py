@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.training.packed_attention import PackedLayout
+from forge.training.attention import PackedLayout
 from forge.training.policy import Policy
 from forge.types import Batch
 from tests.training.cases import VOCAB, tiny_model

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forge.training.token_logprobs import token_logprobs
+from forge.training.linear import token_logprobs
 
 TOKENS, DIM, VOCAB = 16, 6, 37
 

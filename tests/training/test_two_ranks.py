@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.training import checkpoint
 from forge.training.distributed import join
-from forge.training.heads import Head
-from forge.training.layout import Parallelism
+from forge.training.policy import Head
+from forge.training.settings import Parallelism
 from tests.training import ranks
 from tests.training.cases import example, make_trainer, targets, weights_of
 

@@ -16,10 +16,10 @@ from typing import Any
 from ..controller import ForgeActor, endpoint
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
-from ..names import apply_folded, has_adapters
 from ..observability import Reduce, phase, record_metric
 from ..store import Store, VersionStore
 from ..types import Completion, Prompt, Sampling
+from ..weight_layouts import has_adapters, merge_adapters
 from .identity import POLICY, check_current, differing
 from .keeper import Reach, connect
 from .staleness import StaleWeights
@@ -197,7 +197,7 @@ class Generator(ForgeActor):
             with store.open(POLICY, version) as snapshot:
                 named = snapshot.tensors()
                 if has_adapters(snapshot.manifest.by_name):
-                    named = apply_folded(read_checkpoint(Path(self.model)), dict(named))
+                    named = merge_adapters(read_checkpoint(Path(self.model)), dict(named))
                 swapped = self.engine.update_weights(named, version, snapshot.digest)
             self.loaded = number
             return snapshot.digest, swapped

@@ -23,8 +23,7 @@ from ..controller import ForgeActor, Service, endpoint
 from ..controller.rdma import Window
 from ..store import CorruptWeights, Store, VersionStore
 from ..store.manifest import Manifest, checksum
-from ..store.parts import Part, Ranks
-from ..store.snapshot import Snapshot
+from ..store.transfer import Part, Ranks, Snapshot
 
 # Seconds beyond a transfer's own limit after which its memory is taken back.
 GRACE = 60.0

@@ -37,7 +37,7 @@ class ReferenceModel(ForgeActor):
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
-        from ..training.scoring import score
+        from ..training.step import score
 
         with phase("reference"):
             length = self.passes.seq_len

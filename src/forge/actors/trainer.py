@@ -13,8 +13,7 @@ from ..controller import ForgeActor, endpoint
 from ..data.packing import Aggregation, pack
 from ..observability import phase
 from ..store import Store
-from ..training.layout import Parallelism
-from ..training.settings import OptimizerSettings
+from ..training.settings import OptimizerSettings, Parallelism
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
 from .keeper import Reach, connect
@@ -22,7 +21,7 @@ from .ledger import Ledger
 from .staleness import Staleness
 
 if TYPE_CHECKING:
-    from ..training.background import Background
+    from ..training.checkpoint import Background
 
 JOURNAL = "trainer.journal"
 IDENTITIES = "identities"
@@ -45,7 +44,7 @@ class Trainer(ForgeActor):
         store: where `push_weights` publishes; None for a trainer that does not.
         optimizer: fields of `forge.training.settings.OptimizerSettings`.
         aggregation: how tokens share the loss when a batch arrives as episodes, see `forge.data.packing.pack`.
-        parallelism: fields of `forge.training.layout.Parallelism`, by default all ranks share one copy of the weights.
+        parallelism: fields of `forge.training.settings.Parallelism`; by default all ranks share the weights.
         recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
             share: it loads the checkpoint that was last saved there, or restored, and trains the batches since then
             again, from a journal beside it. None makes the loss of a process the end of the run.
@@ -248,7 +247,7 @@ class Trainer(ForgeActor):
 
     def _begin(self, write: Write) -> str:
         """Copy the state, and write the copy while training goes on."""
-        from ..training.background import Background
+        from ..training.checkpoint import Background
 
         self.background = self.background or Background(self.trainer)
         return str(self.background.save(write.folder, extra=write.extra))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.engines.interface import Engine
-from forge.engines.settings import EngineSettings
+from .interface import Engine
+from .settings import EngineSettings
 
 if TYPE_CHECKING:
-    from forge.engines.engine import EmbeddedEngine
+    from .engine import EmbeddedEngine
 
 __all__ = ["EmbeddedEngine", "Engine", "EngineSettings", "load_engine"]
 
 
 def load_engine(engine: str, model: str | Path, *, version: int = 0, device: Any = None, **settings: Any) -> Engine:
-    """The engine of this name ("embedded" or "vllm") with a model folder in it.
+    """Start the engine of this name ("embedded" or "vllm") with a model folder.
 
     Args:
         version: of the weights in the folder.
@@ -23,15 +23,15 @@ def load_engine(engine: str, model: str | Path, *, version: int = 0, device: Any
         settings: fields of `EngineSettings`.
 
     Raises:
-        ImportError: vLLM is not installed; says how to.
+        ImportError: vLLM is not installed; says how to install it.
         ValueError, FileNotFoundError: an invalid setting, or as `EmbeddedEngine`.
     """
     how = EngineSettings(engine=engine, **settings)  # type: ignore[arg-type]
     if how.engine == "vllm":
-        from forge.engines.vllm import VLLMEngine
+        from .vllm import VLLMEngine
 
         return VLLMEngine(model, version=version, **how)
-    from forge.engines.engine import EmbeddedEngine
+    from .engine import EmbeddedEngine
 
     return EmbeddedEngine(model, version=version, device=device, **how)
 
@@ -39,7 +39,7 @@ def load_engine(engine: str, model: str | Path, *, version: int = 0, device: Any
 def __getattr__(name: str) -> Any:
     # Imported on first use: torch takes seconds.
     if name == "EmbeddedEngine":
-        from forge.engines.engine import EmbeddedEngine
+        from .engine import EmbeddedEngine
 
         return EmbeddedEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

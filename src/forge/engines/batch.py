@@ -1,28 +1,80 @@
 """The running batch: sequences in the first rows of the cache, one token for each of them a step.
 
-Active rows are always rows 0 to B - 1, so that a decode step works on views. A finished row is taken over by a
-waiting sample, or else by the last row. Everything a row needs while it runs sits in tensors, so that a step costs
-the same few operations whatever the number of rows, and the host waits for the device once: for the finished rows.
+Active rows are always rows 0 to B - 1, so that a decode step works on views. A finished row is taken over by a waiting
+sample, or else by the last row. Everything a row needs while it runs sits in tensors, so that a step costs the same few
+operations whatever the number of rows, and the host waits for the device once: for the finished rows.
+
+A token is drawn through the cumulative distribution with a uniform number of its own: it depends on its row's logits
+and number alone, never on the rest of the batch.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from forge.engines.decoder import Decoder, rounded
-from forge.engines.requests import Prefix, Request, Row
-from forge.engines.sampling import MIN_TEMPERATURE, draw, keep_top, likeliest, narrows, uniforms
-from forge.engines.weights import Weights
-from forge.types import Completion
+from ..types import TOP_LOGPROBS, Completion, Sampling
+from .decoder import Decoder, rounded
+from .interface import Listener
+from .weights import Weights
 
-WIDTH = 8  # kernels are prepared for every new number of rows: so there are few, some idle rows being computed as well
+WIDTH = 8  # kernels are prepared for every new number of rows: few numbers, at the price of idle rows
+MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
+
+Prefix = tuple[Tensor, Tensor]  # keys and values, (layers, K, tokens, D) each
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt with n samples to draw, each at most `limit` tokens long."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    limit: int
+    seed: int
+    stops: frozenset[int]
+    priority: int = 0
+    listener: Listener | None = None
+    future: Future[list[Completion]] = field(default_factory=Future)
+    admitted: int = 0
+    done: dict[int, Completion] = field(default_factory=dict)  # by sample
+    prefix: Prefix | None = None  # of the prompt, while samples wait for a row
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A sample that runs, or that was preempted and waits for a row.
+
+    `drawn` is its state when it last got its row: the i-th token since then is drawn in step `start + i` and recorded
+    at position `context + i`.
+    """
+
+    request: Request
+    sample: int
+    start: int
+    drawn: Completion
+    prefix: Prefix | None = None  # of all its tokens, between being computed and being placed
+    top: list[dict[int, float]] = field(default_factory=list)  # top log-probabilities of every token, if requested
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens it continues from."""
+        return [*self.request.prompt, *self.drawn.token_ids]
+
+    @property
+    def context(self) -> int:
+        """How many of them are in the cache: all but the last."""
+        return len(self.request.prompt) + len(self.drawn.token_ids) - 1
 
 
 class Batch:
-    """Runs requests on a decoder that has `rounded(slots, WIDTH)` rows.
+    """Runs requests on a decoder with `rounded(slots, WIDTH)` rows.
 
     `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
     """
@@ -31,10 +83,10 @@ class Batch:
         self.decoder, self.slots, self.prefill_tokens = decoder, slots, prefill_tokens
         self.rows: list[Row] = []
         self.holes: list[int] = []
-        self.cut: deque[Row] = deque()  # to be resumed, before anything that waits
+        self.cut: deque[Row] = deque()  # preempted, to be resumed before waiting requests
         self.steps = self.generated = self.prefilled = 0
-        self._docked: tuple[Request | Row | None, int] = (None, 0)  # whose first tokens are in the dock, how many
-        # (first step, version, identity) of the weights in use, in order.
+        self._docked: tuple[Request | Row | None, int] = (None, 0)  # a long prompt in the dock, and its tokens there
+        # (first step, version, identity) of the weights, in order.
         self._drew = [(0, decoder.weights.version, decoder.weights.identity)]
         device, length, rows = decoder.device, decoder.cache.longest, rounded(slots, WIDTH)
         self.tokens, self.positions, self.ends, self.top_k = (
@@ -43,7 +95,7 @@ class Batch:
         self.temperature, self.top_p = (torch.ones(rows, device=device) for _ in range(2))
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
         self.stops = torch.full((rows, 1), -1, device=device)
-        # By position, like the cache: the numbers to draw with, then what was drawn.
+        # By position, like the cache: the numbers to draw with, and the tokens drawn.
         self.uniform, self.logprobs = (torch.zeros(rows, length, device=device) for _ in range(2))
         self.drawn = torch.zeros(rows, length, dtype=torch.long, device=device)
 
@@ -53,17 +105,12 @@ class Batch:
         return len(self.rows) - len(self.holes)
 
     @property
-    def busy(self) -> bool:
-        """Whether any sequence has begun and not ended."""
-        return self.running > 0 or len(self.cut) > 0
-
-    @property
     def serves(self) -> tuple[int, str]:
         """Version and identity of the newest weights that were taken into use."""
         return self._drew[-1][1:]
 
     def release(self, waiting: deque[Request]) -> None:
-        """Let go of weights and cache, and of prompts that wait. Nothing may be busy; `switch` brings weights back."""
+        """Free weights, cache and computed prompts. Nothing may be busy; `switch` brings weights back."""
         self.rows, self.holes = [], []
         for request in waiting:
             request.prefix = None
@@ -71,9 +118,9 @@ class Batch:
         self.decoder.release()
 
     def switch(self, weights: Weights, waiting: deque[Request], cut: bool = False) -> None:
-        """Compute with other weights from the next step on; prompts that wait are forgotten, as computed by the old.
+        """Compute with other weights from the next step on; computed prompts of waiting requests are dropped.
 
-        cut: running rows give up their keys and values as well, and are resumed from their tokens.
+        cut: running rows are preempted, too, to recompute their keys and values from their tokens.
         """
         if cut:
             rows = [(row, self._so_far(i)) for i, row in enumerate(self.rows) if i not in self.holes]
@@ -91,21 +138,22 @@ class Batch:
         self._drew = [*kept, (self.steps, weights.version, weights.identity)]
 
     def drop(self, request: Request) -> None:
-        """Free the rows of a request that nobody waits for any more."""
+        """Free the rows of a cancelled request."""
         self.holes += [i for i, row in enumerate(self.rows) if row.request is request and i not in self.holes]
         self.cut = deque(row for row in self.cut if row.request is not request)
 
     def admit(self, waiting: deque[Request]) -> None:
-        """Move samples into free rows, cut ones and then the front of `waiting`, in order; close gaps that remain."""
+        """Move samples into free rows, preempted ones and then the front of `waiting`, in order; close the gaps."""
         self.holes.sort()
         free = self.holes + list(range(len(self.rows), self.slots))
         placed: dict[int, Row] = {}
-        fresh: list[tuple[Request | Row, list[int]]] = []
+        fresh: list[tuple[Request | Row, list[int], list[int]]] = []
         stored: list[tuple[list[int], Prefix]] = []
         spent = 0
         while len(placed) < len(free) and (self.cut or waiting):
             item = self.cut[0] if self.cut else waiting[0]
-            context = item.tokens[:-1]
+            tokens = item.tokens if isinstance(item, Row) else item.prompt
+            context = list(tokens[:-1])
             if context and item.prefix is None:
                 if len(context) > self.prefill_tokens:
                     if placed:
@@ -117,11 +165,19 @@ class Batch:
                     break
                 else:
                     spent += len(context)
-            rows = self._place(item, free[len(placed) :], placed)
+            rows = free[len(placed) :]
+            if isinstance(item, Row):
+                item.start, rows = self.steps, rows[:1]
+                placed[rows[0]] = item
+            else:  # as many of the request's samples as there are rows
+                rows = rows[: item.sampling.n - item.admitted]
+                for sample, i in enumerate(rows, item.admitted):
+                    placed[i] = Row(item, sample, self.steps, Completion(item.prompt, [], [], [], ""))
+                item.admitted += len(rows)
             if item.prefix is not None:
                 stored.append((rows, item.prefix))
             elif context:
-                fresh.append((item, rows))
+                fresh.append((item, rows, context))
             if isinstance(item, Row):
                 self.cut.popleft()
             elif item.admitted == item.sampling.n:
@@ -135,23 +191,24 @@ class Batch:
             for rows, prefix in stored:
                 self.decoder.cache.fill(rows, prefix)
             self._prefill(fresh)
-            self._seat(placed)
+            self._set_rows(placed)
         self._compact()
-        self._survey()
-
-    def _place(self, item: Request | Row, free: list[int], placed: dict[int, Row]) -> list[int]:
-        """Give free rows to a cut sample, or to as many samples of a request as there are rows for."""
-        if isinstance(item, Row):
-            item.start, placed[free[0]] = self.steps, item
-            return free[:1]
-        rows = free[: item.sampling.n - item.admitted]
-        for sample, i in enumerate(rows, item.admitted):
-            placed[i] = Row(item, sample, self.steps, Completion(item.prompt, [], [], [], ""))
-        item.admitted += len(rows)
-        return rows
+        # What a step needs to know of its rows as a whole, which changes only here.
+        requests = [row.request for row in self.rows]
+        self._reach = max((row.context - row.start for row in self.rows), default=0)
+        self._any_greedy = any(request.sampling.temperature == 0 for request in requests)
+        # Greedy decoding has no distribution for top-k and top-p to cut.
+        narrow = [
+            i
+            for i, s in enumerate(request.sampling for request in requests)
+            if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)
+        ]
+        self._narrow = torch.tensor(narrow, device=self.decoder.device) if narrow else None
+        self._listening = [i for i, request in enumerate(requests) if request.listener]
+        self._wants_top = [i for i, request in enumerate(requests) if request.sampling.top_logprobs]
 
     def _dock(self, item: Request | Row, context: list[int]) -> int:
-        """Compute the next piece of a long prompt: its length. `item.prefix` is set when that was the last one."""
+        """Compute the next piece of a long prompt; returns its length. The last one sets `item.prefix`."""
         docked, done = self._docked
         done = done if docked is item else 0
         piece = context[done : done + self.prefill_tokens]
@@ -167,21 +224,21 @@ class Batch:
             self._docked = (None, 0)
         return len(piece)
 
-    def _prefill(self, fresh: list[tuple[Request | Row, list[int]]]) -> None:
+    def _prefill(self, fresh: list[tuple[Request | Row, list[int], list[int]]]) -> None:
         if not fresh:
             return
         cache = self.decoder.cache
-        prompts = [item.tokens[:-1] for item, _ in fresh]
+        prompts = [context for _, _, context in fresh]
         cache.reserve(max(map(len, prompts)), len(self.rows))
-        self.decoder.prefill(prompts, [rows[0] for _, rows in fresh])
-        for (item, rows), prompt in zip(fresh, prompts, strict=True):
+        self.decoder.prefill(prompts, [rows[0] for _, rows, _ in fresh])
+        for item, rows, prompt in fresh:
             keys, values = cache.read(rows[0], len(prompt))
             cache.fill(rows[1:], (keys, values))
             if isinstance(item, Request) and item.admitted < item.sampling.n:
                 item.prefix = (keys.clone(), values.clone())
             self.prefilled += len(prompt)
 
-    def _seat(self, placed: dict[int, Row]) -> None:
+    def _set_rows(self, placed: dict[int, Row]) -> None:
         device = self.decoder.device
         requests = [row.request for row in placed.values()]
         samplings = [request.sampling for request in requests]
@@ -224,21 +281,12 @@ class Batch:
                 holes.pop()
             self.rows.pop()
 
-    def _survey(self) -> None:
-        """What a step needs to know about its rows as a whole, which only changes when the rows do."""
-        self._reach = max((row.context - row.start for row in self.rows), default=0)
-        self._any_greedy = any(row.request.sampling.temperature == 0 for row in self.rows)
-        cut = [i for i, row in enumerate(self.rows) if narrows(row.request.sampling)]
-        self._narrow = torch.tensor(cut, device=self.decoder.device) if cut else None
-        self._heard = [i for i, row in enumerate(self.rows) if row.request.listener]
-        self._curious = [i for i, row in enumerate(self.rows) if row.request.sampling.top_logprobs]
-
     def step(self) -> list[Request]:
-        """Draw one token for every row; the requests that became complete. Call `admit` before."""
+        """Draw one token for every row; returns the requests that became complete. Call `admit` before."""
         rows, cache = len(self.rows), self.decoder.cache
         length = rounded(self._reach + self.steps + 1, self.decoder.granule)
         cache.reserve(length, rows)
-        # One row alone would be multiplied by other kernels, which round differently.
+        # A single row would be multiplied by other kernels, which round differently.
         width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
         logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)[:rows].float()
         positions = self.positions[:rows]
@@ -256,41 +304,41 @@ class Batch:
         finished = (self.stops[:rows] == tokens[:, None]).any(1).logical_or_(positions >= self.ends[:rows])
         self.steps += 1
         self.generated += rows
-        if self._curious:
-            self._note(logits)
-        complete = [request for i in finished.nonzero().flatten().tolist() if (request := self._finish(i))]
-        if self._heard:
-            self._tell(tokens, logprobs)
+        if self._wants_top:
+            for i, top in zip(self._wants_top, top_logprobs(logits[self._wants_top]), strict=True):
+                self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
+        complete = []
+        for i in finished.nonzero().flatten().tolist():
+            row, completion = self.rows[i], self._so_far(i)
+            completion.finish = "stop" if completion.token_ids[-1] in row.request.stops else "length"
+            row.request.done[row.sample] = completion
+            self.holes.append(i)
+            if len(row.request.done) == row.request.sampling.n:
+                complete.append(row.request)
+        if self._listening:
+            self._stream(tokens, logprobs)
         return complete
 
-    def _note(self, logits: torch.Tensor) -> None:
-        """Keep the likeliest tokens for those who asked. The host waits for the device once more, for all of them."""
-        for i, found in zip(self._curious, likeliest(logits[self._curious]), strict=True):
-            row = self.rows[i]
-            row.top.append(dict(islice(found.items(), row.request.sampling.top_logprobs)))
-
-    def _tell(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Hand what this step drew to those who listen. The host waits for the device once more, for all of them."""
+    def _stream(self, tokens: Tensor, logprobs: Tensor) -> None:
+        """Pass this step's tokens to the listeners. The host waits for the device once more, for all of them."""
         _, version, identity = self._drew[-1]
-        drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, self._heard].tolist()
-        for i, token, logprob in zip(self._heard, *drawn, strict=True):
+        drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, self._listening].tolist()
+        for i, token, logprob in zip(self._listening, *drawn, strict=True):
             request, sample = self.rows[i].request, self.rows[i].sample
             finish = request.done[sample].finish if sample in request.done else ""
             piece = Completion(request.prompt, [int(token)], [logprob], [version], finish)
             piece.identities[version] = identity
             piece.top_logprobs = self.rows[i].top[-1:]
-            request.tell(sample, piece)
-
-    def _finish(self, i: int) -> Request | None:
-        row, completion = self.rows[i], self._so_far(i)
-        request = row.request
-        completion.finish = "stop" if completion.token_ids[-1] in request.stops else "length"
-        request.done[row.sample] = completion
-        self.holes.append(i)
-        return request if len(request.done) == request.sampling.n else None
+            if request.listener is None or request.future.done():
+                continue
+            try:
+                request.listener(sample, piece)
+            except Exception as error:  # the request fails, not the engine
+                if request.future.set_running_or_notify_cancel():
+                    request.future.set_exception(error)
 
     def _so_far(self, i: int) -> Completion:
-        """All that the sample in row i has drawn, before it was last cut and since."""
+        """All tokens of the sample in row i, from before it was last preempted and since."""
         row = self.rows[i]
         before, span = row.drawn, slice(row.context, row.context + self.steps - row.start)
         versions, identities = list(before.versions), dict(before.identities)
@@ -309,3 +357,53 @@ class Batch:
             identities=identities,
             top_logprobs=list(row.top),
         )
+
+
+def uniforms(seed: int, sample: int, count: int) -> Tensor:
+    """The random numbers in [0, 1) of one sample, (count,); a longer count has the shorter one as prefix."""
+    key = np.array([seed % 2**64, sample], dtype=np.uint64)
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32))
+
+
+def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Logits (B, V) with everything outside the top k and then the top-p nucleus at -inf. top_k, top_p: (B,)."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(logits.shape[-1], device=logits.device)
+    limit = torch.where(top_k > 0, top_k, logits.shape[-1])
+    ordered = ordered.masked_fill(ranks >= limit[:, None], -torch.inf)
+    probs = ordered.softmax(-1)
+    # A token stays if those before it do not reach top_p: the first always does. A top_p of 1 keeps all, whatever the
+    # rounding of the sum.
+    outside = (probs.cumsum(-1) - probs >= top_p[:, None]) & (top_p[:, None] < 1)
+    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))
+
+
+def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,) each.
+
+    `logits` are already divided by the temperature and cut to the top. Rows marked in `greedy` (B,), if given, take
+    the most likely token instead.
+    """
+    probs = logits.softmax(-1)
+    total = probs.cumsum(-1)
+    # Kept a rounding step below the total, the target always falls on a token with a probability above zero.
+    target = uniform.clamp(max=1 - 2**-22)[:, None] * total[:, -1:]
+    tokens = torch.searchsorted(total, target, right=True)
+    if greedy is not None:
+        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0], probs.gather(-1, tokens).log_()[:, 0]
+
+
+def top_logprobs(logits: Tensor) -> list[dict[int, float]]:
+    """The most likely tokens of each row in descending order, with their log-probabilities under logits (B, V) as in
+    `draw`, without those at -inf.
+
+    Always up to 20 tokens, so that which of two equals is taken does not depend on the requests of other rows. The host
+    waits for the device.
+    """
+    probs, tokens = logits.softmax(-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))
+    ids, logprobs = torch.stack([tokens.double(), probs.log_().double()]).tolist()
+    return [
+        {int(token): logprob for token, logprob in zip(*row, strict=True) if logprob > -torch.inf}
+        for row in zip(ids, logprobs, strict=True)
+    ]

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.engines.weights import Layer, Weights
-from forge.names import head_size
+from ..weight_layouts import head_size
+from .weights import Layer, Weights
 
 BLOCK = 128  # cache positions in one sum over values: from 200 on, MKL may split a sum by the length of the whole
 QUERIES = 64  # prompt tokens that attend together
@@ -23,7 +23,7 @@ QUERIES = 64  # prompt tokens that attend together
 class Cache:
     """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`.
 
-    Behind the rows that decode, there is one more: the `dock`, where a long prompt is put together piece by piece.
+    After the rows that decode there is one more, the `dock`, where a long prompt is computed piece by piece.
     """
 
     def __init__(self, config: Any, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device):
@@ -35,12 +35,12 @@ class Cache:
         self.keys, self.values = (torch.zeros(self.first, dtype=dtype, device=device) for _ in range(2))
 
     def clear(self) -> None:
-        """Give back all memory; the next `reserve` makes room again."""
+        """Free all memory; the next `reserve` allocates again."""
         shape = (*self.first[:3], 0, self.first[4])
         self.keys, self.values = self.keys.new_zeros(shape), self.values.new_zeros(shape)
 
     def reserve(self, length: int, rows: int) -> None:
-        """Make room for `length` positions, and up to the next block. The first `rows` rows and the dock are kept."""
+        """Make room for `length` positions, keeping the first `rows` rows and the dock."""
         length, old = rounded(length, BLOCK), self.keys.shape[3]
         if length > old:
             size = min(max(length, 2 * old, self.first[3]), self.longest)
@@ -76,9 +76,9 @@ class Cache:
 class Decoder:
     """The model: `weights` may be replaced between any two calls.
 
-    On a CPU in float32, what a row computes depends bit for bit on that row alone: on no other row, no number of rows
-    (2 to 8, or a multiple of 8), no piece of the prompt it came in, no length of the cache. Where kernels round
-    differently with the shape, products are made of blocks of one shape; `granule` keeps to one kind of kernel.
+    On a CPU in float32, a row's result depends bit for bit on that row alone: not on other rows or their number (2 to
+    8, or a multiple of 8), the pieces of its prompt, or the length of the cache. Where kernels round differently with
+    the shape, products are made of blocks of one shape; `granule` keeps to one kind of kernel.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Decoder:
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere, one large product is the faster
 
     def release(self) -> None:
-        """Let go of weights and cache, until other weights are put in."""
+        """Free weights and cache, until other weights are assigned."""
         self.weights = None  # type: ignore[assignment]
         self.cache.clear()
         if self.device.type != "cpu":
@@ -131,14 +131,14 @@ class Decoder:
             for at in range(self.block, length, self.block):
                 out.baddbmm_(probs[..., at : at + self.block], values[:, at : at + self.block])
             self._finish_layer(layer, x, out.view(rows, -1))
-        return self.weights.head(self._norm(x, self.weights.norm))
+        return self.weights.head(F.rms_norm(x, x.shape[-1:], self.weights.norm, self.eps))
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], start: int = 0) -> None:
         """Write keys and values of each prompt's tokens into its row; there are no logits.
 
-        The last token of a prompt is left to the first decode step: so the last layer's attention and MLP are never
-        needed here. `start` > 0 continues prompts whose first `start` tokens are already in their rows. The cache
-        must have room for them.
+        The last token of a prompt is left to the first decode step, so that the last layer's attention and MLP are not
+        needed here. `start` > 0 continues prompts whose first `start` tokens are in their rows. The cache must have
+        room for them.
         """
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
@@ -146,8 +146,7 @@ class Decoder:
         positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths)[prompt] + start
         blocks = self._blocks(prompt, positions, torch.tensor(rows), lengths + start)
         index = self.cache.index(torch.tensor(rows)[prompt].to(self.device), positions.to(self.device))
-        # Kernels are prepared for every new number of tokens: so there are few, and what the added ones
-        # compute is never stored.
+        # Kernels are prepared for every new number of tokens: few numbers, by padding whose results are never stored.
         real, count = len(tokens), rounded(len(tokens), 64)
         tokens, positions = F.pad(tokens, (0, count - real)), F.pad(positions, (0, count - real)).to(self.device)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
@@ -160,15 +159,20 @@ class Decoder:
                 return
             attended = q.new_zeros(count, self.H * self.D)
             for block in blocks:
-                self._attend(i, q, block, attended)
+                size, length = block.mask.shape
+                queries = q.new_zeros(block.prompts * size, self.H, self.D).index_copy_(0, block.place, q[block.tokens])
+                queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
+                keys, values = (c[i, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
+                out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=block.mask, enable_gqa=True)
+                out = out.transpose(1, 2).reshape(-1, self.H * self.D)
+                attended.index_copy_(0, block.tokens, out[block.place])
             self._finish_layer(layer, x, attended)
 
     def _blocks(self, prompt: Tensor, positions: Tensor, rows: Tensor, ends: Tensor) -> list[_Block]:
         """Prompt tokens that attend together: `queries` positions of every prompt that reaches them, or all.
 
-        prompt, positions: (N,). rows, ends: (prompts,). A block begins at a multiple of its size whatever piece of
-        the prompt is there, so that its keys always have one shape. Half a block, where prompts are short, rounds
-        like a whole one.
+        prompt, positions: (N,). rows, ends: (prompts,). A block begins at a multiple of its size whatever the pieces of
+        the prompt, so that its keys always have one shape. Half a block, for short prompts, rounds like a whole one.
         """
         blocks, first, longest = [], int(positions.min()), int(ends.max())
         size = longest - first
@@ -189,21 +193,9 @@ class Decoder:
             blocks.append(_Block(inside.to(self.device), place.to(self.device), len(chosen), where, mask))
         return blocks
 
-    def _attend(self, layer: int, q: Tensor, block: _Block, out: Tensor) -> None:
-        """Attention of one block's tokens, q (N, H, D), to all before them, written to `out` (N, H * D)."""
-        size, length = block.mask.shape
-        queries = q.new_zeros(block.prompts * size, self.H, self.D).index_copy_(0, block.place, q[block.tokens])
-        keys, values = (c[layer, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
-        queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=block.mask, enable_gqa=True)
-        out.index_copy_(0, block.tokens, attended.transpose(1, 2).reshape(-1, self.H * self.D)[block.place])
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.eps)
-
     def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (N, C) -> q (N, H, D), k and v (N, K, D), rotated."""
-        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), -1, self.D)
+        qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.input_norm, self.eps)).view(len(x), -1, self.D)
         qk, v = qkv.split([self.H + self.K, self.K], 1)
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (self.D,), None, self.eps) * layer.qk_norm
@@ -213,7 +205,7 @@ class Decoder:
     def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor) -> None:
         """Output projection and MLP, added to the residual stream x (N, C) in place."""
         x += layer.output(attended)
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+        gate, up = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.mlp_norm, self.eps)).chunk(2, -1)
         x += layer.down(F.silu(gate).mul_(up))
 
 

@@ -15,23 +15,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge.engines.batch import WIDTH, Batch
-from forge.engines.decoder import Decoder, rounded
-from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request
-from forge.engines.requests import Request
-from forge.engines.settings import EngineSettings
-from forge.engines.weights import Weights, load_config, load_eos, read_checkpoint
-from forge.types import Completion, Sampling
+from ..types import Completion, Sampling
+from .batch import WIDTH, Batch, Request
+from .decoder import Decoder, rounded
+from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
+from .settings import EngineSettings
+from .weights import Weights, load_config, load_eos, read_checkpoint
 
 Order = tuple[Weights | Literal["release", "restore"], "Future[None]"]
 
 
 class EmbeddedEngine:
-    """Generates with a Llama, Qwen2 or Qwen3 checkpoint in this process, batching all callers together.
+    """Generates with a Llama, Qwen2 or Qwen3 checkpoint in this process, as `forge.engines.Engine` says.
 
-    `submit` and `update_weights` may be called from any thread; the model runs in one of its own. A request starts
-    in the order of priority and submission as soon as rows of the batch are free, its prompt computed once for all
-    its samples.
+    All callers share one batch, which a thread of its own runs. A request starts as soon as rows of the batch are free,
+    its prompt computed once for all its samples.
     """
 
     def __init__(
@@ -45,18 +43,17 @@ class EmbeddedEngine:
     ):
         """Load a Hugging Face folder (config.json and safetensors).
 
-        device: by default a GPU if there is one. version: of the weights in the folder, whose identity is "".
-        prefill_tokens: prompt tokens computed between two decode steps; a longer prompt is computed in pieces.
-        settings: fields of `forge.engines.settings.EngineSettings`; the cache takes the memory of what is used.
+        Args:
+            device: by default a GPU if there is one.
+            version: of the weights in the folder, whose identity is "".
+            prefill_tokens: prompt tokens computed between two decode steps; a longer prompt is computed in pieces.
+            settings: fields of `forge.engines.settings.EngineSettings`; the cache grows with use. After a weight
+                update (`on_update`) running sequences "continue" with their keys and values; or they "finish" under
+                the old weights while nothing is admitted; or they are preempted and "recompute" keys and values of
+                prompt and tokens, before waiting requests. Drawn tokens keep their log-probabilities and versions.
 
-        on_update: what a weight update does to running sequences.
-        - "continue": they continue under the new weights with the keys and values they have.
-        - "finish": they end under the old weights. Nothing is admitted until they have; then the weights change.
-        - "recompute": they are cut and resumed under the new weights: keys and values of the prompt and of all
-          tokens so far are computed anew, like prompts and before those that wait. Tokens already drawn stay, with
-          their log-probabilities and versions.
-
-        FileNotFoundError, ValueError: the folder is incomplete, its model is not supported, or an argument is wrong.
+        Raises:
+            FileNotFoundError, ValueError: the folder is incomplete, the model unsupported, or an argument invalid.
         """
         folder = Path(model)
         self.config = config = load_config(folder)
@@ -88,19 +85,11 @@ class EmbeddedEngine:
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """Ask for `sampling.n` completions of a prompt; cancelling the future frees what they occupy.
+        """As `Engine.submit`.
 
-        Of requests that wait the one with the lowest priority number starts first, then the one that came first.
-        Completions end at `max_tokens`, or before it where `max_seq_len` is reached. The text of a completion is
-        left empty. On a CPU in float32 the tokens and log-probabilities of a seeded request depend on the request and
-        the weights alone, bit for bit, whatever else runs and whenever it came, for one machine and number of
-        threads (tested with one and two). Elsewhere it draws with the same numbers whatever else runs, but matrix
-        products may round differently with the batch.
-
-        listener: called in the engine's thread with each token as it is drawn, as `Engine.submit` says.
-
-        ValueError: an empty or too long prompt, or a token the model does not have. RuntimeError: the engine is
-        closed; EngineFailed, one of those: its thread has failed.
+        On a CPU in float32 the tokens and log-probabilities of a seeded request depend on the request and the weights
+        alone, bit for bit, whatever else runs, on one machine and number of threads (tested with one and two).
+        Elsewhere it draws with the same random numbers, but matrix products may round differently with the batch.
         """
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
@@ -108,9 +97,14 @@ class EmbeddedEngine:
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
         request = Request(prompt, sampling, limit, seed, stops, priority, listener)
-        request.future.add_done_callback(
-            lambda future: self._cancel(request) if future.cancelled() or future.exception() else None
-        )
+
+        def free(future: Future[list[Completion]]) -> None:
+            if future.cancelled() or future.exception():
+                with self._wake:
+                    self._cancelled.append(request)
+                    self._wake.notify()
+
+        request.future.add_done_callback(free)
         with self._wake:
             self._check_alive()
             self._submitted.append(request)
@@ -120,17 +114,7 @@ class EmbeddedEngine:
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """Replace all weights between two decode steps; `on_update` says what running sequences do.
-
-        version, identity: what completions say of the tokens these weights draw; the identity is a digest of the
-        weights stated by whoever publishes them. A version stands for one set of weights.
-
-        The tensors, under their Hugging Face names, are read and checked before this returns, beside the weights in
-        use; generation continues meanwhile. The future completes when the weights are in use. Where several updates
-        wait for running sequences to end, the newest is taken and the others are skipped: all their futures complete
-        then, in order. The future carries a ValueError, naming the tensor, for one that is unknown, missing or of a
-        wrong shape: weights and version then stay as they were. A released engine is restored.
-        """
+        """As `Engine.update_weights`, between two decode steps; generation continues while the tensors are read."""
         future: Future[None] = Future()
         try:
             with self._wake:
@@ -145,31 +129,26 @@ class EmbeddedEngine:
         return future
 
     def release(self) -> Future[None]:
-        """Give up weights and cache: when the running sequences have ended. Others wait for the next weight update.
-
-        Releases, restores and weight updates take effect in the order in which they were asked for.
-        """
+        """As `Engine.release`: weights and cache are freed when the running sequences have ended."""
         return self._order("release")
 
     def restore(self) -> Future[None]:
-        """Completes when what was ordered before it is done: the memory comes back with the weights, as it is used."""
+        """As `Engine.restore`: all memory comes back with the next weight update."""
         return self._order("restore")
 
     @property
     def version(self) -> int:
-        """The version of the weights in use; of those that were in use last, while the engine is released."""
         return self._batch.serves[0]
 
     @property
     def identity(self) -> str:
-        """The identity of those weights: "" for those of the folder."""
         return self._batch.serves[1]
 
     def stats(self) -> dict[str, int]:
         """Running rows, waiting samples, and totals since the start: tokens generated and prefilled, decode steps.
 
-        A sample that was cut waits too. The last token of a prompt counts as decoded, not as prefilled; tokens that
-        are computed anew after a weight update are prefilled.
+        A preempted sample counts as waiting, the last token of a prompt as decoded, and tokens recomputed after a
+        weight update as prefilled.
         """
         with self._wake:
             self._check_alive()
@@ -210,11 +189,6 @@ class EmbeddedEngine:
         if self._error is not None:
             raise self._error
 
-    def _cancel(self, request: Request) -> None:
-        with self._wake:
-            self._cancelled.append(request)
-            self._wake.notify()
-
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)
         error: BaseException = RuntimeError("the engine was closed before this was complete")
@@ -224,20 +198,32 @@ class EmbeddedEngine:
                     self._batch.admit(deque() if self._orders or self._released else self._waiting)
                     if self._batch.rows:
                         for request in self._batch.step():
-                            # A listener may have failed it in its last step.
+                            # Its listener may have failed it in this very step.
                             if not request.future.done() and request.future.set_running_or_notify_cancel():
                                 request.future.set_result([c for _, c in sorted(request.done.items())])
-        except BaseException as raised:  # whatever it was, the callers must hear of it
+        except BaseException as raised:  # any error must reach the callers
             error = EngineFailed(f"the engine ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised
-        self._end(error)
+        with self._wake:
+            self._error = error
+            rows = (*self._batch.rows, *self._batch.cut)
+            requests = {row.request for row in rows} | {*self._waiting, *self._submitted}
+            orders = [future for _, future in (*self._orders, *self._ordered)]
+            self._orders.clear()
+            self._ordered.clear()
+            self._waiting.clear()
+            self._submitted.clear()
+        pending: list[Future[Any]] = [request.future for request in requests]
+        for future in pending + orders:
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _collect(self) -> bool:
-        """Take over what callers handed in, waiting for it when there is nothing to run; False when closing."""
+        """Take over the callers' requests and orders, waiting for them if nothing runs; False when closing."""
         batch = self._batch
         with self._wake:
             while not (self._closing or self._submitted or self._ordered or self._cancelled):
-                if (self._waiting and not self._released) or self._orders or batch.busy:
+                if (self._waiting and not self._released) or self._orders or batch.running or batch.cut:
                     break
                 self._wake.wait()
             if self._closing:
@@ -256,7 +242,7 @@ class EmbeddedEngine:
         return True
 
     def _carry_out(self) -> bool:
-        """Do what was ordered first, updates that follow each other at once; False if it has to wait."""
+        """Carry out the first order, consecutive updates at once; False if running sequences must end before."""
         batch, (what, _) = self._batch, self._orders[0]
         count = 1
         if isinstance(what, Weights):
@@ -268,7 +254,7 @@ class EmbeddedEngine:
             batch.switch(newest, self._waiting, cut=self.on_update == "recompute")
             self._released = False
         elif what == "release" and not self._released:
-            if batch.busy:
+            if batch.running or batch.cut:
                 return False
             batch.release(self._waiting)
             self._released = True
@@ -276,18 +262,3 @@ class EmbeddedEngine:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)
         return True
-
-    def _end(self, error: BaseException) -> None:
-        with self._wake:
-            self._error = error
-            rows = (*self._batch.rows, *self._batch.cut)
-            requests = {row.request for row in rows} | {*self._waiting, *self._submitted}
-            orders = [future for _, future in (*self._orders, *self._ordered)]
-            self._orders.clear()
-            self._ordered.clear()
-            self._waiting.clear()
-            self._submitted.clear()
-        pending: list[Future[Any]] = [request.future for request in requests]
-        for future in pending + orders:
-            if not future.done() and future.set_running_or_notify_cancel():
-                future.set_exception(error)

@@ -1,4 +1,4 @@
-"""What a generation engine is to those who use it, and what every engine checks in the same words."""
+"""The interface of generation engines, and the checks they share."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forge.types import Completion, Sampling
+from ..types import Completion, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class EngineFailed(RuntimeError):
-    """The engine has ended by a fault, and answers nothing any more; says which."""
+    """The engine failed and no longer runs; names the cause."""
 
 
-LONGEST = 4096  # of max_seq_len, where it is not given
+LONGEST = 4096  # the default of max_seq_len is at most this
 
-# Told (sample, piece): a Completion of new tokens alone, whose `finish` is "" unless they are the sample's last.
+# Called with (sample, piece): a Completion of new tokens alone, whose `finish` is "" unless they are the sample's last.
 Listener = Callable[[int, Completion], None]
 
 
@@ -29,66 +29,64 @@ class Engine(Protocol):
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """Ask for `sampling.n` completions of a prompt; cancelling the future frees what they occupy.
+        """Start `sampling.n` completions of a prompt; cancelling the future frees their resources.
 
-        Of requests that wait the one with the lowest priority number starts first, then the one that came first.
-        Completions end at `max_tokens`, or before it where `max_seq_len` is reached; their text is left empty.
+        Waiting requests start in the order of their priority, lowest number first, then of submission. Completions end
+        at `max_tokens`, or at `max_seq_len` if that is earlier; their text is left empty.
 
-        listener: called in the engine's thread with the tokens of each sample as they are drawn, all of them before
-        the future completes, and with none any more once it has failed. It must be quick: everybody's tokens wait for
-        it. What it raises is what its request fails with.
+        Args:
+            listener: called in the engine's thread with the tokens of each sample as they are drawn: all before the
+                future completes, none after it failed. It must be quick, as it blocks all requests. Its exceptions fail
+                the request.
 
-        ValueError: an empty or too long prompt, or a token the model does not have. RuntimeError: the engine is
-        closed, or has failed.
+        Raises:
+            ValueError: an empty or too long prompt, or a token outside the vocabulary.
+            RuntimeError: the engine is closed; EngineFailed: it has failed.
         """
-        ...
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """Replace all weights; `on_update` says what running sequences do. A released engine is restored.
+        """Replace all weights; `on_update` decides about running sequences. A released engine is restored.
 
-        The tensors, under their Hugging Face names, are read and checked before this returns, beside the weights in
-        use. The future completes when they are in use; of several that wait the newest is taken, and all complete
-        then. It carries a ValueError naming the tensor for one that is unknown, given twice, missing or of a wrong
-        shape: weights and version then stay as they were.
+        The tensors, by Hugging Face name, are read and checked before this returns, into memory beside the weights in
+        use. The future completes when they are in use; of several waiting updates the newest is taken, and all
+        complete. It carries a ValueError naming the tensor if one is unknown, duplicate, missing or of a wrong shape:
+        weights and version are unchanged then.
+
+        Args:
+            identity: a digest of the weights by their publisher. Completions carry version and identity of the weights
+                that drew their tokens; a version stands for one set of weights.
         """
-        ...
 
     @property
     def version(self) -> int:
-        """The version of the weights in use; of those that were in use last, while the engine is released."""
-        ...
+        """The version of the weights in use; while the engine is released, of the last ones."""
 
     @property
     def identity(self) -> str:
-        """The identity of those weights, as their publisher stated it: "" for those of the folder."""
-        ...
+        """The identity of those weights; "" for those of the folder."""
 
     def stats(self) -> dict[str, int]:
         """Counters: `running` and `waiting` sequences and, since the start, `generated_tokens`; an engine may have
         more."""
-        ...
 
     def release(self) -> Future[None]:
-        """Give up the memory of weights and cache, so that a trainer can have the device.
+        """Free the memory of weights and cache for a trainer on the same device.
 
-        Running sequences end first; whatever is submitted from now on waits. The future completes when the memory is
-        free. Releases, restores and weight updates take effect in the order in which they were asked for.
+        Running sequences end first; later requests wait. The future completes when the memory is free. Releases,
+        restores and weight updates take effect in the order of their calls.
         """
-        ...
 
     def restore(self) -> Future[None]:
-        """Take the memory back. The weights come with the next update, and only then do waiting requests start."""
-        ...
+        """Allocate the memory again. Waiting requests start after the next weight update."""
 
     def close(self) -> None:
         """End the engine and its processes. Requests that are not complete fail with a RuntimeError."""
-        ...
 
 
 def extend(whole: Completion, piece: Completion) -> None:
-    """Add to what a sample has drawn what it drew next."""
+    """Append the next tokens of a sample to its completion."""
     whole.token_ids += piece.token_ids
     whole.logprobs += piece.logprobs
     whole.versions += piece.versions
@@ -98,9 +96,10 @@ def extend(whole: Completion, piece: Completion) -> None:
 
 
 def check_length(config: Any, max_seq_len: int | None) -> int:
-    """The longest prompt and completion together: as asked for, else what the model allows but at most 4096 tokens.
+    """Most tokens of prompt and completion: `max_seq_len`, by default the model's limit or 4096 if that is less.
 
-    ValueError: less than two tokens, or more than the model allows.
+    Raises:
+        ValueError: less than two tokens, or more than the model's limit.
     """
     limit = config.max_position_embeddings
     length = min(limit, LONGEST) if max_seq_len is None else max_seq_len
@@ -110,24 +109,21 @@ def check_length(config: Any, max_seq_len: int | None) -> int:
 
 
 def check_request(sampling: Sampling, priority: int, vocab: int) -> None:
-    """ValueError: a setting that an engine could not compute with: a temperature that is not finite, stop tokens
-    outside 0 to `vocab` - 1, or a number that does not fit into 32 bits."""
-    most = 2**31
-    for ok, message in (
-        (math.isfinite(sampling.temperature), f"temperature must be finite, got {sampling.temperature}"),
-        (sampling.top_k < most, f"top_k must be below 2**31, got {sampling.top_k}"),
-        (-most <= priority < most, f"priority must fit into 32 bits, got {priority}"),
-        (
-            all(0 <= token < vocab for token in sampling.stop_token_ids),
-            f"stop_token_ids must be 0 to {vocab - 1}, got {list(sampling.stop_token_ids)}",
-        ),
-    ):
-        if not ok:
-            raise ValueError(message)
+    """Raises:
+    ValueError: a temperature that is not finite, stop tokens outside 0 to `vocab` - 1, or a number beyond 32 bits.
+    """
+    if not math.isfinite(sampling.temperature):
+        raise ValueError(f"temperature must be finite, got {sampling.temperature}")
+    if sampling.top_k >= 2**31:
+        raise ValueError(f"top_k must be below 2**31, got {sampling.top_k}")
+    if not -(2**31) <= priority < 2**31:
+        raise ValueError(f"priority must fit into 32 bits, got {priority}")
+    if not all(0 <= token < vocab for token in sampling.stop_token_ids):
+        raise ValueError(f"stop_token_ids must be 0 to {vocab - 1}, got {list(sampling.stop_token_ids)}")
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab: int, max_seq_len: int) -> tuple[int, ...]:
-    """The prompt. ValueError: it is empty, leaves no room for a token, or has tokens outside 0 to `vocab` - 1."""
+    """The prompt as a tuple. ValueError: it is empty, too long for a completion, or has tokens out of range."""
     prompt = tuple(prompt_ids)
     if not prompt:
         raise ValueError("the prompt is empty")

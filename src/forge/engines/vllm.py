@@ -1,4 +1,4 @@
-"""vLLM behind the interface of the embedded engine: its asynchronous engine, in a thread and processes of its own."""
+"""vLLM's asynchronous engine behind the interface of the embedded one, in a thread and processes of its own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge.engines.handover import Handover
-from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request
-from forge.engines.settings import EngineSettings
-from forge.engines.vllm_args import OWNER, engine_args, import_args
-from forge.engines.vllm_request import Request, likeliest, sampling_params
-from forge.engines.weights import load_eos, read_config
-from forge.types import Completion, Sampling
+from ..types import Completion, Sampling
+from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
+from .settings import EngineSettings
+from .vllm_args import OWNER, Request, engine_args, import_args, sampling_params, top_logprobs
+from .weights import Handover, load_eos, read_config
 
 # How vLLM pauses for an update: what becomes of running sequences, and whether their keys and values are forgotten.
 PAUSE = {"continue": ("keep", False), "finish": ("wait", True), "recompute": ("keep", True)}
@@ -37,25 +35,22 @@ Order = tuple[Handover | Literal["release", "restore"], "Future[None]"]
 class VLLMEngine:
     """Generates with a Llama, Qwen2 or Qwen3 checkpoint in vLLM, as `forge.engines.Engine` says.
 
-    Every sample is a request of its own to vLLM, which computes a prompt they share once as far as it fills blocks of
-    its cache. Seeded samples are the same tokens again, but for ties that rounding decides: products round differently
-    with what else runs. A temperature above 0 is at least 0.01, as vLLM wants it.
+    Every sample is a request of its own to vLLM, which computes their common prompt once as far as it fills blocks of
+    its cache. Seeded samples are reproducible except for ties that rounding decides: products round differently with
+    the batch. vLLM raises a temperature above 0 to at least 0.01.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        version: int = 0,
-        **settings: Any,
-    ):
-        """Start vLLM with a Hugging Face folder; takes 15 to 30 s. settings: fields of `EngineSettings`.
+    def __init__(self, model: str | Path, *, version: int = 0, **settings: Any):
+        """Start vLLM with a Hugging Face folder; takes 15 to 30 s.
 
-        on_update: what a weight update does to running sequences, as in `EmbeddedEngine`. With "continue", a sequence
-        that vLLM itself preempts for lack of cache is computed anew under the new weights.
+        Args:
+            settings: fields of `EngineSettings`. With on_update "continue", a sequence that vLLM preempts for lack of
+                cache is recomputed under the new weights.
 
-        ImportError: vLLM is not installed. FileNotFoundError, ValueError: the folder is incomplete, or the model or an
-        argument is wrong; no process has been started then. RuntimeError: vLLM did not start.
+        Raises:
+            ImportError: vLLM is not installed.
+            FileNotFoundError, ValueError: an incomplete folder, or an invalid argument; before any process starts.
+            RuntimeError: vLLM did not start.
         """
         folder = Path(model)
         import_args()
@@ -65,10 +60,10 @@ class VLLMEngine:
         self.on_update, self.eos = how.on_update, load_eos(folder, config)
         self.dtype: torch.dtype = getattr(torch, how.dtype)
         args, self._cpu = engine_args(folder, config, how.slots, self.max_seq_len, how.dtype, how.vllm)
-        # What vLLM calls the weights of each update: its completions say which token is of which.
+        # vLLM's labels of the weights of each update, which its completions carry by token.
         self._label = "default"
         self._weights = (version, "")
-        self._labels = {self._label: self._weights}  # in their order; the current one, and what may still be told of
+        self._labels = {self._label: self._weights}  # in order: the current one, and those of running sequences
         self._updates = 0
         self._salt = ""  # prompts share blocks of the cache only under the same one
         self._memory: Literal["held", "released", "restored"] = "held"
@@ -96,7 +91,7 @@ class VLLMEngine:
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """As `Engine.submit`. Of samples that wait, some of one request may start before others of it."""
+        """As `Engine.submit`; the samples of a request may start at different times."""
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
@@ -108,8 +103,7 @@ class VLLMEngine:
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """As `Engine.update_weights`: the tensors are copied to shared memory, and from there into vLLM's processes
-        while it is paused."""
+        """As `Engine.update_weights`, through shared memory, from which vLLM's processes read while paused."""
         future: Future[None] = Future()
         try:
             with self._lock:
@@ -125,30 +119,28 @@ class VLLMEngine:
         return future
 
     def release(self) -> Future[None]:
-        """As `Engine.release`: vLLM's sleep mode, level 2. On a CPU only the cache is given back, not the weights."""
+        """As `Engine.release`: vLLM's sleep mode, level 2. On a CPU only the cache is freed, not the weights."""
         future: Future[None] = Future()
         self._hand_in(future, self._take, "release", future)
         return future
 
     def restore(self) -> Future[None]:
-        """As `Engine.restore`. On a GPU the memory of the cache is taken with the weights, by the next update."""
+        """As `Engine.restore`. On a GPU the next update allocates weights and cache."""
         future: Future[None] = Future()
         self._hand_in(future, self._take, "restore", future)
         return future
 
     @property
     def version(self) -> int:
-        """The version of the weights in use; of those that were in use last, while the engine is released."""
         return self._weights[0]
 
     @property
     def identity(self) -> str:
-        """The identity of those weights: "" for those of the folder."""
         return self._weights[1]
 
     def stats(self) -> dict[str, int]:
-        """Running and waiting sequences, and the tokens that were delivered since the start: of running sequences the
-        first one only. RuntimeError: the engine is closed, or has failed."""
+        """Running and waiting sequences, and the tokens delivered since the start (of running sequences only the first,
+        unless they have a listener). RuntimeError: the engine is closed, or has failed."""
         with self._lock:
             self._check_alive()
         return {"running": self._started, "waiting": len(self._unstarted), "generated_tokens": self._generated}
@@ -168,7 +160,7 @@ class VLLMEngine:
         self.close()
 
     def _check_alive(self) -> None:
-        """RuntimeError: the engine has ended. Wants the lock, without which it may end meanwhile."""
+        """RuntimeError: the engine has ended. The caller holds the lock, so that it cannot end meanwhile."""
         if self._error is not None:
             raise self._error
         if self._stop.is_set():
@@ -179,14 +171,14 @@ class VLLMEngine:
             raise error
 
     def _hand_in(self, future: Future[Any], function: Callable[..., None], *args: Any) -> None:
-        """Have the loop call a function that will settle the future."""
+        """Call a function, which settles the future, in the loop."""
         with self._lock:
             self._check_alive()
             self._pending.add(future)
             self._loop.call_soon_threadsafe(function, *args)
         future.add_done_callback(self._pending.discard)
 
-    # All that follows runs in the loop.
+    # From here on, everything runs in the loop.
 
     async def _main(self, args: Any, ready: Future[None]) -> None:
         try:
@@ -223,7 +215,7 @@ class VLLMEngine:
             del self._llm  # it would complain when the interpreter ends
 
     def _end(self, error: BaseException) -> None:
-        """Fail everything that is pending, and whatever comes after; the first error is the one that counts."""
+        """Fail all pending and later calls, with the first error."""
         with self._lock:
             self._error = self._error or error
             pending = [*self._pending]
@@ -267,13 +259,12 @@ class VLLMEngine:
 
     async def _sample(self, request: Request, sample: int) -> Completion:
         params = sampling_params(request, sample, self.config.vocab_size)
-        completion = None
-        while completion is None:
-            completion = await self._attempt(request, sample, params)
+        while (completion := await self._attempt(request, sample, params)) is None:
+            pass
         return completion
 
     async def _attempt(self, request: Request, sample: int, params: Any) -> Completion | None:
-        """The completion; None if it had not started when an update asked for its prompt to be computed anew."""
+        """The completion; None if it had not started when an update invalidated its prompt's cache."""
         from vllm.inputs import tokens_input
 
         name = str(self._numbered)
@@ -299,7 +290,7 @@ class VLLMEngine:
                     ids = part.token_ids
                     completion.token_ids += ids
                     completion.logprobs += [of[token].logprob for token, of in zip(ids, part.logprobs, strict=True)]
-                    completion.top_logprobs += likeliest(part.logprobs, request.sampling.top_logprobs)
+                    completion.top_logprobs += top_logprobs(part.logprobs, request.sampling.top_logprobs)
                     self._generated += len(ids)
                     if request.listener and part.finish_reason is None:
                         told += self._tell(request, sample, completion, told, self._spans(name))
@@ -320,8 +311,8 @@ class VLLMEngine:
         return completion
 
     def _spans(self, name: str) -> list[tuple[str, int]]:
-        """(label, first token) of the weights that a sequence has been drawn with. vLLM tells that of ended ones alone,
-        but keeps it for those that run; empty if this one has just ended."""
+        """(label, first token) of the weights that drew a running sequence, which vLLM returns only at its end; empty
+        if it has just ended."""
         states = self._llm.output_processor
         running = states.external_req_ids.get(name, ())
         return [span for key in running for span in states.request_states[key].weight_version_starts]
@@ -342,7 +333,7 @@ class VLLMEngine:
     def _tell(
         self, request: Request, sample: int, completion: Completion, told: int, spans: Sequence[tuple[str, int]]
     ) -> int:
-        """Hand the tokens that were not told to whoever listens: how many. None while their weights are unknown."""
+        """Pass new tokens to the listener; returns how many. None while their weights are unknown."""
         if request.listener is None or request.future.done() or not spans:
             return 0
         versions, identities = self._drew(spans, told, len(completion.token_ids))
@@ -364,7 +355,7 @@ class VLLMEngine:
             self._worker = self._run(self._carry_out())
 
     async def _carry_out(self) -> None:
-        """Do what was ordered, in order; of updates that follow each other the newest, for all of them."""
+        """Carry out the orders; of consecutive updates the newest, for all of them."""
         while self._orders:
             what, count = self._orders[0][0], 1
             try:
@@ -417,9 +408,9 @@ class VLLMEngine:
         return len(updates)
 
     async def _drain(self) -> None:
-        """Wait until vLLM has no requests. It gets none until `_open` is set: those that had not begun wait for that.
+        """Wait until vLLM has no requests. It gets none until `_open` is set, for which unstarted ones wait.
 
-        vLLM's own pause that waits leaves out sequences that it has preempted, which would go on afterwards.
+        vLLM's own waiting pause ignores preempted sequences, which would continue afterwards.
         """
         self._open.clear()
         await self._llm.abort([*self._unstarted])

@@ -1,19 +1,25 @@
-"""The arguments vLLM is started with: importing it, its options by their own names, and what suits a CPU."""
+"""What vLLM gets: the arguments it is started with, and the sampling parameters of a request."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
+import math
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forge.names import head_size
+from ..types import Completion, Sampling
+from ..weight_layouts import head_size
+from .interface import Listener
 
-# Fields of AsyncEngineArgs that follow from the engine's own arguments, or that it depends on.
+# Fields of AsyncEngineArgs that the engine's own settings give, and those that it depends on.
 OWN = {
     "model": "model",
     "max_num_seqs": "generator.slots",
@@ -58,8 +64,7 @@ def import_args() -> Any:
 
 
 def check_options(options: Iterable[str]) -> None:
-    """ValueError: an option that is no field of AsyncEngineArgs, or one that the engine sets. Imports vLLM if there
-    are any."""
+    """ValueError: an option that AsyncEngineArgs lacks, or that the engine sets. Imports vLLM if there are any."""
     known = {field.name for field in dataclasses.fields(import_args())} if options else set()
     for name in options:
         if name in OWN:
@@ -80,11 +85,12 @@ def engine_args(
     kind = import_args()
     from vllm.platforms import current_platform
 
+    cpu = current_platform.is_cpu()
     chosen: dict[str, Any] = {
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": secrets.randbits(31),  # otherwise all replicas would draw the same tokens
-        **(_on_cpu(config, slots, max_seq_len, dtype, options) if current_platform.is_cpu() else _on_gpu()),
+        **(_on_cpu(config, slots, max_seq_len, dtype, options) if cpu else {"enable_sleep_mode": True}),
         **options,
         "model": str(folder),
         "max_num_seqs": slots,
@@ -96,11 +102,7 @@ def engine_args(
         "scheduling_policy": "priority",
         "worker_extension_cls": "forge.engines.vllm_worker.WorkerExtension",
     }
-    return kind(**chosen), current_platform.is_cpu()
-
-
-def _on_gpu() -> dict[str, Any]:
-    return {"enable_sleep_mode": True}
+    return kind(**chosen), cpu
 
 
 def _on_cpu(config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,14 +114,63 @@ def _on_cpu(config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapp
     width = 2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 if dtype == "bfloat16" else 4)
     longest = (-(-max_seq_len // CPU_BLOCK) + 1) * CPU_BLOCK * width
     settings: dict[str, Any] = {
-        # A seeded prompt that is computed in pieces would kill vLLM: it turns the generator back, which a CPU's cannot.
+        # With a seeded prompt computed in pieces vLLM rewinds the generator, which fails on a CPU and ends vLLM.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_PREFILL, max_seq_len),
         "enforce_eager": True,  # compiling takes over a minute
         "kv_cache_memory_bytes": max(min(slots * longest, CPU_CACHE), longest + CPU_BLOCK * width),
     }
     if all(options.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "data", "pipeline")):
-        # One process less, and twice as fast on two cores. vLLM does that on a CPU only where this is set.
+        # One process less, and twice as fast on two cores; vLLM needs the variable to do that on a CPU.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         settings["distributed_executor_backend"] = "uni"
     return settings
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt with n samples to draw, each at most `limit` tokens long."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    limit: int
+    stops: list[int]
+    priority: int
+    listener: Listener | None = None
+    future: Future[list[Completion]] = field(default_factory=Future)
+
+
+def sampling_params(request: Request, sample: int, vocab: int) -> Any:
+    """vLLM's SamplingParams for one sample of a request to a model of `vocab` tokens."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    sampling, seed = request.sampling, request.sampling.seed
+    if seed is not None:
+        # Hashed with the sample's number: samples of neighbouring seeds must not be shifted copies of each other.
+        digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+    return SamplingParams(
+        max_tokens=request.limit,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=seed,
+        stop_token_ids=request.stops,
+        ignore_eos=True,  # it is among the stop tokens
+        logprobs=min(sampling.top_logprobs, vocab),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        # Without a listener the first token is reported when it is there, the others at the end.
+        stream_interval=None if request.listener else 2**30,
+    )
+
+
+def top_logprobs(positions: Iterable[Mapping[int, Any]], count: int) -> list[dict[int, float]]:
+    """`Completion.top_logprobs` from vLLM's output of each position: `count` tokens, and the sampled one."""
+    if count == 0:
+        return []
+    ranked = (sorted(position.items(), key=lambda item: item[1].rank) for position in positions)
+    return [
+        {token: entry.logprob for token, entry in position if entry.rank <= count and math.isfinite(entry.logprob)}
+        for position in ranked
+    ]

@@ -1,7 +1,7 @@
-"""What runs inside vLLM's worker processes: loading weights that were handed over, and giving memory back on a CPU.
+"""Code of vLLM's worker processes: load weights from a `Handover`, and free memory on a CPU.
 
-vLLM mixes `WorkerExtension` into its worker class. Importing this module in a worker ties the worker to the process
-that owns the engine: vLLM's processes would outlive one that is killed, and hold its memory. Nothing else imports it.
+vLLM mixes `WorkerExtension` into its worker class. Importing this module kills the worker when the engine's process
+ends: otherwise workers would outlive a killed engine and keep its memory. Nothing else imports it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from forge.engines.handover import Place, read_handover
-from forge.engines.vllm_args import OWNER
+from .vllm_args import OWNER
+from .weights import Place, read_handover
 
 
 def _die_with(owner: int) -> None:
@@ -39,30 +39,27 @@ class WorkerExtension:
     model_runner: Any
 
     def forge_load(self, path: str, places: list[Place], dtype: str) -> None:
-        """Put the tensors of a `Handover` in the place of the model's own."""
+        """Replace the model's tensors by those of a `Handover`."""
         named = [(name, tuple(shape), start) for name, shape, start in places]
         self.reload_weights(weights_iterator=read_handover(path, named, dtype))  # type: ignore[attr-defined]
 
     def forge_release(self) -> None:
-        """Give back the key-value cache, on a CPU, where vLLM's sleep mode does nothing."""
+        """Free the key-value cache on a CPU, where vLLM's sleep mode does nothing."""
         # Layers are views of few storages, or of one.
-        storages = {storage.data_ptr(): storage for storage in map(_storage, self.model_runner.kv_caches)}
+        caches: list[Tensor] = self.model_runner.kv_caches
+        storages = {storage.data_ptr(): storage for storage in (cache.untyped_storage() for cache in caches)}
         self.forge_given = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage, _ in self.forge_given:
             storage.resize_(0)
 
     def forge_restore(self) -> None:
-        """Take the key-value cache back. Its content is gone."""
+        """Allocate the key-value cache again, empty."""
         for storage, size in self.forge_given:
             storage.resize_(size)
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
 
-def _storage(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()
-
-
-# Programs that the owner runs while an engine starts inherit the variable, too, but are none of its multiprocessing.
+# Other programs that the owner starts meanwhile inherit the variable, too, but have no multiprocessing parent.
 if OWNER in os.environ and multiprocessing.parent_process() is not None:
     _die_with(int(os.environ[OWNER]))

@@ -1,8 +1,9 @@
-"""Reading Hugging Face checkpoints and laying their weights out for decoding: q, k, v and gate, up are fused."""
+"""Weights of an engine: read from a checkpoint, fused for decoding (q, k, v and gate, up), passed to vLLM."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,24 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.names import Part, follows, layout
+from ..weight_layouts import EMBEDDING, HEAD, Part, follows, layout
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ALIGNMENT = 64  # bytes
+
+Place = tuple[str, tuple[int, ...], int]  # name, shape, first byte
 
 
 def load_config(folder: Path) -> Any:
     """The transformers config of a checkpoint folder, for the embedded engine.
 
-    FileNotFoundError: no such folder, or no config.json in it. ValueError: a model this engine cannot run exactly.
+    Raises:
+        FileNotFoundError: no such folder, or no config.json in it.
+        ValueError: a model with an unsupported feature.
     """
     config = read_config(folder)
     rope = config.rope_parameters or {}
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     for fits, what in (
-        (
-            set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"},
-            "sliding-window layers",
-        ),
+        (layer_types == {"full_attention"}, "sliding-window layers"),
         (config.hidden_act == "silu", f"hidden_act {config.hidden_act!r}"),
         (not getattr(config, "mlp_bias", False), "mlp_bias"),
         (rope.get("rope_type", "default") in ROPE_TYPES, f"rope_type {rope.get('rope_type')!r}"),
@@ -41,9 +45,11 @@ def load_config(folder: Path) -> Any:
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config of a checkpoint folder of a family whose tensors `forge.names` knows.
+    """The transformers config of a checkpoint folder.
 
-    FileNotFoundError: no such folder, or no config.json in it. ValueError: another family.
+    Raises:
+        FileNotFoundError: no such folder, or no config.json in it.
+        ValueError: a family that is not in `FAMILIES`.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no model folder at {folder}")
@@ -66,9 +72,10 @@ def load_eos(folder: Path, config: Any) -> tuple[int, ...]:
 
 
 def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every weight in a folder of safetensors, one file or shards.
+    """(name, tensor) of every weight in a folder of safetensors.
 
-    FileNotFoundError: no safetensors file in the folder, or a shard that the index names is missing.
+    Raises:
+        FileNotFoundError: no safetensors file in the folder, or a shard that the index names is missing.
     """
     from safetensors import safe_open
 
@@ -88,26 +95,25 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight (out, in) as `Linear` wants it: a copy repacked for oneDNN where that is possible, else itself.
+    """A weight (out, in) for `Linear`: in float32 on a CPU repacked for oneDNN, else unchanged.
 
-    In float32 on a CPU PyTorch multiplies with MKL, which leaves the wider vectors of other makers' processors
-    unused: on an AMD one with AVX-512 oneDNN takes less than half the time, for the same result to rounding.
+    There PyTorch multiplies with MKL, which uses AVX-512 on Intel's processors alone: on AMD's oneDNN takes less than
+    half the time, for the same result to rounding.
     """
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._reorder_linear_weight(weight)
     return weight
 
 
+@dataclass(slots=True)
 class Linear:
     """A matrix product: x (N, in) -> (N, out)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        """weight: (out, in), after `pack`. bias: (out,)."""
-        self.weight, self.bias = weight, bias
-        self.packed = weight.is_mkldnn
+    weight: Tensor  # (out, in), after `pack`
+    bias: Tensor | None = None  # (out,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
+        if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
@@ -126,10 +132,10 @@ class Layer:
 
 
 class Weights:
-    """All weights of one policy version with its number and identity, filled from tensors under Hugging Face names.
+    """All weights of one policy version, with its number and identity.
 
-    A new version is a new `Weights`, made aside while the old one still decodes: taking it into use is an
-    assignment, and one that fails to load was never in use.
+    A new version is a new `Weights`, made while the old one still decodes: to use it is an assignment, and a version
+    that fails to load was never in use.
     """
 
     def __init__(
@@ -141,15 +147,36 @@ class Weights:
         version: int = 0,
         identity: str = "",
     ):
-        """ValueError, naming the tensor: an unknown name, a wrong shape, a name given twice, a weight missing."""
+        """Fill from tensors under Hugging Face names.
+
+        Raises:
+            ValueError: an unknown, duplicate or missing name, or a wrong shape; names the tensor.
+        """
         self.version, self.identity = version, identity
-        done = _fill(layout(config), named, config.tie_word_embeddings, dtype, device)
+        table, tied = layout(config), config.tie_word_embeddings
+        filling: dict[str, Tensor] = {}
+        left = {whole: len(parts) for whole, parts in table.items()}
+        done: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for whole, i, tensor in checked(table, named, tied):
+                parts = table[whole]
+                if whole not in filling:
+                    rows = sum(part.rows for part in parts)
+                    filling[whole] = torch.empty(rows, *parts[0].inner, dtype=dtype, device=device)
+                first = sum(part.rows for part in parts[:i])
+                filling[whole][first : first + parts[i].rows] = tensor
+                left[whole] -= 1
+                if not left[whole]:
+                    # Packed at once, so that the plain copy's memory serves the next one: touching new memory would
+                    # cost more than all the copying.
+                    full = filling.pop(whole)
+                    done[whole] = pack(full) if whole.endswith(".weight") else full
 
         def linear(name: str) -> Linear:
             return Linear(done[f"{name}.weight"], done.get(f"{name}.bias"))
 
         self.embed, self.norm = done["embed"], done["norm"]
-        self.head = Linear(pack(self.embed)) if config.tie_word_embeddings else linear("head")
+        self.head = Linear(pack(self.embed)) if tied else linear("head")
         self.layers = [
             Layer(
                 input_norm=done[f"{at}.input_norm"],
@@ -164,42 +191,13 @@ class Weights:
         ]
 
 
-@torch.no_grad()
-def _fill(
-    table: dict[str, tuple[Part, ...]],
-    named: Iterable[tuple[str, Tensor]],
-    tied: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """The engine's parameters by name.
-
-    A matrix is packed as soon as its last part is there, and its plain copy is freed for the next one: touching new
-    memory would cost more than all the copying.
-    """
-    filling: dict[str, Tensor] = {}
-    left = {whole: len(parts) for whole, parts in table.items()}
-    done: dict[str, Tensor] = {}
-    for whole, i, tensor in checked(table, named, tied):
-        parts = table[whole]
-        if whole not in filling:
-            rows = sum(part.rows for part in parts)
-            filling[whole] = torch.empty(rows, *parts[0].inner, dtype=dtype, device=device)
-        first = sum(part.rows for part in parts[:i])
-        filling[whole][first : first + parts[i].rows] = tensor
-        left[whole] -= 1
-        if not left[whole]:
-            full = filling.pop(whole)
-            done[whole] = pack(full) if whole.endswith(".weight") else full
-    return done
-
-
 def checked(
     table: dict[str, tuple[Part, ...]], named: Iterable[tuple[str, Tensor]], tied: bool
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """(entry of `table`, which part of it, tensor) for every tensor that says something, as they come.
+    """(entry of `table`, which part of it, tensor) for every tensor that the engine needs, as they come.
 
-    ValueError, naming the tensor: an unknown name, a wrong shape, a name given twice and, after the last, one missing.
+    Raises:
+        ValueError: an unknown or duplicate name, a wrong shape or, after the last tensor, a missing one.
     """
     places = {part.name: (whole, i) for whole, parts in table.items() for i, part in enumerate(parts)}
     for name, tensor in named:
@@ -214,3 +212,57 @@ def checked(
     if places:
         first_missing, more = next(iter(places)), len(places) - 1
         raise ValueError(f"weight {first_missing!r} is missing" + (f", and {more} more" if more else ""))
+
+
+class Handover:
+    """A policy's weights for another process of this host: all tensors, checked and in one dtype, in shared memory.
+
+    The memory has no name in any folder: it is reached through the process that wrote it, and freed with it however it
+    ends. `path`, `places` and `dtype` are the arguments of `read_handover`.
+    """
+
+    def __init__(
+        self, config: Any, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, version: int, identity: str
+    ):
+        """Copy tensors under Hugging Face names.
+
+        Raises:
+            ValueError: an unknown, duplicate or missing name, or a wrong shape; names the tensor.
+            OSError: there is not enough memory.
+        """
+        self.version, self.identity, self.dtype = version, identity, str(dtype).removeprefix("torch.")
+        table = layout(config)
+        self.places: list[Place] = []
+        total = 0
+        for part in (part for parts in table.values() for part in parts):
+            self.places.append((part.name, part.shape, total))
+            size = torch.Size(part.shape).numel() * dtype.itemsize
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+        self._file = os.memfd_create("forge-weights")
+        try:
+            os.posix_fallocate(self._file, 0, total)
+            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+            there = {name: tensor for name, tensor in read_handover(self.path, self.places, self.dtype, shared=True)}
+            with torch.no_grad():
+                for whole, i, tensor in checked(table, named, config.tie_word_embeddings):
+                    there[table[whole][i].name].copy_(tensor)
+        except BaseException:
+            self.close()
+            raise
+        if config.tie_word_embeddings:
+            # vLLM loads a tied head only under its own name, and is silently wrong without it.
+            self.places += [(HEAD, shape, start) for name, shape, start in self.places if name == EMBEDDING]
+
+    def close(self) -> None:
+        """Free the memory, as soon as no process reads it."""
+        os.close(self._file)
+
+
+def read_handover(path: str, places: list[Place], dtype: str, shared: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of everything in a handover, as views of its memory; unless `shared`, writes stay private."""
+    memory = torch.UntypedStorage.from_file(path, shared, os.stat(path).st_size)
+    kind: torch.dtype = getattr(torch, dtype)
+    whole = torch.empty(0, dtype=kind).set_(memory)  # type: ignore[arg-type]
+    for name, shape, start in places:
+        first = start // kind.itemsize
+        yield name, whole[first : first + torch.Size(shape).numel()].view(shape)

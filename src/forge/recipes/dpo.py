@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ..algorithms import DPOLoss
 from ..data.packing import pack
-from ..training.scoring import evaluate_pairs
+from ..training.step import evaluate_pairs
 from ..types import Batch, Episode
 from . import components
 from .checkpoint import RunState

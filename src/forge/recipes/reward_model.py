@@ -6,7 +6,7 @@ import asyncio
 
 from ..algorithms import BradleyTerryLoss
 from ..data.packing import pack
-from ..training.scoring import evaluate_pairs
+from ..training.step import evaluate_pairs
 from . import components
 from .checkpoint import RunState
 from .components import Job

@@ -11,8 +11,7 @@ from ..data.config import PreferencesConfig, RowsConfig
 from ..data.rewards.load import load_reward
 from ..engines.settings import EngineSettings
 from ..plugin import load_plugin
-from ..training.layout import Parallelism
-from ..training.settings import LoraSettings, OptimizerSettings, PassSettings
+from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from ..verifiers.reward import as_verifier
 from ..verifiers.spec import VerifiersConfig
 

@@ -1,13 +1,29 @@
-"""What outlives a process: versioned weights between the processes of a run, and journals of what was done.
+"""What outlives a process: versioned weights between the processes of a run, and journals.
 
-`import forge.store as ts` gives the functions of the weight store: `ts.put`, `ts.get`, `ts.wait`, ...
+The weight store as functions, `import forge.store as ts`, one store for all processes of a run:
+
+    await ts.put("policy", model.state_dict(), version=3)
+    await ts.get("policy", model.state_dict(), version=3)     # into any layout
+
+A controller's first use makes the store; processes that it starts afterwards find it through their environment.
+Reading and writing happen in a thread, so that the process can serve other calls meanwhile.
 """
 
-from .api import default_store, delete, exists, get, keys, put, use, wait
-from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..observability.metrics import PROCESS_NAME
 from .journal import Journal
-from .parts import Ranks
-from .protocol import Store
+from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, VersionConflict
+from .transfer import Ranks
 from .versions import VersionStore
 
 __all__ = [
@@ -28,3 +44,72 @@ __all__ = [
     "use",
     "wait",
 ]
+
+ADDRESS = "FORGE_STORE"
+
+_store: VersionStore | None = None
+
+
+def default_store() -> VersionStore:
+    """The store of this run: the parent process's, or else a new one that is removed with this process.
+
+    Raises:
+        RuntimeError: this is a component, and its controller had no store when it started it.
+    """
+    global _store
+    address = os.environ.get(ADDRESS)
+    if _store is not None and str(_store.root) == address and _store.root.is_dir():
+        return _store
+    if address and (_store is None or not _store.owned):
+        _store = VersionStore(address)
+    elif PROCESS_NAME in os.environ:
+        raise RuntimeError("this run has no store: have the controller call forge.store.default_store() at first")
+    else:
+        _store = VersionStore.create()
+        use(_store)
+        atexit.register(_store.close)
+    return _store
+
+
+def use(store: VersionStore) -> None:
+    """Make this the store of the run, also for processes started from now on."""
+    global _store
+    _store = store
+    os.environ[ADDRESS] = str(store.root)
+
+
+async def put(
+    key: str,
+    value: Tensor | Mapping[str, Any],
+    version: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    timeout: float = 300.0,
+) -> int:
+    """Publish a tensor, DTensor or state dict; see `VersionStore.put`."""
+    return await asyncio.to_thread(default_store().put, key, value, version, dtype=dtype, timeout=timeout)
+
+
+async def get(key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
+    """Read a version, the newest by default, into any layout; see `Store.get`."""
+    return await asyncio.to_thread(default_store().get, key, into, version, timeout=timeout)
+
+
+async def exists(key: str, version: int | None = None) -> bool:
+    """Whether a key has this version, or any."""
+    return await asyncio.to_thread(default_store().exists, key, version)
+
+
+async def delete(key: str) -> None:
+    """Remove a key with all of its versions. MissingVersion: there is none."""
+    await asyncio.to_thread(default_store().delete, key)
+
+
+async def keys(prefix: str = "") -> list[str]:
+    """The keys that have a version, sorted."""
+    return await asyncio.to_thread(default_store().keys, prefix)
+
+
+async def wait(key: str, min_version: int = 0, *, timeout: float = 300.0) -> int:
+    """Wait for a version of at least `min_version`; returns the newest. TimeoutError: lists the existing ones."""
+    return await asyncio.to_thread(default_store().wait, key, min_version, timeout=timeout)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
 
-# The payload's length and checksum, then the checksum of these two: a length that cannot be trusted would make damage
-# in the middle look like a torn end.
+# The payload's length and checksum, then the checksum of these two: a damaged length would look like a torn end.
 _FIELDS = struct.Struct("<QI")
 _HEADER = struct.Struct("<QII")
 
@@ -20,9 +19,9 @@ _HEADER = struct.Struct("<QII")
 class Journal:
     """Pickled records in the order they were appended; one process writes.
 
-    A record is complete once `append` returns, whatever happens to the process afterwards: it is then in the kernel's
-    page cache, which a killed process leaves behind. Nothing is fsynced, so a power cut may take the last records.
-    A process killed within `append` leaves a torn record at the end: it was never appended, and is cut off.
+    A record is complete once `append` returns: it is in the kernel's page cache, which outlives the process. Nothing is
+    fsynced, so a power cut may lose the last records. A process killed within `append` leaves a torn record at the end,
+    which the next writer cuts off.
 
     Args:
         path: the file; it is made by the first `append` or `rewrite`.
@@ -45,13 +44,13 @@ class Journal:
         try:
             self._end += _write(file, record)
         except OSError:
-            # What comes after half a record could not be read.
+            # Records after half a one could not be read.
             file.truncate(self._end)
             file.seek(self._end)
             raise
 
     def replay(self) -> Iterator[Any]:
-        """All complete records; changes nothing, so that several processes may read what one wrote.
+        """All complete records; read-only, so that several processes may read a journal.
 
         Raises:
             FileNotFoundError: there is no journal.
@@ -62,7 +61,7 @@ class Journal:
                 yield pickle.loads(payload)
 
     def rewrite(self, records: Iterable[Any]) -> None:
-        """Put these records in the place of all others, at once: whoever is killed here leaves the old or the new."""
+        """Replace all records at once: a process killed here leaves the old or the new ones."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.unfinished")
         file = FileIO(unfinished, "w+")
@@ -85,7 +84,7 @@ class Journal:
     def _complete(self, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         """The payload and the end of every complete record."""
         start = 0
-        # A kill leaves a prefix of what was being written: what is short is torn, what is wrong is damaged.
+        # A kill leaves a prefix of the record being written: a short record is torn, a wrong one is damaged.
         while len(header := file.read(_HEADER.size)) == _HEADER.size:
             length, checksum, own = _HEADER.unpack(header)
             if crc32(header[: _FIELDS.size]) != own:

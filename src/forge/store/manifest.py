@@ -1,20 +1,113 @@
-"""What a version consists of: where each block of each tensor lies, and its checksum."""
+"""What a version consists of: the blocks of each tensor, where they lie, and their checksums.
+
+Blocks are boxes of a tensor's global shape, so that plain tensors and DTensors of any layout can be put and read.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from .boxes import Box, missing
+PIECE = 1 << 20  # bytes that are copied and hashed at a time: they stay in the cache between the two
 
-# Copied and hashed in pieces that stay in the cache between the two.
-PIECE = 1 << 20
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: its first index and its size in each dimension."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+    def meet(self, other: Box) -> Box | None:
+        """The intersection, None if it is empty."""
+        low = tuple(map(max, self.offset, other.offset))
+        sides = zip(self.offset, self.size, other.offset, other.size, low, strict=True)
+        size = tuple(min(a + n, b + m) - start for a, n, b, m, start in sides)
+        return Box(low, size) if all(n > 0 for n in size) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Indices of this block in the local tensor of `outer`."""
+        starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.size, strict=True)) + "]"
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """The block that is the whole tensor."""
+    shape = tuple(shape)
+    return Box((0,) * len(shape), shape)
+
+
+def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
+    """This process's part of a tensor: blocks that are not empty, each with its values (a view).
+
+    Raises:
+        ValueError: a DTensor with partial sums, which have no value yet.
+    """
+    if not isinstance(tensor, DTensor):
+        return [(whole(tensor.shape), tensor)] if tensor.numel() else []
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    spans = [torch.arange(size) for size in tensor.shape]
+    steps = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
+    # A strided shard divides what mesh dimensions to its right have divided before (FSDP over tensor parallelism).
+    plain = [step for step in steps if not isinstance(step[0], _StridedShard)]
+    strided = [step for step in reversed(steps) if isinstance(step[0], _StridedShard)]
+    for place, ranks, rank in plain + strided:
+        if isinstance(place, Partial):
+            raise ValueError("a DTensor with a Partial placement holds sums that are not finished: redistribute it")
+        if not isinstance(place, Replicate):
+            parts = spans[place.dim].chunk(ranks)  # type: ignore[attr-defined]
+            spans[place.dim] = parts[rank] if rank < len(parts) else spans[place.dim][:0]  # type: ignore[attr-defined]
+    local = tensor.to_local()
+    if tuple(map(len, spans)) != tuple(local.shape):
+        raise ValueError(f"rank holds {tuple(local.shape)} of a tensor that is laid out as {tuple(map(len, spans))}")
+    if not local.numel():
+        return []
+    runs = []  # of each dimension, stretches of consecutive indices: (first index, place in the span, length)
+    for span in spans:
+        breaks = ((span.diff() != 1).nonzero()[:, 0] + 1).tolist()
+        runs.append([(int(span[a]), a, b - a) for a, b in itertools.pairwise([0, *breaks, len(span)])])
+    found = []
+    for block in itertools.product(*runs):
+        box = Box(tuple(first for first, _, _ in block), tuple(n for _, _, n in block))
+        found.append((box, local[tuple(slice(at, at + n) for _, at, n in block)]))
+    return found
+
+
+def overlap_or_gap(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    """The fault of blocks that should fill `shape` exactly once; None if there is none."""
+    everything = whole(shape)
+    boxes = sorted(boxes, key=lambda box: box.offset)
+    for number, a in enumerate(boxes):
+        for b in itertools.islice(boxes, number + 1, None):
+            if shape and b.offset[0] >= a.offset[0] + a.size[0]:
+                break  # so do all that follow
+            if not a.meet(b):
+                continue
+            return f"{a} was written twice, with different values" if a == b else f"{a} and {b} were both written"
+    gap = everything.numel - sum(box.numel for box in boxes)
+    if gap == 0:
+        return None
+    there = ", ".join(map(str, boxes)) or "nothing"
+    return f"{gap} of its {everything.numel} elements were not written (there is {there})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +131,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A version of a key, or one rank's part of it. `digest` stands for all of its bytes under their names."""
+    """A version of a key, or one rank's part of it."""
 
     key: str
     version: int | None  # None: the next one
@@ -55,35 +148,39 @@ class Manifest:
     @cached_property
     def checksums(self) -> dict[str, str]:
         """One checksum a tensor, over its blocks."""
-        return {
-            name: hash_bytes(json.dumps(sorted((s.dtype, s.shape, s.box.offset, s.checksum) for s in shards)).encode())
+        described = {
+            name: json.dumps(sorted((s.dtype, s.shape, s.box.offset, s.checksum) for s in shards))
             for name, shards in sorted(self.by_name.items())
         }
+        return {name: xxhash.xxh3_64_hexdigest(text.encode()) for name, text in described.items()}
 
     @cached_property
     def digest(self) -> str:
-        return hash_bytes(json.dumps(self.checksums).encode())
+        """The identity of the version: a hash of all of its bytes under their names (xxh3, 64 bits, hex)."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.checksums).encode())
 
     @property
     def segments(self) -> set[str]:
         return {shard.segment for shard in self.shards if shard.segment}
 
     def check(self) -> None:
-        """ValueError, naming the tensor, unless its blocks fill every tensor exactly once."""
+        """Raises:
+        ValueError: blocks do not fill every tensor exactly once; names the tensor.
+        """
         for name, shards in self.by_name.items():
             kinds = {(shard.dtype, shard.shape) for shard in shards}
             problem = (
                 f"ranks disagree about its dtype and shape: {sorted(kinds)}"
                 if len(kinds) > 1
-                else missing(shards[0].shape, [shard.box for shard in shards if shard.box.numel])
+                else overlap_or_gap(shards[0].shape, [shard.box for shard in shards if shard.box.numel])
             )
             if problem:
                 raise ValueError(f"{self.key} version {self.version}: tensor {name!r} is not whole: {problem}")
 
     @classmethod
     def join(cls, version: int, parts: Sequence[Manifest]) -> Manifest:
-        """The version that the parts of all ranks make. Of equal blocks, which ranks on different meshes have written,
-        the first counts."""
+        """The version that the parts of all ranks make. Of equal blocks, written by ranks on different meshes, the
+        first is kept."""
         kept: dict[tuple[str, str, Box, str], Shard] = {}
         for part in parts:
             for shard in part.shards:
@@ -91,8 +188,7 @@ class Manifest:
         return cls(parts[0].key, version, parts[0].single, tuple(kept.values()))
 
     def difference(self, other: Manifest) -> str | None:
-        """The first tensor by name that is not the same in both; None if there is none, or if they cannot be compared,
-        their blocks being others."""
+        """The first tensor by name that differs; None if there is none, or where other blocks make it unknown."""
         for name in sorted(self.by_name.keys() | other.by_name.keys()):
             one, two = self.by_name.get(name, []), other.by_name.get(name, [])
             comparable = {shard.box for shard in one} == {shard.box for shard in two}
@@ -105,53 +201,33 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        key, version, single, shards = json.loads(text)
-        return cls(key, version, single, tuple(map(read_shard, shards)))
-
-
-def read_shard(fields: list) -> Shard:
-    """A shard from its fields in JSON."""
-    name, dtype, shape, (offset, size), segment, start, checksum = fields
-    return Shard(name, dtype, tuple(shape), Box(tuple(offset), tuple(size)), segment, start, checksum)
-
-
-def hash_bytes(data: bytes) -> str:
-    """xxh3, 64 bits, in hex."""
-    return xxhash.xxh3_64_hexdigest(data)
+        key, version, single, fields = json.loads(text)
+        shards = tuple(
+            Shard(name, dtype, tuple(shape), Box(tuple(offset), tuple(size)), segment, start, checksum)
+            for name, dtype, shape, (offset, size), segment, start, checksum in fields
+        )
+        return cls(key, version, single, shards)
 
 
 def checksum(values: Tensor) -> str:
     """Of the bytes of a contiguous tensor on the CPU."""
-    return xxhash.xxh3_64_hexdigest(as_bytes(values).numpy().data)
+    return xxhash.xxh3_64_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def copy_and_hash(source: Tensor, target: Tensor) -> str:
-    """Fill `target`, contiguous on the CPU, and return its checksum, taken from the source where it has the same bytes:
-    a copy that did not happen does not go unnoticed then."""
+def copy_and_hash(source: Tensor, target: Tensor, of_source: bool = False) -> str:
+    """Copy, in one pass over the bytes where they are equal; returns the checksum.
+
+    It is the source's where both have the same bytes, so that a faulty copy shows. Otherwise it is the target's, which
+    must be contiguous on the CPU then; with `of_source` always the source's, to verify what was read.
+    """
     source = source.resolve_conj().resolve_neg()
-    if source.device.type != "cpu" or source.dtype != target.dtype or not source.is_contiguous():
+    on_cpu = source.device.type == target.device.type == "cpu"
+    if not (on_cpu and source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()):
         target.copy_(source)
-        return checksum(target)
-    return _piecewise(as_bytes(source), as_bytes(target))
-
-
-def hash_and_copy(source: Tensor, target: Tensor) -> str:
-    """As `copy_and_hash`, with a contiguous source on the CPU: its checksum."""
-    if target.device.type != "cpu" or source.dtype != target.dtype or not target.is_contiguous():
-        target.copy_(source)
-        return checksum(source)
-    return _piecewise(as_bytes(source), as_bytes(target))
-
-
-def as_bytes(values: Tensor) -> Tensor:
-    """A contiguous tensor as uint8 [bytes], without a copy."""
-    return values.reshape(-1).view(torch.uint8)
-
-
-def _piecewise(source: Tensor, target: Tensor) -> str:
-    state = xxhash.xxh3_64()
-    data = source.numpy()
-    for start in range(0, len(source), PIECE):
+        return checksum(source if of_source else target)
+    read, written = (values.reshape(-1).view(torch.uint8) for values in (source, target))
+    state, data = xxhash.xxh3_64(), read.numpy()
+    for start in range(0, len(read), PIECE):
         state.update(data[start : start + PIECE].data)
-        target[start : start + PIECE].copy_(source[start : start + PIECE])
+        written[start : start + PIECE].copy_(read[start : start + PIECE])
     return state.hexdigest()

@@ -1,17 +1,37 @@
-"""What components need of a store, wherever its bytes are."""
+"""The interface of a weight store, wherever its bytes are, and its errors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .manifest import Manifest
-from .snapshot import Snapshot
+if TYPE_CHECKING:
+    from .manifest import Manifest
+    from .transfer import Snapshot
+
+
+class MissingVersion(KeyError):
+    """The store does not have this key or version."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class IncompleteVersion(RuntimeError):
+    """A rank did not write its part, or blocks do not fill every tensor; the version was not published."""
+
+
+class VersionConflict(RuntimeError):
+    """The version was published before with other values: a published version never changes."""
+
+
+class CorruptWeights(RuntimeError):
+    """Values differ from those that were published."""
 
 
 class Store(ABC):
@@ -22,15 +42,15 @@ class Store(ABC):
         """Read a version, the newest by default.
 
         Args:
-            into: a tensor, DTensor or state dict that is filled in place, whatever layout and dtype it has, and
-                returned; of a state dict, the names that it has. None returns new tensors, whole.
+            into: a tensor, DTensor or state dict of any layout and dtype, filled in place and returned; of a state
+                dict, the names that it has. None returns new, whole tensors.
             timeout: seconds to wait for the version; None does not wait.
 
         Raises:
-            MissingVersion: the key or version is not there; says what is.
+            MissingVersion: no such key or version; names the existing ones.
             KeyError: a name in `into` is not in the version.
             ValueError: a shape differs; names the tensor.
-            CorruptWeights: values are not those which were put; names the tensor.
+            CorruptWeights: values differ from those that were put; names the tensor.
         """
         if timeout is not None:
             self.wait(key, version or 0, timeout=timeout)

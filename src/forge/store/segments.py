@@ -1,7 +1,7 @@
-"""Files of shared memory that are used again: fresh memory costs more to touch than a version to copy.
+"""Files of shared memory that are reused: touching fresh memory costs more than copying a version.
 
-Who uses a segment holds a lock on it (flock), which the kernel gives back when the process ends, however it ends. A
-segment is written again only when nobody holds one. Segments come and go under the store's own lock.
+A process holds a lock (flock) on the segments it uses, which the kernel releases when it ends, even if it is killed. A
+segment is reused only when no lock is held on it. Segments are made and removed under the store's own lock.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64
-# Mappings that a process keeps of segments, most recently used last.
-MAPPED = 16
+ALIGNMENT = 64  # bytes
+MAPPED = 16  # segments that a process keeps mapped
 
 
 class Segments:
-    """The segments under a folder: those in use by name, and those that are free.
+    """The segments under a folder: those in use by name, and the free ones.
 
     Args:
         root: folder on a memory file system.
-        changing: the lock under which segments come and go.
+        changing: makes the store's lock.
     """
 
-    def __init__(self, root: Path, changing: Callable[[], object]) -> None:
+    def __init__(self, root: Path, changing: Callable[[], AbstractContextManager]) -> None:
         self.used, self.free = root / "segments", root / "free"
         self._changing = changing
         self._maps: dict[str, Tensor] = {}
@@ -52,17 +51,17 @@ class Segments:
         Raises:
             OSError: there is not enough shared memory; says how much there is.
         """
-        with self._changing():  # type: ignore[attr-defined]
-            name, lock = self._again(size) or self._new()
+        with self._changing():
+            name, file = self._claim(size)
         try:
-            self._reserve(name, lock, size)
+            self._reserve(name, file, size)
             yield name, self._mapped(name)[:size]
         finally:
-            os.close(lock)
+            os.close(file)
 
     @contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-        """The bytes of these segments, which are not written as long as the block lasts.
+        """The bytes of these segments, which are not reused within the block.
 
         Raises:
             FileNotFoundError: one of them is not in use any more.
@@ -81,7 +80,7 @@ class Segments:
                 os.close(held)
 
     def held(self, name: str) -> bool:
-        """Whether somebody is writing this segment, this process included."""
+        """Whether a process writes this segment, this one included."""
         try:
             file = os.open(self.used / name, os.O_RDWR)
         except FileNotFoundError:
@@ -92,8 +91,8 @@ class Segments:
             os.close(file)
 
     def reclaim(self, referenced: set[str]) -> None:
-        """Free every segment that is not referenced and that nobody holds, and give back what is free beyond as much
-        as is in use. The store is locked: a writer publishes under that lock before it lets go."""
+        """Free every unlocked segment that is not referenced, and unlink free ones beyond as many bytes as are in use.
+        The caller holds the store's lock: a writer publishes under it before it releases its segment."""
         for name in set(os.listdir(self.used)) - referenced:
             file = os.open(self.used / name, os.O_RDWR)
             if lock(file, fcntl.LOCK_EX):
@@ -109,14 +108,14 @@ class Segments:
         self.forget()
 
     def forget(self, *, everything: bool = False) -> None:
-        """Give up this process's mappings of segments that are gone: each keeps its memory."""
+        """Drop this process's mappings of removed segments: a mapping keeps the memory allocated."""
         with self._mapping:
             for name in list(self._maps):
                 if everything or not ((self.used / name).exists() or (self.free / name).exists()):
                     del self._maps[name]
 
-    def _again(self, size: int) -> tuple[str, int] | None:
-        """The smallest free segment that fits without wasting as much again: its name and lock, now in use."""
+    def _claim(self, size: int) -> tuple[str, int]:
+        """The smallest free segment that fits without wasting as much again, or a new one: its name and locked file."""
         fits = [(length, path) for path, length, _ in _sizes(self.free) if size <= length <= 2 * size + mmap.PAGESIZE]
         for _, path in sorted(fits):
             file = os.open(path, os.O_RDWR)
@@ -124,9 +123,6 @@ class Segments:
                 path.rename(self.used / path.name)
                 return path.name, file
             os.close(file)
-        return None
-
-    def _new(self) -> tuple[str, int]:
         name = uuid4().hex
         file = os.open(self.used / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if not lock(file, fcntl.LOCK_EX):
@@ -134,7 +130,7 @@ class Segments:
         return name, file
 
     def _reserve(self, name: str, file: int, size: int) -> None:
-        """Memory that turns out not to be there when it is written ends the process with SIGBUS: have it now."""
+        """Allocate the memory: writing to a sparse file on a full file system would end the process with SIGBUS."""
         if os.fstat(file).st_size >= max(size, 1):
             return
         try:
@@ -143,7 +139,7 @@ class Segments:
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                with self._changing():  # type: ignore[attr-defined]
+                with self._changing():
                     for path, _, _ in _sizes(self.free):
                         path.unlink()
                 self.forget()
@@ -164,7 +160,7 @@ class Segments:
         with self._mapping:
             found = self._maps.pop(name, None)
             if found is None:
-                # A file of its own: the mapping keeps it open, and with it any lock on it.
+                # A file of its own, not the locked one: the mapping keeps it open, and would keep the lock.
                 file = os.open(self.used / name, os.O_RDWR)
                 try:
                     found = torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
@@ -177,7 +173,7 @@ class Segments:
 
 
 def lock(file: int, how: int) -> bool:
-    """Lock an open file if that is possible now."""
+    """Lock an open file without waiting; whether that succeeded."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:

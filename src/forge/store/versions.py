@@ -1,8 +1,8 @@
-"""Versioned tensors in shared memory: a version is there whole or not at all, and never changes.
+"""Versioned tensors in shared memory: a version exists whole or not at all, and never changes.
 
-A key is a folder. Each rank that puts writes its blocks into a segment of its own, then its part of the list of
-contents; the last one to do so checks that every tensor is whole and publishes the list under the version's number.
-Files are renamed into place, so that a process that is killed anywhere leaves a version or none.
+A key is a folder. Each rank that puts writes its blocks into a segment of its own, then its part of the manifest; the
+last one checks that every tensor is whole and publishes the manifest under the version's number. Files are renamed into
+place, so that a process killed at any point leaves a version or none.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ from torch import Tensor
 
 from ..files import write_atomic
 from ..janitor import Scratch
-from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest
-from .parts import Attempt, Part, Ranks
-from .protocol import Store
+from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, VersionConflict
 from .segments import Segments, lock, locked
-from .snapshot import Snapshot
+from .transfer import CollectivePut, Part, Ranks, Snapshot
 
 PREFIX = "forge-weights-"
-PATIENCE = 60.0  # seconds to wait for what other processes hold for moments only
-SETTLING = 5.0  # and for a version whose memory cannot be opened to give way to another
+PATIENCE = 60.0  # seconds to wait for the store's lock, which others hold only briefly
+SETTLING = 5.0  # seconds to wait for a version that replaces one whose memory is gone
 IDENTITIES = 4096  # digests that are remembered
-HISTORY = 16  # contents lists of dropped versions that stay, to tell in which tensor two versions differ
+HISTORY = 16  # manifests of dropped versions that stay, to find the tensor in which two versions differ
 
 
 class VersionStore(Store):
-    """Tensors, DTensors and state dicts by key and version. Cheap to make and to pickle: it holds a path.
+    """Tensors, DTensors and state dicts by key and version. Cheap to make and to pickle: it is a path.
 
     Args:
         root: folder made by `create`.
@@ -57,7 +55,7 @@ class VersionStore(Store):
 
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
-        """Make an empty store that goes with this process, and remove what is left of others whose process is gone."""
+        """Make an empty store that is removed with this process; removes stores whose process is gone."""
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         for stale in base.glob(f"{PREFIX}*"):
             _sweep(stale)
@@ -77,7 +75,7 @@ class VersionStore(Store):
         return self._scratch is not None
 
     def is_here(self) -> bool:
-        """Whether this process is on the store's host: its folder can be reached, and is the one that was made."""
+        """Whether this process is on the store's host: the folder exists here and is a store's."""
         return (self.root / "owner").exists()
 
     def __reduce__(self):
@@ -93,20 +91,20 @@ class VersionStore(Store):
         timeout: float = 300.0,
         ranks: Ranks | None = None,
     ) -> int:
-        """Publish a tensor or a (nested) state dict; returns its version once everybody can see it.
+        """Publish a tensor or a (nested) state dict; returns its version once all processes can read it.
 
-        Where a value holds DTensors, every rank of the process group must call this, and each writes what it holds:
-        of copies one. Plain tensors among them are rank 0's. Otherwise this process alone puts.
+        If a value holds DTensors, every rank of the process group must call this; each writes its part, one of the
+        replicas theirs, and rank 0 the plain tensors. Otherwise this process puts alone.
 
         Args:
-            version: its number; None is the next one. What is the same as before may be put again under its number.
+            version: its number; None is the next one. Equal values may be put again under their number.
             dtype: convert floating-point tensors to it on the way.
             timeout: seconds to wait for other ranks.
-            ranks: who puts, if the process group should not say so.
+            ranks: who puts, instead of the process group's ranks.
 
         Raises:
-            IncompleteVersion: a rank did not write in time, or a tensor is not whole; names them. Nothing is seen.
-            VersionConflict: the number is taken by other values, or is below the newest; names the tensor.
+            IncompleteVersion: a rank did not write in time, or a tensor is not whole; names them. Nothing is published.
+            VersionConflict: the number has other values, or is below the newest; names the tensor.
             FileNotFoundError: the store was removed.
             OSError: there is not enough shared memory.
         """
@@ -116,44 +114,45 @@ class VersionStore(Store):
 
     def put_part(self, part: Part, timeout: float) -> int:
         """Put what `Part.of` made of a value."""
-        # Held until the version is published or given up: nobody else may take the segment before.
+        # Held until the version is published or given up: no other process may reuse the segment before.
         with ExitStack() as held:
             try:
                 segment, memory = held.enter_context(self.segments.writing(part.size))
                 written = part.write(segment, memory)
             except Exception as error:
-                self._give_up(part, error)
+                # Fail the other ranks at once. After a timeout of the lock it cannot be taken for that.
+                if part.ranks.world > 1 and not isinstance(error, TimeoutError):
+                    with self._locked():
+                        put = CollectivePut(self._folder(part.key), part.ranks)
+                        put.give_up(f"rank {part.ranks.rank} could not put {part.key}: {error}")
                 raise
             return self.publish(written, part.ranks, timeout)
 
     def publish(self, part: Manifest, ranks: Ranks, timeout: float) -> int:
-        """Make what was written to a segment, which the caller holds, a version or one rank's part of it; see `put`."""
+        """Publish a segment that the caller wrote and holds, as a version or one rank's part of it; see `put`."""
         with self._locked():
             if ranks.world == 1:
                 self._folder(part.key).mkdir(exist_ok=True)
                 return self._publish([part])
-            attempt = Attempt(self._folder(part.key), ranks)
-            if attempt.add(part):
-                attempt.settle(self._publish)
-        return attempt.outcome(self._locked, self._publish, timeout)
-
-    def _give_up(self, part: Part, error: Exception) -> None:
-        """Let the other ranks know, if they still wait for this one."""
-        if part.ranks.world > 1 and not isinstance(error, TimeoutError):
-            with self._locked():
-                attempt = Attempt(self._folder(part.key), part.ranks)
-                attempt.give_up(f"rank {part.ranks.rank} could not put {part.key}: {error}")
+            put = CollectivePut(self._folder(part.key), ranks)
+            if put.add(part):
+                put.settle(self._publish)
+        return put.wait(self._locked, self._publish, timeout)
 
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
-        """A version, the newest by default, held for reading within the block: nobody overwrites it meanwhile.
+        """A version, the newest by default, held for reading within the block: its memory is not reused meanwhile.
 
         Raises:
-            MissingVersion: the key or version is not there; says what is.
+            MissingVersion: no such key or version; names the existing ones.
+            CorruptWeights: it is published, but its memory is gone.
         """
         end = time.monotonic() + SETTLING
         while True:
-            number = self.latest(key) if version is None else version
+            versions = self.versions(key) if version is None else [version]
+            if not versions:
+                raise self._missing(key, None)
+            number = versions[-1]
             path = self._folder(key) / f"v{number}.json"
             with ExitStack() as held:
                 try:
@@ -166,20 +165,9 @@ class VersionStore(Store):
                         raise CorruptWeights(f"{key} version {number} is published, but its memory is gone") from None
                     time.sleep(0.001)
                     continue
-                if _read(path) == contents:  # else its segments may be another's by now
+                if _read(path) == contents:  # else its segments may belong to another version by now
                     yield Snapshot(manifest, memory)
                     return
-
-    def latest(self, key: str) -> int:
-        """The newest version of a key.
-
-        Raises:
-            MissingVersion: there is none.
-        """
-        versions = self.versions(key)
-        if not versions:
-            raise self._missing(key, None)
-        return versions[-1]
 
     def versions(self, key: str) -> list[int]:
         """The published versions of a key, ascending."""
@@ -212,7 +200,7 @@ class VersionStore(Store):
         """Wait until the key has a version of at least `min_version`; returns the newest.
 
         Raises:
-            TimeoutError: it does not have one within `timeout` seconds; says what is there.
+            TimeoutError: it does not have one within `timeout` seconds; names the existing ones.
         """
         end, pause = time.monotonic() + timeout, 0.0005
         while not (versions := self.versions(key)) or versions[-1] < min_version:
@@ -225,20 +213,20 @@ class VersionStore(Store):
         return versions[-1]
 
     def manifest(self, key: str, version: int) -> Manifest:
-        """The contents list of a version, also of one that was dropped not long ago.
+        """The manifest of a version, also of a recently dropped one.
 
         Raises:
-            MissingVersion: neither.
+            MissingVersion: it is neither published nor remembered.
         """
         folder = self._folder(key)
-        # Once more the first one: it may have been dropped between the two looks.
+        # The first one twice: it may have been published after the first read.
         for path in (folder / f"v{version}.json", folder / "dropped" / f"{version}.json", folder / f"v{version}.json"):
             if contents := _read(path):
                 return Manifest.from_json(contents)
         raise self._missing(key, version)
 
     def published(self, key: str) -> list[int]:
-        """The numbers of versions, ascending, those included that were dropped not long ago."""
+        """The numbers of versions, ascending, recently dropped ones included."""
         dropped = self._folder(key) / "dropped"
         names = os.listdir(dropped) if dropped.is_dir() else []
         return sorted({*self.versions(key), *(int(name.removesuffix(".json")) for name in names)})
@@ -253,7 +241,7 @@ class VersionStore(Store):
         return found
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
-        """Take over what an earlier store knew of published versions."""
+        """Add an earlier store's digests of published versions."""
         with self._locked():
             self._folder(key).mkdir(exist_ok=True)
             self._note(key, [(version, digest) for version, many in identities.items() for digest in sorted(many)])
@@ -294,23 +282,20 @@ class VersionStore(Store):
                 raise IncompleteVersion(f"{key} version {number}: rank {rank} was lost before it was published")
         if number < newest:
             raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
-        # Known before it can be used: who uses it must be able to identify it.
+        # Noted first: whoever uses the version must be able to identify it.
         self._note(key, [(number, manifest.digest)])
         write_atomic(folder / f"v{number}.json", manifest.to_json())
-        self._drop(folder, [*versions, number][: -self.keep])
-        self.segments.reclaim(self._referenced())
-        return number
-
-    def _drop(self, folder: Path, versions: list[int]) -> None:
         history = folder / "dropped"
         history.mkdir(exist_ok=True)
-        for version in versions:
+        for version in [*versions, number][: -self.keep]:
             (folder / f"v{version}.json").rename(history / f"{version}.json")
         for old in sorted(history.iterdir(), key=lambda path: int(path.stem))[:-HISTORY]:
             old.unlink()
+        self.segments.reclaim(self._referenced())
+        return number
 
     def _referenced(self) -> set[str]:
-        """The segments of published versions. Those that are being put are held by their writers."""
+        """The segments of published versions. Those being put are locked by their writers."""
         found: set[str] = set()
         known, self._known = self._known, {}
         for path in self.root.glob("key-*/v*.json"):
@@ -349,7 +334,7 @@ def _sweep(folder: Path) -> None:
     try:
         owner = os.open(folder / "owner", os.O_RDWR)
     except OSError:
-        # Without an owner yet: being made, unless that is long ago.
+        # No owner file yet: the store is being made, unless it is old.
         with suppress(FileNotFoundError):
             if time.time() - folder.stat().st_mtime > 60:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -6,9 +6,11 @@ import io
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ..files import sync
@@ -24,10 +27,12 @@ from .trainer import PolicyTrainer
 
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
+# Of the background thread: the ranks wait for the slowest disk.
+TIMEOUT = timedelta(hours=1)
 
 
 class CheckpointFailed(OSError):
-    """A checkpoint could not be written; what was there before it is as it was."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 def save(
@@ -46,7 +51,7 @@ def save(
     Raises:
         CheckpointFailed: the reason, on every rank.
     """
-    final = Content.of(trainer, folder, extra).write()
+    final = Snapshot.of(trainer, folder, extra).write()
     if keep is not None and trainer.ranks.rank == 0:
         prune(folder, keep, final)
     _barrier(trainer)
@@ -54,8 +59,8 @@ def save(
 
 
 @dataclass
-class Content:
-    """What one rank writes of a checkpoint. `shards` are the trainer's own tensors, not copies of them."""
+class Snapshot:
+    """One rank's part of a checkpoint. `shards` are the trainer's own tensors, not copies of them."""
 
     ranks: Ranks
     final: Path
@@ -63,17 +68,20 @@ class Content:
     files: dict[str, bytes]
 
     @classmethod
-    def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> Content:
-        """What the trainer is at this moment; every rank must call it."""
-        rank = trainer.ranks.rank
-        files = {f"rank_{rank}.pt": _bytes({"step": trainer.step} | _random_state(trainer.ranks.device))}
+    def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> Snapshot:
+        """The trainer's present state; every rank must call it."""
+        rank, device = trainer.ranks.rank, trainer.ranks.device
+        state: dict[str, Any] = {"step": trainer.step, "rng": torch.get_rng_state()}
+        if device.type != "cpu":
+            state["device"] = torch.get_device_module(device).get_rng_state()
+        files = {f"rank_{rank}.pt": _bytes(state)}
         if rank == 0:
             files["extra.pt"] = _bytes(extra or {})
         final = Path(folder) / f"step_{trainer.step:06d}"
         return cls(trainer.ranks, final, _state(trainer), files)
 
     def write(self, group: dist.ProcessGroup | None = None) -> Path:
-        """Write it; every rank must call it. `group` is what the ranks agree over, by default all of them.
+        """Write it; every rank must call it. `group`: of the ranks' collectives, by default the default group.
 
         Raises:
             CheckpointFailed: the reason, on every rank.
@@ -109,12 +117,12 @@ class Content:
         return self.final
 
     def _together(self, stage: Callable[[], Any], group: dist.ProcessGroup | None, lead: bool = False) -> None:
-        """A stage on every rank, or on the first: either all get past it, or all raise."""
+        """Run a stage on every rank, or on the first alone (`lead`): either all succeed, or all raise."""
         error: BaseException | None = None
         try:
             if not lead or self.ranks.rank == 0:
                 stage()
-        # torch's wrapper is no Exception
+        # CheckpointException is a BaseException
         except (Exception, CheckpointException) as raised:
             error = raised
         reasons: list[str | None] = [None if error is None else _reason(error)]
@@ -137,7 +145,7 @@ class Content:
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return next(_reason(cause) for cause, _ in error.failures.values())
-    # torch's file format says that it lost count where the disk said that it is full.
+    # torch's file writer reports a wrong position where the disk is full: the cause is in its context.
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
         error = error.__context__
     if isinstance(error, OSError) and error.strerror:
@@ -149,6 +157,54 @@ def _bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+class Background:
+    """Checkpoints while training continues: copies the trainer's state in memory and writes the copy in a thread.
+
+    Every rank must make one, and make the same calls. The threads have a process group of their own, so that their
+    collectives never mix with those of training.
+    """
+
+    def __init__(self, trainer: PolicyTrainer) -> None:
+        self._trainer = trainer
+        self._group = None if trainer.ranks.mesh is None else dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, folder: str | Path, *, extra: dict[str, Any] | None = None) -> Path:
+        """Start to write a checkpoint as `save` does; returns its path, which exists once `wait` has returned.
+
+        Raises:
+            CheckpointFailed: the one before it could not be written, and `wait` has not reported it.
+        """
+        self.wait()
+        snapshot = Snapshot.of(self._trainer, folder, extra)
+        snapshot.shards = BlockingAsyncStager().stage(snapshot.shards)
+
+        def write() -> None:
+            try:
+                snapshot.write(self._group)
+            except BaseException as error:  # raised by `wait`
+                self._error = error
+
+        # A daemon: ending the process does not wait for a disk.
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+        return snapshot.final
+
+    def wait(self) -> None:
+        """Return once nothing is being written.
+
+        Raises:
+            CheckpointFailed: it could not be written; raised once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error if isinstance(error, CheckpointFailed) else CheckpointFailed(repr(error)) from error
 
 
 def prune(folder: str | Path, keep: int, written: str | Path) -> None:
@@ -186,20 +242,14 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     return extra(checkpoint)
 
 
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    host = {"rng": torch.get_rng_state()}
-    return host if device.type == "cpu" else host | {"device": torch.get_device_module(device).get_rng_state()}
-
-
 def _state(trainer: PolicyTrainer) -> dict[str, Any]:
-    """All that training changes, wherever it is."""
+    """All that training changes: without frozen weights, which are the base model's."""
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     frozen = _frozen(trainer)
     return {"model": {name: values for name, values in weights.items() if name not in frozen}, "optimizer": optimizer}
 
 
 def _frozen(trainer: PolicyTrainer) -> set[str]:
-    """The weights that are those of the model that training started from."""
     named = trainer.policy.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if not parameter.requires_grad}
 
@@ -258,7 +308,7 @@ def is_complete(checkpoint: str | Path) -> bool:
 
 
 def _complete(checkpoint: str | Path) -> Path:
-    """The checkpoint of this name, or what it was about to replace when its writer was killed."""
+    """The checkpoint of this name, or the one it was about to replace when its writer was killed."""
     checkpoint = Path(checkpoint)
     replaced = checkpoint.with_suffix(REPLACED)
     found = replaced if replaced.exists() and not checkpoint.exists() else checkpoint

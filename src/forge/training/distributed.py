@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .layout import Parallelism
+from .settings import Parallelism
 
 # A rank that waits longer than this in a collective has lost a peer; the error names the collective.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
@@ -17,7 +17,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """This rank's place among those that it shares something with; `group` is None where it is alone."""
+    """A process group and this rank's place in it; `group` is None for a single rank."""
 
     rank: int = 0
     size: int = 1
@@ -29,13 +29,13 @@ ALONE = Group()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank's place. Ranks count tensor parallelism first, then context, shards and copies.
+    """This rank's place in the mesh. Ranks count tensor parallelism first, then context, shards and replicas.
 
-    mesh: of the parameters, with dimensions "replicate" (HSDP alone), "shard" (which context parallelism is a part of)
-        and "tensor" (tensor parallelism alone); None for a single process without one.
-    data: those that hold the same place in other sequences: batches are divided over them.
-    context, tensor: those of its context and tensor parallelism.
-    sequence: both together: those that share the tokens of a pack.
+    mesh: of the parameters, with dimensions "replicate" (HSDP alone), "shard" (context parallelism included) and
+        "tensor" (tensor parallelism alone); None for a single process without one.
+    data: the ranks with other sequences: batches are divided over them.
+    context, tensor: its context- and tensor-parallel ranks.
+    sequence: both together, the ranks that share the tokens of a pack.
     """
 
     rank: int
@@ -62,15 +62,15 @@ def join(
     *,
     cpu_offload: bool = False,
 ) -> Ranks:
-    """Join the group of `world_size` ranks and lay out its mesh.
+    """Join the process group of `world_size` ranks and make its mesh.
 
     Args:
         rendezvous: `host:port` of a TCPStore held by rank 0; not needed for one process.
-        cpu_offload: parameters will live in host memory: one process too gets a mesh, which FSDP needs for that.
+        cpu_offload: parameters will live in host memory: a single process gets a mesh, too, which FSDP needs for it.
 
     Raises:
-        ValueError: degrees that do not make `world_size`, or several ranks without a rendezvous; `cpu_offload` without
-            an accelerator.
+        ValueError: degrees whose product is not `world_size`, several ranks without a rendezvous, or `cpu_offload`
+            without an accelerator.
     """
     layout = (parallelism or Parallelism()).over(world_size)
     found = torch.accelerator.current_accelerator(check_available=True)

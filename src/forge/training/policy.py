@@ -1,42 +1,62 @@
-"""A Hugging Face causal language model as a policy: packed batch in, log-probabilities of its trained tokens out."""
+"""Transformers models to train: a policy, a critic or a reward model; packed batch in, numbers of its tokens out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from math import lcm
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from ..models import quiet_loading
 from ..types import Batch
-from .cpu_linear import ROWS, speed_up
-from .distributed import Group, Ranks
-from .packed_attention import NAME, PackedLayout
-from .sequence import whole
-from .token_logprobs import token_logprobs
+from .attention import NAME, PackedLayout, gather_scores
+from .distributed import Ranks
+from .linear import ROWS, speed_up, token_logprobs
+from .lora import SCORE, add_adapters
+from .settings import LoraSettings, Parallelism
+from .tensor_parallel import parallelize
+
+if TYPE_CHECKING:
+    from .titan import TitanPolicy
+
+Backend = Literal["fsdp", "titan"]
+Head = Literal["policy", "value", "reward"]
 
 
 class TokenScores(NamedTuple):
-    """What a policy says of the tokens with mask True: each [trained], float32, in nats."""
+    """A policy's scores of the tokens with mask True: each [trained], float32, in nats."""
 
     logprobs: Tensor
     entropy: Tensor
 
 
-class Own(NamedTuple):
-    """A rank's share of a pack whose tokens several ranks have, and what it reads there.
+class TokenValues(NamedTuple):
+    """The scalars of a value or reward head for the tokens with mask True: [trained], float32."""
+
+    values: Tensor
+
+
+class OwnTokens(NamedTuple):
+    """A rank's share of a pack that several ranks divide, and the positions read there.
 
     tokens: [own] ids.
-    gathered, positions: [own * ranks of tensor parallelism], the tokens of all of those and where they stand.
+    gathered, positions: [own * ranks of tensor parallelism], the tokens of all of those and their positions.
     layout: of the whole pack.
-    at: [read], the places of its tokens whose states are read.
-    labels: [read] ids of the tokens that they are read for.
+    at: [read], the indices of this rank's tokens whose states are read.
+    labels: [read] token ids that they are read for.
     counts: how many each rank reads, in order.
     """
 
@@ -49,19 +69,19 @@ class Own(NamedTuple):
     counts: list[int]
 
 
-def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> Own:
-    """This rank's share of a batch, of which states are read `lag` tokens before those with mask True."""
+def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
+    """This rank's share of a batch, whose states are read `lag` tokens before those with mask True."""
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
     lengths = batch.lengths.tolist()
     surplus = -len(batch.tokens) % lcm(ROWS, sequence.size)
-    lengths += [1] * surplus  # sequences of one token, of which nothing is trained
+    lengths += [1] * surplus  # padding: sequences of one token, none of it trained
     tokens = F.pad(torch.from_numpy(batch.tokens), (0, surplus))
     positions = torch.cat([torch.arange(n) for n in lengths])
     own = tokens.chunk(sequence.size)[sequence.rank]
     first = sequence.rank * len(own)
     read = torch.from_numpy(np.flatnonzero(batch.mask) - lag)
     mine = read[(read >= first) & (read < first + len(own))]
-    return Own(
+    return OwnTokens(
         own.to(device),
         tokens.chunk(context.size)[context.rank].to(device),
         positions.chunk(context.size)[context.rank].to(device),
@@ -72,14 +92,14 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> Own:
     )
 
 
-class Packed(nn.Module):
-    """Wraps a transformers model; the wrapped model keeps its parameter names and its own saving and loading.
+class PackedModel(nn.Module):
+    """A transformers model over packed batches; it keeps its parameter names and its own saving and loading.
 
-    All that a trainer knows of a model is `forward`, `named_weights`, `save` and the parameters.
+    A trainer uses only `forward`, `named_weights`, `save` and the parameters.
     """
 
     model: PreTrainedModel
-    ranks: Ranks | None = None  # None: one process, wherever the model is
+    ranks: Ranks | None = None  # None: one process, on the model's device
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -88,16 +108,15 @@ class Packed(nn.Module):
         self.model = model
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(Hugging Face name, what this rank holds of it), a DTensor where it is divided; of tied ones the first."""
-        yield from self.model.named_parameters()
+        """(Hugging Face name, this rank's part), a DTensor where it is sharded; of tied parameters the first."""
+        return self.model.named_parameters()
 
     def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
         """Write whole weights, under the names of `named_weights`, and the configuration."""
         self.model.save_pretrained(folder, state_dict=weights)
 
-    def states(self, batch: Batch, lag: int) -> tuple[Tensor, Own, Group]:
-        """The backbone's states [read, dim] `lag` tokens before those with mask True, as far as this rank has them;
-        what they are; and the ranks that have the others."""
+    def states(self, batch: Batch, lag: int) -> tuple[Tensor, OwnTokens, Ranks]:
+        """The backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
         ranks = self.ranks or Ranks(0, 1, next(self.model.parameters()).device, None)
         own = own_tokens(batch, lag, ranks)
         hidden = self.model.model(
@@ -107,10 +126,10 @@ class Packed(nn.Module):
             layout=own.layout,
             context=ranks.context,
         ).last_hidden_state[0]
-        return hidden[own.at], own, ranks.sequence
+        return hidden[own.at], own, ranks
 
 
-class Policy(Packed):
+class Policy(PackedModel):
     """A causal language model."""
 
     @classmethod
@@ -123,17 +142,155 @@ class Policy(Packed):
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Log-probability and entropy of each token with mask True."""
-        # The state at t - 1 predicts token t.
-        states, own, group = self.states(batch, lag=1)
+        states, own, ranks = self.states(batch, lag=1)  # the state at t - 1 predicts token t
         scores = token_logprobs(states, self.model.lm_head.weight, own.labels, temperature=temperature)
-        return TokenScores(*whole(scores, own.counts, group))
+        return TokenScores(*gather_scores(scores, own.counts, ranks.sequence))
 
 
-def autocast(device: torch.device, dtype: torch.dtype, sharded: bool):
-    """bf16 where FSDP's own mixed precision does not already see to it."""
-    if sharded or dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(device.type, dtype)
+class ScalarModel(PackedModel):
+    """A transformers sequence classifier of one class: a critic or a reward model.
+
+    Args:
+        lag: how many tokens before a token its scalar is read: 1 for a critic, whose value of a state must not depend
+            on the action taken in it; 0 for a reward model, which transformers reads at a sequence's last token.
+    """
+
+    def __init__(self, model: PreTrainedModel, lag: int) -> None:
+        super().__init__(model)
+        self.lag = lag
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, head: Head, *, gradient_checkpointing: bool = False) -> ScalarModel:
+        """Load float32 weights of a sequence classifier, or of a causal language model's backbone.
+
+        A missing head starts at 0 as a critic's, and as a reward model's with variance 1 / (dim + 1) (Stiennon et al.
+        2020), equal on every rank and in every run.
+
+        Raises:
+            ValueError: a classifier of several classes, or weights other than the head are missing.
+        """
+        classes = AutoConfig.from_pretrained(path)
+        if any("SequenceClassification" in name for name in classes.architectures or ()) and classes.num_labels != 1:
+            raise ValueError(f"{path} tells {classes.num_labels} classes apart: a {head} model has one number a token")
+        with quiet_loading():
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                path, num_labels=1, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            )
+        if missing := sorted(found["missing_keys"] - {SCORE}):
+            raise ValueError(f"{path} lacks {len(missing)} weights of a {head} model, {missing[0]!r} among them")
+        if found["missing_keys"]:
+            score = model.get_parameter(SCORE).data
+            spread = 0.0 if head == "value" else (score.shape[1] + 1) ** -0.5
+            score.copy_(torch.randn(score.shape, generator=torch.Generator().manual_seed(0)) * spread)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return cls(model, lag=1 if head == "value" else 0)
+
+    def forward(self, batch: Batch, temperature: float = 1.0) -> TokenValues:
+        """One scalar for each token with mask True; the temperature is ignored."""
+        states, own, ranks = self.states(batch, self.lag)
+        # In float32 whatever the backbone computes in: bfloat16 cannot tell 100 from 100.4.
+        with torch.autocast(states.device.type, enabled=False):
+            score: Any = self.model.score
+            values = states.float() @ score.weight.float()[0]
+        return TokenValues(*gather_scores((values,), own.counts, ranks.sequence))
+
+    def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
+        """Write a sequence classifier of one class. transformers finds the last token of a row by the padding id and
+        takes no batches without one."""
+        config = self.model.config
+        if config.pad_token_id is None:
+            # Without one in the tokenizer either: the end-of-sequence token, which a classifier then skips as padding.
+            eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+            config.pad_token_id = eos if words.pad_token_id is None else words.pad_token_id
+        super().save(folder, weights, words)
+
+
+def load(path: str | Path, head: Head, *, gradient_checkpointing: bool = False) -> Policy | ScalarModel:
+    """The model of a folder or hub id with this head.
+
+    Raises:
+        ValueError: an unknown head, or a model that does not suit it.
+    """
+    if head == "policy":
+        return Policy.from_pretrained(path, gradient_checkpointing=gradient_checkpointing)
+    if head not in ("value", "reward"):
+        raise ValueError(f"head must be policy, value or reward, got {head!r}")
+    return ScalarModel.from_pretrained(path, head, gradient_checkpointing=gradient_checkpointing)
+
+
+def build(
+    path: str | Path,
+    head: Head,
+    ranks: Ranks,
+    *,
+    backend: Backend = "fsdp",
+    seq_len: int = 4096,
+    lora: LoraSettings | None = None,
+    dtype: torch.dtype = torch.float32,
+    gradient_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    compile: bool = False,
+) -> Policy | ScalarModel | TitanPolicy:
+    """The model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
+
+    Args:
+        backend: whose model and parallelisation: "fsdp" is transformers' and this library's, "titan" TorchTitan's.
+        seq_len: of the longest sequence.
+        dtype: of the forward and backward pass; parameters stay float32.
+        compile: each decoder layer; with `gradient_checkpointing` its norms and feed-forward.
+
+    Raises:
+        ValueError: an unknown backend or head, an unsuitable model, sizes that are no multiple of a degree, or invalid
+            adapters.
+        ImportError: TorchTitan is not installed.
+    """
+    common: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
+    if backend == "titan":
+        if head != "policy" or lora is not None:
+            raise ValueError("trainer.backend titan trains whole policies: for adapters and other heads take fsdp")
+        from .titan import build_titan
+
+        return build_titan(
+            path, ranks, seq_len=seq_len, dtype=dtype, cpu_offload=cpu_offload, compile=compile, **common
+        )
+    if backend != "fsdp":
+        raise ValueError(f"trainer.backend must be fsdp or titan, got {backend!r}")
+    policy = load(path, head, **common)
+    degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
+    degrees.check(policy.model.config)
+    if lora is not None:
+        add_adapters(policy.model, lora)
+    if ranks.tensor.size > 1:
+        parallelize(policy.model, ranks)
+    layers = list(policy.model.model.layers)
+    if compile:
+        for layer in layers:
+            # A checkpointed layer cannot be traced across the graph break of its attention, but the parts around can.
+            parts = (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp)
+            for part in parts if gradient_checkpointing else (layer,):
+                part.compile(dynamic=True)
+    policy.ranks = ranks
+    policy.train()
+    if ranks.mesh is None:
+        return policy.to(ranks.device)
+    # FSDP2 in place: one group a decoder layer, one for embedding, final norm and head (which may be tied).
+    mesh = ranks.mesh[tuple(name for name in ranks.mesh.mesh_dim_names or () if name != "tensor")]
+    precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    sum_gradients(policy)
+    return policy
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Have FSDP2 sum gradients over ranks, not average: weights of the loss are already shares of the whole batch."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

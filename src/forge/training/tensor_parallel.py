@@ -1,9 +1,8 @@
 """Tensor and sequence parallelism of a transformers decoder (Shoeybi et al. 2019, Korthikanti et al. 2022).
 
-Every parameter becomes a DTensor over the ranks, which is what FSDP2, checkpoints and the weight store know how to
-handle; the forward pass computes with plain local tensors. Between the layers each rank has its own tokens, so whatever
-a rank has whole (norms, the factors of an adapter that are not divided) gets only a part of its gradient there:
-`Partial` has FSDP2 sum it before it is reduced.
+Every parameter becomes a DTensor, which FSDP2, checkpoints and the weight store can handle; the forward pass computes
+with plain local tensors. Between the layers each rank has its own tokens, so that a replicated parameter (norms, the
+undivided factors of adapters) gets only a part of its gradient there: `Partial` has FSDP2 sum it before it is reduced.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
-from .distributed import Group, Ranks
-from .sequence import gather_tokens, scatter_tokens
+from .attention import gather_tokens, scatter_tokens
+from .distributed import Ranks
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
@@ -25,7 +24,7 @@ TABLES = ("embed_tokens", "lm_head")
 
 
 class Local(nn.Module):
-    """Computes with this rank's part of each parameter, or of one that it has whole the whole."""
+    """Computes with this rank's part of each parameter: all of a replicated one."""
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
@@ -35,7 +34,7 @@ class Local(nn.Module):
 
 
 class Whole(nn.Module):
-    """Computes with all of each parameter that its ranks share, gathered for as long as it is used."""
+    """Computes with the whole of each parameter, gathered while it is used."""
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
@@ -43,58 +42,41 @@ class Whole(nn.Module):
 
 
 def _gathered(value: Any) -> bool:
-    """Whether this is a parameter to compute with: what FSDP2 has not gathered has a dimension of its mesh more."""
+    """Whether this is a parameter to compute with: before FSDP2 gathers it, its mesh has a dimension more."""
     return isinstance(value, DTensor) and value.device_mesh.ndim == 1
 
 
 def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Divide a decoder and its head, which `Parallelism.check` lets pass, over the ranks of the tensor group, in
-    place."""
+    """Divide a decoder and its head, which `Parallelism.check` has passed, over the tensor-parallel ranks, in place."""
+    assert ranks.mesh is not None
+    tensor, mesh = ranks.tensor, ranks.mesh["tensor"]
     done: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
     for path, module in list(model.named_modules()):
         name = next((part for part in reversed(path.split(".")) if not part.startswith("lora_")), "")
+        placement: Placement = Replicate()
+        if name in TABLES or (name in ROW and not path.endswith(".lora_B")):
+            placement = Shard(1)
+        elif name in COLUMN and not path.endswith(".lora_A"):
+            placement = Shard(0)  # of an adapter, the factor at the divided side is divided, too
         own = dict(module.named_parameters(recurse=False))
         for key, parameter in own.items():
             if parameter not in done:
-                done[parameter] = _divided(parameter, _placement(name, path), ranks)
+                local = parameter.detach()
+                if isinstance(placement, Shard):
+                    local = local.chunk(tensor.size, placement.dim)[tensor.rank].contiguous().clone()
+                divided = DTensor.from_local(local.to(ranks.device), mesh, [placement], run_check=False)
+                done[parameter] = nn.Parameter(divided, parameter.requires_grad)
             setattr(module, key, done[parameter])
         if own:
             kind: Any = type(module)
-            module.__class__ = _kind(Whole if name in TABLES else Local, kind)
+            module.__class__ = _with_local_parameters(Whole if name in TABLES else Local, kind)
     for layer in model.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            norm.register_forward_hook(_after(gather_tokens, ranks.tensor))
+            norm.register_forward_hook(lambda _module, _inputs, output: gather_tokens(output, tensor))
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            last.register_forward_hook(_after(scatter_tokens, ranks.tensor))
-
-
-def _placement(name: str, path: str) -> Placement:
-    if name in TABLES:
-        return Shard(1)
-    # Of an adapter, the factor at the divided side is divided with it.
-    if name in COLUMN and not path.endswith(".lora_A"):
-        return Shard(0)
-    if name in ROW and not path.endswith(".lora_B"):
-        return Shard(1)
-    return Replicate()
-
-
-def _divided(parameter: nn.Parameter, placement: Placement, ranks: Ranks) -> nn.Parameter:
-    assert ranks.mesh is not None
-    local = parameter.detach()
-    if isinstance(placement, Shard):
-        local = local.chunk(ranks.tensor.size, placement.dim)[ranks.tensor.rank].contiguous().clone()
-    divided = DTensor.from_local(local.to(ranks.device), ranks.mesh["tensor"], [placement], run_check=False)
-    return nn.Parameter(divided, parameter.requires_grad)
+            last.register_forward_hook(lambda _module, _inputs, output: scatter_tokens(output, tensor))
 
 
 @cache
-def _kind(how: Any, kind: Any) -> type[nn.Module]:
+def _with_local_parameters(how: Any, kind: Any) -> type[nn.Module]:
     return type(f"{how.__name__}{kind.__name__}", (how, kind), {})
-
-
-def _after(move: Any, group: Group) -> Any:
-    def hook(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        return move(output, group)
-
-    return hook

@@ -1,4 +1,4 @@
-"""What has to be true before TorchTitan is used: of the installation, of the model, and of the process."""
+"""Checks before TorchTitan is imported: installation, model and process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 def check_installed() -> None:
-    """ImportError: there is no TorchTitan, or another one than this was written for."""
+    """Raises:
+    ImportError: TorchTitan is not installed, or in another version.
+    """
     if importlib.util.find_spec("torchtitan") is None:
         raise ImportError(f"trainer.backend titan needs TorchTitan {VERSION}: pip install 'torchforge[titan]'")
     if (found := version("torchtitan")) != VERSION:
@@ -24,7 +26,9 @@ def check_installed() -> None:
 
 
 def check_model(config: Any) -> None:
-    """ValueError: a transformers config of something that TorchTitan's models do not have."""
+    """Raises:
+    ValueError: a transformers config with a feature that TorchTitan's models lack.
+    """
     for fits, what in (
         (config.model_type in FAMILIES, f"model_type {config.model_type!r} (it has {', '.join(FAMILIES)})"),
         (not getattr(config, "attention_bias", False) and not getattr(config, "mlp_bias", False), "biases"),
@@ -39,19 +43,20 @@ def check_model(config: Any) -> None:
 
 
 def prepare() -> None:
-    """Make its modules importable here. Call this before their first import.
+    """Make TorchTitan's modules importable here; to be called before their first import.
 
-    ImportError: as of `check_installed`.
+    Raises:
+        ImportError: see `check_installed`.
     """
     check_installed()
     if importlib.util.find_spec("triton") is None:
-        # All of its models import these kernels and none of those used here runs them. A triton that only looks like
-        # one would break torch.compile.
+        # All of its models import these kernels, those used here never run them. A fake triton would break
+        # torch.compile.
         kernels = ModuleType(KERNELS)
         kernels.__getattr__ = lambda name: None  # type: ignore[method-assign]
         sys.modules.setdefault(KERNELS, kernels)
     if torch.accelerator.current_accelerator() is None:
-        # It takes the absence of every accelerator for CUDA, when its modules are first imported.
+        # Without an accelerator TorchTitan assumes CUDA when its modules are first imported.
         from torchtitan.tools import utils
 
         utils.device_type, utils.device_module = "cpu", torch.cpu

@@ -1,49 +1,43 @@
 """One optimiser over one model, on any number of ranks: packed batches in, updated weights out.
 
-Knows nothing of processes or messages; every rank of a group makes the same calls in the same order.
+Free of actors and messages; every rank of a group makes the same calls in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..data.packing import split
-from ..names import adapters, apply_folded
 from ..types import Batch
-from .build import Backend, build
-from .diagnostics import Tally, of_policy, reported
+from ..weight_layouts import adapters, merge_adapters
 from .distributed import Ranks
-from .heads import Head, TokenValues
-from .lora import trained
-from .mini_batches import mini_batches
-from .named import Loss, asks_for, named_tensors, weighted
-from .optimizer import build_optimizer, clip_gradients
-from .policy import TokenScores, autocast, resolve_dtype
-from .residence import move
-from .scoring import score
+from .policy import Backend, Head, TokenScores, TokenValues, build, resolve_dtype
 from .settings import LoraSettings, OptimizerSettings, PassSettings
+from .step import Loss, Metrics, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
 
 
 class PolicyTrainer:
-    """Trains a Hugging Face causal language model, or a critic or reward model made of one, divided as its ranks are
-    (one rank: not at all).
+    """Trains a Hugging Face causal language model, or a critic or reward model made of one, sharded over its ranks.
 
     Args:
         model: folder or hub id.
         ranks: from `distributed.join`.
         optimizer: AdamW settings.
-        backend: whose model it is: "fsdp" is transformers', divided by this library; "titan" is TorchTitan's.
-        head: "policy" gives tokens log-probabilities; "value" (a critic) gives each trained token one number, read
-            before the token; "reward" one that is read at the token itself. See `forge.training.heads`.
+        backend: "fsdp": transformers' model, sharded by this library; "titan": TorchTitan's.
+        head: "policy" scores tokens with log-probabilities; "value" (a critic) gives each trained token a scalar, read
+            before the token; "reward" a scalar read at the token itself. See `forge.training.policy`.
         lora: train low-rank adapters alone: `LoraSettings`, or its fields.
         temperature: that of the sampler whose tokens are trained on.
         **settings: fields of `forge.training.settings.PassSettings`, such as seq_len, dtype and mini_batches. With
@@ -86,77 +80,92 @@ class PolicyTrainer:
         self.step = 0  # steps, not updates: it is the version of the weights
 
     def train_step(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """`mini_batches * epochs` updates on a batch that every rank was given whole.
+        """`mini_batches * epochs` updates on a batch that every rank gets whole.
 
-        With more than one, the policy that the step starts from is scored first, if the loss asks for it: it stays the
-        `proximal_logprobs` of all updates, and the behaviour policy of tokens that do not know theirs. The learning
+        With more than one, the policy at the start of the step is scored first if the loss uses it: it stays the
+        `proximal_logprobs` of all updates, and the behaviour policy of tokens whose sampler is unknown. The learning
         rate is that of the step.
 
         Returns:
             metrics, equal on every rank: loss and grad_norm (means over updates), learning_rate, tokens, micro_batches,
-            updates, and what `loss.metrics` reports, each name's mean over all that was returned under it. For a policy
-            also means over trained tokens: of all updates entropy and kl (of the policy to the reference, k3), of the
-            first epoch ratio and ratio_deviation (mean |ratio - 1|); ratio_max_deviation is a maximum. on_policy is the
-            share of tokens that this very version sampled (its number is the step's), and engine_difference the mean
-            |log ratio| of those, under the policy that the step starts from, if there are any: how far the engine that
-            sampled and this trainer are apart under equal weights.
+            updates, and the means of what `loss.metrics` returns. For a policy also means over trained tokens: of all
+            updates entropy and kl (of the policy to the reference, k3), of the first epoch ratio and ratio_deviation
+            (mean |ratio - 1|); ratio_max_deviation is a maximum. on_policy is the share of tokens that this very
+            version sampled (its number is the step's), and engine_difference the mean |log ratio| of those, under the
+            policy at the start of the step: how far engine and trainer differ under equal weights.
 
         Raises:
-            FloatingPointError: the loss or the gradient of an update is not finite: the weights are left as they were
-                before that update. Those before it in this step, if any, have been applied.
-            ValueError: the loss asks for what is not there, or all weights of the batch are 0.
+            FloatingPointError: the loss or the gradient of an update is not finite: the weights stay as they were
+                before that update. Earlier updates of this step, if any, have been applied.
+            ValueError: the loss needs a missing tensor, or all weights of the batch are 0.
         """
-        if self._start_matters(batch, loss):
+        several = self.passes.mini_batches * self.passes.epochs > 1  # only then do updates leave the start of the step
+        if several and self.head == "policy" and self._uses_proximal(batch, loss):
             batch = replace(batch, proximal_logprobs=self.logprobs(batch))
         self.onload()
-        tally, updates = Tally(), list[dict[str, float]]()
+        rate = self.settings.learning_rate * self.settings.scale(self.step)
+        metrics, updates = Metrics(), list[dict[str, float]]()
         for epoch in range(self.passes.epochs):
             for part in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
-                updates.append(self._update(part, loss, tally, epoch == 0, first=not updates))
+                updates.append(self._update(part, loss, rate, metrics, epoch == 0, first=not updates))
         self.step += 1
         return {
-            **tally.reduce(self.ranks),
+            **metrics.reduce(self.ranks),
             "loss": sum(update["loss"] for update in updates) / len(updates),
             "grad_norm": sum(update["grad_norm"] for update in updates) / len(updates),
-            "learning_rate": self._rate(self.step - 1),
+            "learning_rate": rate,
             "tokens": float(len(batch.tokens)),
             "micro_batches": sum(update["micro_batches"] for update in updates),
             "updates": float(len(updates)),
         }
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        """Log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must call it.
+        """Log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must call this.
 
-        ValueError: the model is no policy.
+        Raises:
+            ValueError: the head is not a policy's.
         """
         return self._score(batch, TokenScores)
 
     def predict(self, batch: Batch) -> np.ndarray:
-        """What a value or reward head says of trained tokens, [tokens], 0 elsewhere. Every rank must call it.
+        """Scalars of a value or reward head for trained tokens, [tokens], 0 elsewhere. Every rank must call this.
 
-        ValueError: the model is a policy.
+        Raises:
+            ValueError: the head is a policy's.
         """
         return self._score(batch, TokenValues)
 
     def weights(self) -> dict[str, Tensor]:
-        """What this rank holds of every parameter that trains, under its Hugging Face name: DTensors where they are
-        sharded. With `lora` those are the factors, with alpha / rank in B: W + B A is the layer."""
+        """This rank's part of every parameter that trains, by Hugging Face name: DTensors where sharded. With `lora`
+        the factors, with alpha / rank in B: W + B A is the layer."""
         self._reshard()
         named = self.policy.named_weights()
-        if self.lora is not None:
-            return trained(named, self.lora)
-        return {name: parameter.detach() for name, parameter in named}
+        if self.lora is None:
+            return {name: parameter.detach() for name, parameter in named}
+        scaling = self.lora.alpha / self.lora.rank
+        return {
+            name: parameter.detach() * scaling if name.endswith(".lora_B.weight") else parameter.detach()
+            for name, parameter in named
+            if parameter.requires_grad
+        }
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their Hugging Face names, adapters merged. Every rank must iterate; all get the same."""
-        factors = {name: self._whole(tensor) for name, tensor in adapters(self.weights().items()).items()}
+        """Full tensors by Hugging Face name, adapters merged. Every rank must iterate; all get the same."""
+
+        def whole(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor
+            there: Any = tensor.to(self.ranks.device)  # gathered on the device even where offloaded
+            return there.full_tensor()
+
+        factors = {name: whole(tensor) for name, tensor in adapters(self.weights().items()).items()}
         named = self.policy.named_weights()
-        base = ((name, self._whole(parameter.detach())) for name, parameter in named if name not in factors)
-        return apply_folded(base, factors)
+        base = ((name, whole(parameter.detach())) for name, parameter in named if name not in factors)
+        return merge_adapters(base, factors)
 
     def offload(self) -> None:
-        """Move parameters, gradients and optimiser to host memory and leave the device's to others, until `onload` or
-        whatever needs them next. Every rank must call it."""
+        """Move parameters, gradients and optimiser to host memory until `onload` or the next call that needs them, so
+        that others can use the device. Every rank must call this."""
         if not self.offloaded:
             self._move(torch.device("cpu"))
             self.offloaded = True
@@ -164,14 +173,16 @@ class PolicyTrainer:
                 torch.accelerator.empty_cache()
 
     def onload(self) -> None:
-        """Bring back what `offload` moved, if it did."""
+        """Move back what `offload` moved, if it did."""
         if self.offloaded:
-            # What lives in host memory anyway comes to the device by itself.
+            # With cpu_offload parameters stay in host memory: FSDP2 brings them to the device itself.
             self._move(torch.device("cpu") if self.passes.cpu_offload else self.ranks.device)
             self.offloaded = False
 
-    def _update(self, part: Batch, loss: Loss, tally: Tally, first_epoch: bool, first: bool) -> dict[str, float]:
-        """One update; `first` is that of a step."""
+    def _update(
+        self, part: Batch, loss: Loss, rate: float, metrics: Metrics, first_epoch: bool, first: bool
+    ) -> dict[str, float]:
+        """One optimiser update on a mini-batch; `first` of its step."""
         data, how = self.ranks.data, self.passes
         parts = split(part, ranks=data.size, max_tokens=how.seq_len, at_least=how.gradient_accumulation_steps)
         micro_batches = parts[data.rank]
@@ -179,35 +190,33 @@ class PolicyTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         for micro in micro_batches:
             output = self._forward(micro)
-            named = named_tensors(micro, output)
-            value = weighted(loss, micro, named, output)
+            inputs = loss_inputs(micro, output)
+            value = micro_batch_loss(loss, micro, inputs, output)
             value.backward()
             total += value.detach()
-            reported(tally, loss, named)
+            current = None
             if isinstance(output, TokenScores):
                 current = torch.from_numpy(micro.versions[micro.mask] == self.step).to(self.ranks.device)
-                known = first or micro.proximal_logprobs is not None
-                of_policy(tally, named, current, first_epoch=first_epoch, scored_at_start=known)
-        found = float(self.ranks.sum(total))
-        return {"loss": found, "grad_norm": self._apply(found), "micro_batches": float(len(micro_batches))}
-
-    def _apply(self, loss: float) -> float:
-        """Clip, check and apply the accumulated gradient; its norm."""
+            # In the first update the weights are those of the start, scored or not.
+            known = first or micro.proximal_logprobs is not None
+            metrics.add_micro_batch(loss, inputs, current, first_epoch=first_epoch, scored_at_start=known)
+        loss_value = float(self.ranks.sum(total))
         norm = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
-        if not torch.tensor([loss, norm]).isfinite().all():
+        if not torch.tensor([loss_value, norm]).isfinite().all():
             self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"step {self.step}: loss {loss}, gradient norm {norm}; the update was not applied")
+            raise FloatingPointError(
+                f"step {self.step}: loss {loss_value}, gradient norm {norm}; the update was not applied"
+            )
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate(self.step)
+            group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def _rate(self, step: int) -> float:
-        return self.settings.learning_rate * self.settings.scale(step)
+        return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
 
     def _forward(self, batch: Batch) -> TokenScores | TokenValues:
-        with autocast(self.ranks.device, self.dtype, self.ranks.mesh is not None):
+        # FSDP2 has mixed precision of its own.
+        mixed = self.dtype != torch.float32 and self.ranks.mesh is None
+        with torch.autocast(self.ranks.device.type, self.dtype) if mixed else nullcontext():
             return self.policy(batch, self.temperature)
 
     def _score(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
@@ -219,28 +228,82 @@ class PolicyTrainer:
         self._reshard()
         return numbers
 
-    def _start_matters(self, batch: Batch, loss: Loss) -> bool:
-        """Whether the policy that the step starts from has to be scored: the first of several updates moves it."""
-        if self.passes.mini_batches * self.passes.epochs == 1 or self.head != "policy":
-            return False
-        if np.isnan(batch.logprobs[batch.mask]).any() and asks_for(loss, "behaviour_logprobs"):
-            return True
-        # The losses of this library read it for their correction, where they have one.
-        return asks_for(loss, "proximal_logprobs") and getattr(loss, "correction", loss) is not None
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """All of a tensor, which its ranks gather on their devices wherever it lives."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        there: Any = tensor.to(self.ranks.device)
-        return there.full_tensor()
+    def _uses_proximal(self, batch: Batch, loss: Loss) -> bool:
+        parts = [part for part in (loss, getattr(loss, "metrics", None)) if part is not None]
+        names = {name for part in parts for name in parameters_of(part)}
+        if "behaviour_logprobs" in names and np.isnan(batch.logprobs[batch.mask]).any():
+            return True  # as stand-in for an unknown sampler
+        # The losses of this library take it for their off-policy correction, where they have one.
+        return "proximal_logprobs" in names and getattr(loss, "correction", loss) is not None
 
     def _move(self, to: torch.device) -> None:
         self._reshard()
         move(self.policy, self.optimizer, to, buffers=self.ranks.device if self.passes.cpu_offload else to)
 
     def _reshard(self) -> None:
-        """A forward pass without a backward one leaves copies, in its own dtype, in place of the parameters."""
+        # A forward pass without a backward pass leaves gathered copies, in the pass's dtype, in place of parameters.
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only: decaying norms and biases pulls them to zero for no benefit."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True
+    )
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> float:
+    """Scale all gradients so that their common norm is at most `bound`; returns the norm before, equal on every rank.
+
+    Gradients may be sharded in any layout: each element counts once. All ranks must call this.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+        return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
+    # Each rank sums the squares that it holds, divided by the number of ranks that hold the same elements.
+    own, shares = [], []
+    for gradient in gradients:
+        local, parts = gradient, 1
+        if isinstance(gradient, DTensor):
+            places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            parts = math.prod(size for place, size in places if not isinstance(place, Replicate))
+            local = gradient.to_local()
+        own.append(local)
+        shares.append(parts / dist.get_world_size())
+    squares = torch.stack(torch._foreach_norm(own)).double().square()
+    dist.all_reduce(total := (squares * squares.new_tensor(shares)).sum())
+    norm = math.sqrt(total) if math.isfinite(total) else math.nan
+    torch._foreach_mul_(own, min(1.0, bound / (norm + 1e-6)))
+    return norm
+
+
+def move(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    to: torch.device | torch.dtype,
+    buffers: torch.device | None = None,
+) -> None:
+    """Move parameters with their gradients, the optimiser's state and buffers (to `buffers`, if given), in place.
+
+    Raises:
+        RuntimeError: the model got new parameter objects, which its optimiser does not know.
+    """
+    before = list(model.parameters())
+    model.to(to)
+    if any(a is not b for a, b in zip(before, model.parameters(), strict=True)):
+        raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(buffers or to)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(to)

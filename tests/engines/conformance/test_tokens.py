@@ -82,7 +82,7 @@ def test_wrong_prompts_are_refused_at_once(engine: Any, prompt: list[int], messa
         ({"slots": 0}, "slots must be at least 1"),
         ({"max_seq_len": LONGEST + 1}, f"max_seq_len must be 2 to {LONGEST}"),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16"),
-        ({"on_update": "stop"}, "on_update must be one of continue, finish, recompute, got 'stop'"),
+        ({"on_update": "stop"}, "on_update must be one of continue, finish, recompute; got 'stop'"),
     ],
 )
 def test_wrong_settings_are_refused_at_once(subject: Subject, settings: dict[str, Any], message: str) -> None:

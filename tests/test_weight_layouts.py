@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from forge.names import (
+from forge.weight_layouts import (
     EMBEDDING,
     HEAD,
     adapters,
-    apply_adapters,
-    apply_folded,
     follows,
     has_adapters,
     layout,
+    merge_adapters,
     plain,
 )
 
@@ -121,90 +120,79 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def merged_of(named, alpha: float, rank: int) -> dict[str, torch.Tensor]:
-    """A peft model's tensors with its adapter merged."""
-    named = dict(named)
-    base = {plain(name): tensor for name, tensor in named.items() if "lora_" not in name}
-    return dict(apply_adapters(base.items(), adapters(named.items()), alpha, rank))
+def base_of(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is no factor, under plain names."""
+    return {plain(name): tensor for name, tensor in named.items() if ".lora_" not in name}
 
 
 def test_merging_in_closed_form() -> None:
     named = tensors()
-    a, base, norm, b, bias = named.values()
-    expected = base.double() + 12 / 3 * b.double() @ a.double()
-    merged = merged_of(named.items(), 12, 3)
-    assert merged.keys() == {f"{PLAIN}.weight", f"{PLAIN}.bias", "model.norm.weight"}
-    assert merged[f"{PLAIN}.weight"].dtype == torch.float32
-    assert torch.allclose(merged[f"{PLAIN}.weight"].double(), expected, atol=1e-5)
-    assert merged["model.norm.weight"] is norm
-    assert merged[f"{PLAIN}.bias"] is bias
-    assert torch.equal(named[f"{AT}.base_layer.weight"], base)
-
+    a, base, norm, b, bias = (tensor.clone() for tensor in named.values())
     factors = adapters(named.items())
     assert factors.keys() == {f"{PLAIN}.lora_A.weight", f"{PLAIN}.lora_B.weight"}
     assert adapters(factors.items()).keys() == factors.keys()
-    applied = dict(apply_adapters([(f"{PLAIN}.weight", base), ("model.norm.weight", norm)], factors, 12, 3))
-    assert torch.equal(applied[f"{PLAIN}.weight"], merged[f"{PLAIN}.weight"])
-    assert applied["model.norm.weight"] is norm
+    factors[f"{PLAIN}.lora_B.weight"] = factors[f"{PLAIN}.lora_B.weight"] * 4  # alpha / rank
+    plain_weights = base_of(named)
+    merged = dict(merge_adapters(plain_weights.items(), factors))
+    assert merged.keys() == {f"{PLAIN}.weight", f"{PLAIN}.bias", "model.norm.weight"}
+    assert merged[f"{PLAIN}.weight"].dtype == torch.float32
+    expected = base.double() + 12 / 3 * b.double() @ a.double()
+    assert torch.allclose(merged[f"{PLAIN}.weight"].double(), expected, atol=1e-5)
+    assert merged["model.norm.weight"] is plain_weights["model.norm.weight"]
+    assert merged[f"{PLAIN}.bias"] is plain_weights[f"{PLAIN}.bias"]
+    assert torch.equal(named[f"{AT}.base_layer.weight"], base)
+    assert torch.equal(merged["model.norm.weight"], norm)
+    assert torch.equal(merged[f"{PLAIN}.bias"], bias)
+    assert list(merge_adapters([(HEAD, base)], {})) == [(HEAD, base)]
 
 
-def test_factors_with_their_scaling_in_b_need_no_settings() -> None:
-    named = tensors()
-    expected = merged_of(named.items(), 12, 3)[f"{PLAIN}.weight"]
-    factors = adapters(named.items())
-    assert has_adapters(factors)
+def test_a_factor_is_known_by_its_name() -> None:
+    assert has_adapters(adapters(tensors().items()))
     assert not has_adapters([f"{PLAIN}.weight", HEAD])
-    factors[f"{PLAIN}.lora_B.weight"] = factors[f"{PLAIN}.lora_B.weight"] * 4
-    base = named[f"{AT}.base_layer.weight"]
-    assert torch.allclose(dict(apply_folded([(f"{PLAIN}.weight", base)], factors))[f"{PLAIN}.weight"], expected)
-    assert list(apply_folded([(HEAD, base)], {})) == [(HEAD, base)]
-    two = factors | {"other.lora_A.weight": torch.ones(2, 5), "other.lora_B.weight": torch.ones(7, 2)}
-    with pytest.raises(ValueError, match=r"other\.lora_A\.weight' has shape \(2, 5\)"):
-        list(apply_folded([(f"{PLAIN}.weight", base), ("other.weight", base)], two))
 
 
 def test_half_precision_is_merged_in_float32() -> None:
     half = {name: tensor.bfloat16() for name, tensor in tensors().items()}
     a, base, _, b, _ = (tensor.double() for tensor in half.values())
-    merged = merged_of(half.items(), 1, 3)[f"{PLAIN}.weight"]
-    assert torch.allclose(merged.double(), base + b @ a / 3, atol=1e-6)
+    merged = dict(merge_adapters(base_of(half).items(), adapters(half.items())))[f"{PLAIN}.weight"]
+    assert torch.allclose(merged.double(), base + b @ a, atol=1e-6)
 
 
 def test_any_order_merges_to_the_same() -> None:
     named = tensors()
-    one = merged_of(named.items(), 2, 3)
-    two = merged_of(reversed(named.items()), 2, 3)
+    turned = dict(reversed(named.items()))
+    one, two = (dict(merge_adapters(base_of(n).items(), adapters(n.items()))) for n in (named, turned))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("lost", ["base_layer.weight", "lora_A.default.weight", "lora_B.default.weight"])
-def test_a_part_that_is_missing_is_named(lost: str) -> None:
+@pytest.mark.parametrize("lost", ["lora_A.default.weight", "lora_B.default.weight"])
+def test_a_factor_that_is_missing_is_named(lost: str) -> None:
     named = tensors()
     del named[f"{AT}.{lost}"]
-    no_base = rf"{PLAIN}\.lora_A\.weight' has no base"
-    without = no_base if lost.startswith("base") else rf"{PLAIN}\.lora_.* came without '{PLAIN}\.{lost[:6]}"
-    with pytest.raises(ValueError, match=without):
-        merged_of(named.items(), 1, 3)
+    with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_.* came without '{PLAIN}\.{lost[:6]}"):
+        adapters(named.items())
 
 
 def test_wrong_shapes_and_bases_are_named() -> None:
     named = tensors()
-    factors = adapters(named.items())
-    with pytest.raises(ValueError, match=r"lora_A.*shape \(3, 5\).* ask for \(4, 5\)"):
-        merged_of(named.items(), 1, 4)
+    factors, weight = adapters(named.items()), f"{PLAIN}.weight"
+    with pytest.raises(ValueError, match=r"lora_A.*shape \(3, 5\).* ask for \(3, 4\)"):
+        dict(merge_adapters([(weight, torch.zeros(7, 4))], factors))
     with pytest.raises(ValueError, match=r"lora_B.*shape \(7, 3\).* ask for \(6, 3\)"):
-        dict(apply_adapters([(f"{PLAIN}.weight", torch.zeros(6, 5))], factors, 1, 3))
+        dict(merge_adapters([(weight, torch.zeros(6, 5))], factors))
+    two = factors | {"other.lora_A.weight": torch.ones(2, 5), "other.lora_B.weight": torch.ones(7, 2)}
+    with pytest.raises(ValueError, match=r"other\.lora_A\.weight' has shape \(2, 5\)"):
+        list(merge_adapters([(weight, torch.zeros(7, 5)), ("other.weight", torch.zeros(7, 5))], two))
     with pytest.raises(ValueError, match=rf"{PLAIN}\.weight.*needs a matrix"):
-        dict(apply_adapters([(f"{PLAIN}.weight", torch.zeros(6))], factors, 1, 3))
+        dict(merge_adapters([(weight, torch.zeros(6))], factors))
     with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_A\.weight' has no base"):
-        dict(apply_adapters([("model.norm.weight", torch.zeros(6))], factors, 1, 3))
+        dict(merge_adapters([("model.norm.weight", torch.zeros(6))], factors))
     with pytest.raises(ValueError, match="is not a LoRA factor"):
-        dict(apply_adapters([], {"model.norm.weight": torch.zeros(6)}, 1, 3))
+        dict(merge_adapters([], {"model.norm.weight": torch.zeros(6)}))
 
 
-def test_a_second_adapter_is_refused() -> None:
+def test_a_second_adapter_is_named() -> None:
     named = tensors() | {f"{AT}.lora_A.other.weight": torch.randn(3, 5)}
-    for function in (lambda: merged_of(named.items(), 1, 3), lambda: adapters(named.items())):
-        with pytest.raises(ValueError, match=r"lora_A\.other\.weight.* second"):
-            function()
+    with pytest.raises(ValueError, match=r"lora_A\.other\.weight.* second"):
+        adapters(named.items())

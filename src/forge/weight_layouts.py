@@ -1,4 +1,4 @@
-"""What the same weights are called: by Hugging Face, by peft while LoRA trains, and fused in the engine.
+"""Names and layouts of the same weights: in a Hugging Face checkpoint, in peft's LoRA models, and fused in the engine.
 
 Plain names are those of a Hugging Face checkpoint. All functions are pure; tensors stay on their device.
 """
@@ -19,7 +19,7 @@ UNKNOWN = re.compile(r"(^|\.)(lora_|modules_to_save\.|original_module\.)")
 
 
 class Part(NamedTuple):
-    """A plain tensor and the rows that it fills of a fused one: with its own, or each with the same vector."""
+    """A plain tensor and the rows of a fused one that it fills: one each, or all with the same vector (`repeated`)."""
 
     name: str
     rows: int
@@ -38,14 +38,14 @@ def head_size(config: Any) -> int:
 
 
 def follows(name: str, tied: bool) -> bool:
-    """Whether a plain tensor says nothing new: rotary frequencies, or the head of a model with tied embeddings."""
+    """Whether a plain tensor follows from others: rotary frequencies, or the head of a model with tied embeddings."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
 
 def layout(config: Any) -> dict[str, tuple[Part, ...]]:
-    """Every engine parameter of a Llama, Qwen2 or Qwen3 config with the plain tensors it is made of, in row order.
+    """Every engine parameter of a Llama, Qwen2 or Qwen3 config with the plain tensors fused into it, in row order.
 
-    Matrices and their biases end in `.weight` and `.bias`. There is no head where embeddings are tied.
+    Matrices and their biases end in `.weight` and `.bias`. With tied embeddings there is no head.
     """
     C, I, D = config.hidden_size, config.intermediate_size, head_size(config)  # noqa: E741
     H, K = config.num_attention_heads, config.num_key_value_heads
@@ -77,7 +77,8 @@ def layout(config: Any) -> dict[str, tuple[Part, ...]]:
 def plain(name: str) -> str:
     """The plain name of a tensor as peft calls it; an adapter's factors become `<module>.lora_A.weight` and `_B`.
 
-    ValueError: a kind of adapter that cannot be merged as W + B A (embeddings, biases, DoRA, modules_to_save).
+    Raises:
+        ValueError: an adapter that cannot be merged as W + B A (embeddings, biases, DoRA, modules_to_save).
     """
     bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     match = ADAPTER.fullmatch(bare)
@@ -88,83 +89,65 @@ def plain(name: str) -> str:
     return bare
 
 
+def has_adapters(names: Iterable[str]) -> bool:
+    """Whether one of these names is a LoRA factor's."""
+    return any(map(ADAPTER.fullmatch, names))
+
+
 def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The LoRA factors alone, under `<plain module>.lora_A.weight` and `.lora_B.weight`.
 
-    ValueError, naming the tensor: a factor without the other, or a second adapter for a layer.
+    Raises:
+        ValueError: a factor without the other, or a second adapter for a layer; names the tensor.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in named:
         target = plain(name)
-        if _factor(target)[1] is None:
+        if not ADAPTER.fullmatch(target):
             continue
         if target in found:
             raise ValueError(f"tensor {name!r} is the second {target!r}: one adapter can be sent")
         found[target] = tensor
-    _pairs(found)
+    _by_module(found)
     return found
 
 
-def apply_adapters(
-    base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], alpha: float, rank: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Plain weights with the factors that `adapters` returned merged into them: W + (alpha / rank) * B @ A in float32.
+def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Plain weights with adapters merged, W + B A in float32, as they come; alpha / rank is in B already.
 
-    W: (out, in), A: (rank, in), B: (out, rank). Weights without an adapter are passed on unchanged.
+    W: (out, in), A: (rank, in), B: (out, rank). All adapters have one rank. A weight without an adapter is passed on.
 
-    ValueError, naming the tensor: a factor without the other or without its base weight, a wrong shape.
+    Raises:
+        ValueError: a factor without the other or without its base weight, or a wrong shape; names the tensor.
     """
-    pairs = _pairs(adapters)
-    for name, tensor in base:
-        pair = pairs.pop(name.removesuffix(".weight"), None) if name.endswith(".weight") else None
+    modules = _by_module(factors)
+    rank = next((len(factors[a]) for a, _ in modules.values()), 1)
+    for name, weight in base:
+        pair = modules.pop(name.removesuffix(".weight"), None) if name.endswith(".weight") else None
         if pair is None:
-            yield name, tensor
-        else:
-            a, b = ((label, adapters[label]) for label in pair)
-            yield name, _merged((name, tensor), a, b, alpha, rank)
-    for label, _ in pairs.values():
-        raise ValueError(f"tensor {label!r} has no base weight")
+            yield name, weight
+            continue
+        if weight.dim() != 2:
+            raise ValueError(f"tensor {name!r} has shape {tuple(weight.shape)}: an adapter needs a matrix")
+        rows, columns = weight.shape
+        for factor, shape in zip(pair, ((rank, columns), (rows, rank)), strict=True):
+            if (actual := tuple(factors[factor].shape)) != shape:
+                raise ValueError(f"tensor {factor!r} has shape {actual}, its base and rank ask for {shape}")
+        a, b = (factors[factor].detach().float() for factor in pair)
+        yield name, weight.detach().float().addmm(b, a)
+    for factor, _ in modules.values():
+        raise ValueError(f"tensor {factor!r} has no base weight")
 
 
-def has_adapters(names: Iterable[str]) -> bool:
-    """Whether there is a LoRA factor among tensors of these names."""
-    return any(_factor(name)[1] is not None for name in names)
-
-
-def apply_folded(base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`apply_adapters` of factors that have their scaling in B: W + B A, of whatever rank they all have.
-
-    ValueError: as there.
-    """
-    rank = next((len(tensor) for name, tensor in adapters.items() if _factor(name)[1] == "A"), 1)
-    return apply_adapters(base, adapters, alpha=rank, rank=rank)
-
-
-def _factor(target: str) -> tuple[str, str | None]:
-    match = ADAPTER.fullmatch(target)
-    return (match["module"], match["factor"]) if match else (target, None)
-
-
-def _pairs(factors: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
+def _by_module(factors: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
     """By module, the names of A and B."""
     pairs: dict[str, tuple[str, str]] = {}
     for name in factors:
-        module, factor = _factor(name)
-        if factor is None:
+        match = ADAPTER.fullmatch(name)
+        if match is None:
             raise ValueError(f"tensor {name!r} is not a LoRA factor")
-        pair = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
-        other = pair[factor == "A"]
-        if other not in factors:
+        pair = f"{match['module']}.lora_A.weight", f"{match['module']}.lora_B.weight"
+        if (other := pair[match["factor"] == "A"]) not in factors:
             raise ValueError(f"tensor {name!r} came without {other!r}")
-        pairs[module] = pair
+        pairs[match["module"]] = pair
     return pairs
-
-
-def _merged(base: tuple[str, Tensor], a: tuple[str, Tensor], b: tuple[str, Tensor], alpha: float, rank: int) -> Tensor:
-    if base[1].dim() != 2:
-        raise ValueError(f"tensor {base[0]!r} has shape {tuple(base[1].shape)}: an adapter needs a matrix")
-    rows, columns = base[1].shape
-    for (name, tensor), shape in ((a, (rank, columns)), (b, (rows, rank))):
-        if tensor.shape != shape:
-            raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, its base and rank ask for {shape}")
-    return base[1].detach().float().addmm(b[1].detach().float(), a[1].detach().float(), alpha=alpha / rank)

@@ -1,19 +1,76 @@
-"""Log-probabilities and entropies of given tokens without ever holding the [tokens, vocabulary] matrix."""
+"""Linear layers: float32 products through oneDNN, and token log-probabilities without the logits' matrix.
+
+torch gives float32 products on CPU to MKL, which keeps to AVX2 on processors that are not Intel's; oneDNN uses AVX-512
+on all of them, at more than twice the speed (`benchmarks/cpu_linear.py`). The results differ by rounding only.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from .cpu_linear import ROWS, product
+# oneDNN keeps a kernel for every shape: callers round their number of rows up to a multiple of this, or memory grows
+# with every new length of a batch.
+ROWS = 64
+CHUNK = 256  # rows of logits that exist at a time: 256 rows of a 152k vocabulary are 156 MB in float32
 
-# Rows of logits that exist at a time: 256 rows of a 152k vocabulary are 156 MB in float32.
-CHUNK = 256
+AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _onednn_is_faster(a: Tensor, b: Tensor) -> bool:
+    return (
+        AVAILABLE
+        and a.numel() > 0 < b.numel()
+        and a.device.type == b.device.type == "cpu"
+        and a.dtype == b.dtype == torch.float32
+        and type(b) in (Tensor, nn.Parameter)  # a DTensor has operators of its own
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()  # inductor takes products of another layout for oneDNN's own
+    )
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b.T` for matrices a [m, k] and b [n, k], outside autograd."""
+    if not _onednn_is_faster(a, b):
+        return a @ b.T
+    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        grad_x = product(flat, weight.T).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = product(flat.T, x.flatten(0, -2).T) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+class FastLinear(nn.Linear):
+    """nn.Linear whose products go through `product`; the same parameters under the same names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _onednn_is_faster(x, self.weight):
+            return super().forward(x)
+        y = _Linear.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+def speed_up(model: nn.Module) -> None:
+    """Turn every nn.Linear of a model into a FastLinear, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FastLinear
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Forward keeps one log-normaliser and one entropy per row; backward computes each chunk's logits again."""
+    """Keeps one log-normaliser and one entropy per row; backward recomputes each chunk's logits."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int):
@@ -57,15 +114,11 @@ class _TokenLogprobs(torch.autograd.Function):
 def token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `labels`, and entropies, under softmax(hidden @ weight.T / temperature).
-
-    Both outputs are differentiable.
+    """Log-probabilities of `labels`, and entropies, under softmax(hidden @ weight.T / temperature); differentiable.
 
     Args:
-        hidden: [tokens, dim].
-        weight: [vocabulary, dim].
-        labels: [tokens].
-        temperature: that of the sampler; the trainer must score the distribution that was sampled.
+        hidden: [tokens, dim]; weight: [vocabulary, dim]; labels: [tokens].
+        temperature: the sampler's, so that the distribution that is scored is the one that was sampled.
 
     Returns:
         (logprobs [tokens], entropy [tokens]) in float32, in nats.

@@ -1,0 +1,248 @@
+"""The parts of a training step: mini-batches, the tensors a loss asks for, scoring under fixed weights, metrics."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..algorithms.terms import importance_ratio, kl_k3
+from ..types import Batch
+from .distributed import Ranks
+from .policy import TokenScores, TokenValues
+
+Loss = Callable[..., Tensor]
+Inputs = dict[str, Tensor | None]
+
+
+def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Batch]:
+    """Split a batch at random into `parts` parts of about as many units (sequences, or pairs of them).
+
+    A part's weights are scaled by the batch's number of units over its own, so that its loss estimates the batch's
+    under every aggregation. Empty parts and parts of weight 0 are skipped: momentum and weight decay would move the
+    parameters without a gradient. All ranks get the same parts.
+
+    Raises:
+        ValueError: all weights are 0.
+    """
+    if parts == 1:
+        yield batch
+        return
+    if not batch.weights.any():
+        raise ValueError("all weights of this batch are 0: there is nothing to train")
+    order = np.random.default_rng(seed).permutation(len(batch) // batch.unit)
+    for units in np.array_split(order, parts):
+        if not len(units):
+            continue
+        # Sorted, so that the packing of a part does not depend on the order in which its units were drawn.
+        part = batch.select((np.sort(units)[:, None] * batch.unit + np.arange(batch.unit)).ravel())
+        if part.weights.any():
+            yield replace(part, weights=part.weights * np.float32(len(order) / len(units)))
+
+
+def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
+    """The tensors a loss may name as parameters, each [trained tokens of the micro-batch]; None where missing."""
+
+    def trained(values: np.ndarray | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[micro.mask]).to(output[0].device)
+
+    inputs: Inputs = {
+        **output._asdict(),
+        "ref_logprobs": trained(micro.ref_logprobs),
+        "old_values": trained(micro.values),
+        "returns": trained(micro.returns),
+        "advantages": trained(micro.advantages),
+        "weights": trained(micro.weights),
+        "sequences": trained(np.repeat(np.arange(len(micro)), micro.lengths)),
+        "padding_mask": torch.ones_like(output[0]),
+    }
+    if isinstance(output, TokenScores):
+        behaviour, proximal = trained(micro.logprobs), trained(micro.proximal_logprobs)
+        proximal = output.logprobs.detach() if proximal is None else proximal
+        assert behaviour is not None
+        # NaN: the sampler of this token is unknown.
+        inputs["behaviour_logprobs"] = torch.where(behaviour.isnan(), proximal, behaviour)
+        inputs["proximal_logprobs"] = proximal
+    return inputs
+
+
+def parameters_of(loss: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a loss by name, without *args and **kwargs."""
+    parameters = inspect.signature(getattr(loss, "forward", loss)).parameters
+    return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def call_by_name(loss: Callable[..., Any], inputs: Inputs) -> Any:
+    """Call `loss` with the tensors that its parameters name.
+
+    Raises:
+        ValueError: a required tensor is missing; names it.
+    """
+    wanted = {}
+    for name, parameter in parameters_of(loss).items():
+        if inputs.get(name) is not None:
+            wanted[name] = inputs[name]
+        elif parameter.default is not inspect.Parameter.empty:
+            continue
+        elif name == "ref_logprobs" and not getattr(loss, "beta", 0) and "behaviour_logprobs" in inputs:
+            # Losses of the seed interface require ref_logprobs; without a KL term (beta 0) they take the ratio to it.
+            wanted[name] = inputs["behaviour_logprobs"]
+        else:
+            there = ", ".join(sorted(key for key, tensor in inputs.items() if tensor is not None))
+            raise ValueError(f"{getattr(loss, '__name__', type(loss).__name__)} needs {name!r}; this batch has {there}")
+    return loss(**wanted)
+
+
+def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScores | TokenValues) -> Tensor:
+    """The micro-batch's share of the batch's loss, a scalar.
+
+    A loss without a `weights` parameter averages by itself. It gets right-padded tensors [sequences, width], and its
+    value is scaled by the micro-batch's weight: exact where its mean is the batch's aggregation.
+    """
+    if "weights" in parameters_of(loss):
+        return call_by_name(loss, inputs)
+    if not len(output[0]):
+        return output[0].sum()
+    counts = [int(own.sum()) for own in np.split(micro.mask, np.cumsum(micro.lengths)[:-1])]
+    padded = {
+        name: None if values is None else pad_sequence(values.split(counts), batch_first=True)
+        for name, values in inputs.items()
+        if name != "sequences"
+    }
+    weights = inputs["weights"]
+    assert weights is not None
+    return call_by_name(loss, padded) * weights.sum()
+
+
+@torch.no_grad()
+def score(of: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks: Ranks | None = None) -> np.ndarray:
+    """One number per token with mask True, 0 elsewhere; [tokens], float32.
+
+    Args:
+        of: returns the numbers of a part's tokens with mask True, [trained].
+        max_tokens: most tokens of a forward pass, unless a single sequence has more.
+        ranks: share the work; every rank must call this with the same batch and gets the whole result.
+    """
+    rank, world_size = (ranks.data.rank, ranks.data.size) if ranks is not None else (0, 1)
+    most = min(max_tokens, math.ceil(len(batch.tokens) / world_size))
+    runs: list[list[int]] = [[]]  # neighbouring sequences that fit into one forward pass
+    filled = 0
+    for sequence, length in enumerate(batch.lengths.tolist()):
+        if runs[-1] and filled + length > most:
+            runs.append([])
+            filled = 0
+        runs[-1].append(sequence)
+        filled += length
+    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
+    out = np.zeros(len(batch.tokens), dtype=np.float32)
+    for turn in range(0, len(runs), world_size):
+        # A rank without a run of its own repeats the last one: every rank takes part in every collective.
+        run = runs[min(turn + rank, len(runs) - 1)]
+        part = batch.select(np.array(run))
+        numbers = of(part).float().cpu().numpy()
+        if turn + rank < len(runs):
+            out[starts[run[0]] : starts[run[-1] + 1]][part.mask] = numbers
+    if ranks is None or world_size == 1:
+        return out
+    return ranks.sum(torch.from_numpy(out).to(ranks.device)).cpu().numpy()
+
+
+def evaluate_pairs(loss: Callable[..., Any], batch: Batch, **outputs: np.ndarray) -> dict[str, float]:
+    """`eval/loss` of held-out pairs, and the mean of every metric of the loss.
+
+    Args:
+        loss: with `metrics`, such as `forge.losses.DPOLoss` or `forge.losses.BradleyTerryLoss`.
+        batch: the pairs, packed as for training; with `ref_logprobs` if the loss takes them.
+        outputs: of the trainer, [tokens], by the loss's name for them: `logprobs`, or `values` of a reward head.
+
+    Raises:
+        ValueError: a tensor of the loss is missing.
+    """
+    arrays = {
+        "weights": batch.weights,
+        "sequences": np.repeat(np.arange(len(batch)), batch.lengths),
+        "ref_logprobs": batch.ref_logprobs,
+        **outputs,
+    }
+    inputs = {name: None if given is None else torch.from_numpy(given[batch.mask]) for name, given in arrays.items()}
+    each = call_by_name(loss.metrics, inputs)  # type: ignore[attr-defined]
+    means = {f"eval/{name}": float(values.double().mean()) for name, values in each.items()}
+    return {"eval/loss": float(call_by_name(loss, inputs)), **means}
+
+
+@dataclass
+class Metrics:
+    """Means and maxima of a step by name, over the tokens of all ranks; accumulated in float64."""
+
+    _sums: dict[str, Tensor] = field(default_factory=dict)  # [2]: the sum, the number of terms
+    _maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Add every element of `values` to the mean of this name."""
+        total = values.detach().double().sum()
+        both = torch.stack([total, torch.full_like(total, values.numel())])
+        self._sums[name] = self._sums[name] + both if name in self._sums else both
+
+    @torch.no_grad()
+    def add_micro_batch(
+        self, loss: Loss, inputs: Inputs, current: Tensor | None, *, first_epoch: bool, scored_at_start: bool
+    ) -> None:
+        """Add what `loss.metrics` returns, if it exists, and the standard metrics of `PolicyTrainer.train_step`.
+
+        Args:
+            current: [trained] bool, tokens sampled by the version in training; None: not a policy.
+            scored_at_start: the proximal policy is known: its distance to the sampler is that of trainer and engine.
+        """
+        if hasattr(loss, "metrics"):
+            for name, values in call_by_name(loss.metrics, inputs).items():
+                self.add(name, values)
+        if current is None:
+            return
+        logprobs, proximal, behaviour, entropy, ref = (
+            inputs[name] for name in ("logprobs", "proximal_logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
+        )
+        assert logprobs is not None and proximal is not None and behaviour is not None and entropy is not None
+        self.add("entropy", entropy)
+        if ref is not None:
+            self.add("kl", kl_k3(logprobs, ref))
+        if not first_epoch:
+            return
+        ratio = importance_ratio(logprobs, behaviour)
+        deviation = (ratio - 1.0).abs()
+        self.add("ratio", ratio)
+        self.add("ratio_deviation", deviation)
+        largest = deviation.double().max() if len(ratio) else torch.zeros_like(ratio, dtype=torch.float64).sum()
+        self._maxima["ratio_max_deviation"] = torch.maximum(self._maxima.get("ratio_max_deviation", largest), largest)
+        self.add("on_policy", current)
+        if scored_at_start:
+            self.add("engine_difference", (proximal - behaviour)[current].abs())
+
+    def reduce(self, ranks: Ranks) -> dict[str, float]:
+        """Means and maxima over all ranks, equal on all of them; every rank must call this. A mean over no element is
+        left out."""
+        sums, maxima = sorted(self._sums), sorted(self._maxima)
+        if ranks.data.group is not None:
+            # A rank may have had no token, and a loss's metrics may depend on its input: agree on the names first.
+            own, by_rank = (sums, maxima), [([], [])] * ranks.data.size  # type: ignore[var-annotated]
+            dist.all_gather_object(by_rank, own, group=ranks.data.group)
+            sums, maxima = (sorted({name for names in both for name in names}) for both in zip(*by_rank, strict=True))
+        found: dict[str, float] = {}
+        if sums:
+            nothing = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+            totals = ranks.sum(torch.stack([self._sums.get(name, nothing) for name in sums])).tolist()
+            found |= {name: total / count for name, (total, count) in zip(sums, totals, strict=True) if count}
+        if maxima:
+            least = torch.zeros((), dtype=torch.float64, device=ranks.device)  # none is negative
+            largest = torch.stack([self._maxima.get(name, least) for name in maxima])
+            if ranks.data.group is not None:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.data.group)
+            found |= dict(zip(maxima, largest.tolist(), strict=True))
+        return found
