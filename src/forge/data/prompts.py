@@ -21,7 +21,7 @@ QUESTION_FIELDS = ("question", "prompt", "problem", "input")
 class PromptFormat:
     """How rows become prompts and targets. See `PromptDataset` for the settings; bad ones are ValueErrors."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any  # None where only the settings are checked
     prompt_field: str | None = None
     target_field: str | None = "answer"
     target_pattern: str | None = None

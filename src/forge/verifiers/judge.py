@@ -15,7 +15,7 @@ from string import Formatter
 from time import time
 from typing import Any
 
-from .settings import JudgeSettings
+from .spec import JudgeSettings
 from .threads import within
 from .verifier import Scores, Unscored, collect
 
@@ -59,7 +59,7 @@ class LMJudge:
     `time_limit`, nor of the timeout of a `Panel` as long as the endpoint answers some requests in it.
 
     Args:
-        url, model, name, settings: fields of `forge.verifiers.settings.JudgeSettings`.
+        url, model, name, settings: fields of `forge.verifiers.spec.JudgeSettings`.
         api_key: sent as a bearer token.
 
     Raises:
