@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge.data.files import Row
+from .files import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

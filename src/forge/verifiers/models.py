@@ -150,7 +150,7 @@ def prompt_format(tokenizer: Any, settings: ModelSettings) -> PromptFormat:
         ValueError: invalid settings, or a template with more than {question}.
     """
     names = ("prompt_template", "chat_template", "system_prompt", "chat_options")
-    found = PromptFormat(tokenizer, target_field=None, **{name: settings[name] for name in names})
+    found = PromptFormat(tokenizer, **{name: settings[name] for name in names})
     found.fields(["question"])
     return found
 

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ..config import ConfigError, Section
 from ..data.prompts import PromptFormat
-from ..data.rewards.load import load_reward
+from ..data.rewards import load_reward
 from ..plugin import load_plugin
 from .cache import Cache
 from .panel import Panel
@@ -60,8 +60,7 @@ class ModelSettings(StoredSettings):
         plain = not self.chat_template
         PromptFormat(
             None,
-            target_field=None,
-            prompt_template=self.prompt_template,
+            self.prompt_template,
             system_prompt=self.system_prompt if plain else None,
             chat_options=self.chat_options if plain else None,
         ).fields(["question"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from forge.data.rewards.compare import equal
+from .compare import equal
 
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(r"(?:\banswer\b[\s*_]*(?:is|was|:|=)|^\s*A:)[\s*_:]*([^\n]+)", re.IGNORECASE | re.MULTILINE)
