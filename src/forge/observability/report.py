@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..files import write_atomic
 from .metrics import Span
 
 MOST_ROLLOUTS = 12
@@ -48,7 +49,7 @@ img {{ width: 100% }} pre {{ background: #f6f6f6; padding: 1em; overflow: auto }
 <h2>Rollouts</h2>{_table(fields, [[str(row.get(name, "")) for name in fields] for row in shown])}
 <h2>Configuration</h2><pre>{html.escape((folder / "config.yaml").read_text())}</pre>
 """
-    (folder / "report.html").write_text(page)
+    write_atomic(folder / "report.html", page)
 
 
 def _draw(path: Path, history: Sequence[dict[str, float]]) -> None:
@@ -96,4 +97,4 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
     for span in spans:
         times = {"ts": round((span.start - zero) * 1e6), "dur": round(span.duration * 1e6)}
         events.append({"ph": "X", "name": span.name, "pid": span.pid, "tid": 0, **times})
-    path.write_text(json.dumps({"traceEvents": events}))
+    write_atomic(path, json.dumps({"traceEvents": events}))
