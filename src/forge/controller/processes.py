@@ -193,7 +193,7 @@ def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
     # A terminal sends Ctrl-C to every process; only the controller acts on it, so that the shutdown has one owner.
-    # Python's signal module refuses outside the main thread, and this is not the main thread.
+    # Python's signal module works in the main thread only, and this is another one.
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
     libc.signal(signal.SIGINT, ctypes.c_void_p(1))  # SIG_IGN

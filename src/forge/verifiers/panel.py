@@ -14,7 +14,7 @@ import numpy as np
 
 from .cache import Cache, Fingerprint, key_of
 from .threads import within
-from .verifier import Scores, Unscored, Verifier
+from .verifier import Scores, Unscored, Verifier, close_all
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +100,7 @@ class Panel:
 
     async def close(self) -> None:
         """Close all verifiers that can be; each once, also if another's closing raises."""
-        closing = [verifier.close() for verifier in self.verifiers if hasattr(verifier, "close")]
-        for outcome in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await close_all(self.verifiers)
 
     async def _ask(
         self,
