@@ -16,7 +16,6 @@ from .threads import within
 from .verifier import Scores, Unscored, collect
 
 try:
-    import httpx
     from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 except ImportError as error:
     raise ImportError("LM judges need the openai package: pip install 'torchforge[judge]'") from error
@@ -155,8 +154,10 @@ class LMJudge:
             if self._budget is not None and self.cost.untold:
                 raise Unscored("the endpoint does not say what it uses: a budget cannot be kept")
             try:
-                # The plain response: endpoints differ from the client's types, and those are not checked.
-                response = await client.post(self._path, cast_to=httpx.Response, body=body)
+                # As plain JSON: endpoints differ from the client's types, and those are not checked.
+                found: Any = await client.post(self._path, cast_to=object, body=body)
+            except ValueError as error:
+                found = str(error)  # not JSON
             except APITimeoutError as error:
                 raise Unscored(f"{url} gave no answer within {self._timeout:g} s{_tried(error)}") from None
             except APIConnectionError as error:
@@ -166,7 +167,6 @@ class LMJudge:
                 text = error.response.text[:200]
                 raise Unscored(f"{url} answered {error.status_code}: {text!r}{_tried(error)}") from None
             try:
-                found = response.json()
                 texts = [
                     choice["message"].get("content") if self._chat else choice["text"] for choice in found["choices"]
                 ]
@@ -183,12 +183,12 @@ class LMJudge:
             except (KeyError, TypeError, ValueError):
                 self.cost.untold += 1
             return found["choices"]
-        raise Unscored(f"{url} gave what is no answer: {response.text[:120]!r}, tried {self._retries + 1} times")
+        raise Unscored(f"{url} gave what is no answer: {str(found)[:120]!r}, tried {self._retries + 1} times")
 
     def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
         """Of the loop that runs: neither serves another."""
 
-        async def count(request: httpx.Request) -> None:
+        async def count(request: Any) -> None:
             self.cost.requests += 1
 
         loop = asyncio.get_running_loop()
