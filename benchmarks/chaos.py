@@ -208,7 +208,7 @@ async def harm(system: System, cell: Cell) -> None:
     if cell.fault.startswith("SIG"):
         while (folder / "armed").exists():
             await asyncio.sleep(0.005)
-        index = next(i for i, slot in enumerate(service._slots) if call_of_harm(slot.replica))
+        index = next(i for i, one in enumerate(service._supervisors) if call_of_harm(one.replica))
         pids = (
             runtime().hosts[name][index].pids() if cell.component == "host" else service.status().replicas[index].pids
         )
@@ -227,7 +227,7 @@ async def harm(system: System, cell: Cell) -> None:
 
 
 def call_of_harm(replica: Any) -> bool:
-    return any(flight.endpoint == "harm" for flight in replica.flights)
+    return any(request.endpoint == "harm" for request in replica.requests)
 
 
 async def losses(service: Service, before: int, cell: Cell) -> tuple[float, float]:

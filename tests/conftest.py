@@ -1,11 +1,13 @@
 """One thread a process, and components defined in tests importable in the processes that tests start."""
 
+import logging
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from forge.observability.console import configure_logging
 from forge.observability.metrics import drain
 
 ROOT = Path(__file__).parents[1]
@@ -13,6 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 sys.path.insert(0, str(ROOT))
+configure_logging()
+logging.getLogger("forge").propagate = True  # to caplog, which listens at the root
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which looks for the groups in its own

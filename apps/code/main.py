@@ -12,6 +12,7 @@ from typing import Any
 from apps.code.config import CodeConfig
 from apps.code.environment import Programming
 from forge.envs import GroupEnv, MultiTurnEnv
+from forge.observability.console import log
 from forge.recipes import rl
 from forge.recipes.components import Job
 from forge.recipes.launch import launch
@@ -19,7 +20,7 @@ from forge.recipes.launch import launch
 
 async def train(cfg: CodeConfig, job: Job) -> None:
     async with cfg.open() as sandbox:
-        job.record.say(f"programs run at level {sandbox.level}")
+        log.info("programs run at level %s", sandbox.level)
         verifier = cfg.verifier(sandbox)
 
         async def make_env(cfg: Any, job: Job) -> GroupEnv:

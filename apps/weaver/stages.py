@@ -18,7 +18,7 @@ from apps.weaver.config import FitConfig, WeaverConfig
 from forge.actors import Generator, RemotePanel, VerifierActor
 from forge.config import to_dict
 from forge.data.load import load_data
-from forge.data.rewards.load import load_reward
+from forge.data.rewards import load_reward
 from forge.models import resolve_model
 from forge.recipes.schema import sample_seed
 from forge.types import Sample

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forge.actors import DatasetActor, ReplayBuffer
 from forge.actors.replay_buffer import Seen
 from forge.controller import ActorContext, Unrecoverable
-from forge.data.dataset import PromptDataset
+from forge.data.prompts import PromptDataset
 from forge.data.tokenizer import character_tokenizer
 from forge.types import Group
 from tests.actors.test_replay_buffer import episode

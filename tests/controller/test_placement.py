@@ -223,7 +223,7 @@ def test_a_service_can_be_called_from_inside_another_actor():
         with pytest.raises(KeyError, match="far away") as caught:
             await caller.fail_through.route()
         assert any("counter" in note and "fail" in note for note in caught.value.__notes__)
-        with pytest.raises(CallTimeout, match=r"impatient \(components.py:\d+\) waited in vain: counter"):
+        with pytest.raises(CallTimeout, match=r"impatient \(components.py:\d+\) timed out: counter"):
             await caller.impatient.route()
         assert caller.status().restarts == 0
         # A call from there is saved as one from here is.

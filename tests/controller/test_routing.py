@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.controller import ReplicaDied
-from forge.controller.dispatch import ISOLATION, LINE_PATIENCE, Dispatcher
+from forge.controller.load_balancer import ISOLATION, LINE_PATIENCE, LoadBalancer
 from forge.controller.replica import suspects
 from forge.controller.request import Request
 from forge.controller.routers import PrefixAffine, RoundRobin, least_loaded, resolve_router
@@ -21,30 +21,30 @@ numbers = itertools.count()
 
 @dataclass(eq=False)
 class Place:
-    """What the dispatcher knows of a replica."""
+    """What the balancer knows of a replica."""
 
     index: int
     served: int = 0
     alive: bool = True
-    flights: set = field(default_factory=set)
+    requests: set = field(default_factory=set)
 
     @property
     def in_flight(self) -> int:
-        return len(self.flights)
+        return len(self.requests)
 
     def enter(self, request):
         request.send()
         request.began = request.sent
-        self.flights.add(request)
+        self.requests.add(request)
 
     def leave(self, request):
-        self.flights.discard(request)
+        self.requests.discard(request)
 
     def has_line_for(self, request):
         return False
 
     def isolated(self, now, within, patience):
-        return sum(flight.isolated(now, within, patience) for flight in self.flights)
+        return sum(request.isolated(now, within, patience) for request in self.requests)
 
 
 def request(*args, session=None, limit=60.0):
@@ -52,7 +52,7 @@ def request(*args, session=None, limit=60.0):
 
 
 def loads(*in_flight):
-    return [Place(i, flights=set(range(n))) for i, n in enumerate(in_flight)]
+    return [Place(i, requests=set(range(n))) for i, n in enumerate(in_flight)]
 
 
 def test_least_loaded():
@@ -81,7 +81,7 @@ def test_prefix_affinity_gives_way_to_load():
     places = loads(0, 0)
     home = router(places, request("same beginning"))
     assert router(places, request("same ending")) is home
-    home.flights = set(range(3))
+    home.requests = set(range(3))
     assert router(places, request("same middle")) is not home
 
 
@@ -93,45 +93,45 @@ def test_unknown_routers_are_refused(name):
 
 def test_a_router_of_ones_own():
     async def main():
-        dispatcher = Dispatcher(lambda candidates, request: candidates[request.args[0]], 10)
+        balancer = LoadBalancer(lambda candidates, request: candidates[request.args[0]], 10)
         for place in loads(0, 0, 0):
-            dispatcher.join(place)
-        assert [(await dispatcher.acquire(request(i))).index for i in (2, 0, 1)] == [2, 0, 1]
+            balancer.join(place)
+        assert [(await balancer.acquire(request(i))).index for i in (2, 0, 1)] == [2, 0, 1]
         with pytest.raises(IndexError):
-            await dispatcher.acquire(request(3))
-        dispatcher.router = lambda candidates, request: "the first"
+            await balancer.acquire(request(3))
+        balancer.router = lambda candidates, request: "the first"
         with pytest.raises(TypeError, match="none of the candidates"):
-            await dispatcher.acquire(request())
+            await balancer.acquire(request())
 
     asyncio.run(main())
 
 
 def test_no_more_than_max_in_flight_and_first_come_first_served():
     async def main():
-        dispatcher = Dispatcher(least_loaded, 2)
+        balancer = LoadBalancer(least_loaded, 2)
         place = Place(0)
-        dispatcher.join(place)
+        balancer.join(place)
         running = [request() for _ in range(2)]
         for r in running:
-            await dispatcher.acquire(r)
+            await balancer.acquire(r)
         order = []
 
         async def wait(number):
-            await dispatcher.acquire(request())
+            await balancer.acquire(request())
             order.append(number)
 
         tasks = [asyncio.create_task(wait(number)) for number in range(3)]
         await asyncio.sleep(0)
-        assert dispatcher.queued == 3
+        assert len(balancer.queued) == 3
         for r in running:
-            dispatcher.release(place, r)
+            balancer.release(place, r)
             await asyncio.sleep(0)
             assert place.in_flight == 2
         await asyncio.sleep(0)
         assert order == [0, 1]
         tasks[2].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert dispatcher.queued == 0
+        assert len(balancer.queued) == 0
 
     asyncio.run(main())
 
@@ -139,7 +139,7 @@ def test_no_more_than_max_in_flight_and_first_come_first_served():
 def test_waiting_ends_at_the_time_limit():
     async def main():
         with pytest.raises(TimeoutError):
-            await Dispatcher(least_loaded, 1).acquire(request(limit=0.05))
+            await LoadBalancer(least_loaded, 1).acquire(request(limit=0.05))
 
     asyncio.run(main())
 
@@ -151,16 +151,16 @@ def test_no_request_is_lost_or_answered_twice_and_sessions_stay(seed, replicas, 
     rng = random.Random(seed)
 
     async def main():
-        dispatcher = Dispatcher(resolve_router(router), max_in_flight)
+        balancer = LoadBalancer(resolve_router(router), max_in_flight)
         places = {i: Place(i) for i in range(replicas)}
         for place in places.values():
-            dispatcher.join(place)
+            balancer.join(place)
         answers, homes = [], {}
 
         async def call(number, session):
             r = request(number, session=session)
             while True:
-                place = await dispatcher.acquire(r)
+                place = await balancer.acquire(r)
                 assert place.in_flight <= max_in_flight
                 if session is not None and place.alive:
                     home = homes.setdefault(session, place)
@@ -168,7 +168,7 @@ def test_no_request_is_lost_or_answered_twice_and_sessions_stay(seed, replicas, 
                     homes[session] = place
                 for _ in range(rng.randrange(4)):
                     await asyncio.sleep(0)
-                dispatcher.release(place, r)
+                balancer.release(place, r)
                 if place.alive:
                     answers.append(number)
                     return
@@ -180,19 +180,19 @@ def test_no_request_is_lost_or_answered_twice_and_sessions_stay(seed, replicas, 
                 index = rng.randrange(replicas)
                 if rng.random() < 0.5:
                     places[index].alive = False
-                    dispatcher.leave(places[index])
+                    balancer.leave(places[index])
                 elif not places[index].alive:
                     places[index] = Place(index)
-                    dispatcher.join(places[index])
+                    balancer.join(places[index])
             for index, place in places.items():
                 if not place.alive:
-                    dispatcher.join(Place(index))
+                    balancer.join(Place(index))
 
         calls = [call(n, rng.choice([None, "a", "b", "c"])) for n in range(60)]
         await asyncio.wait_for(asyncio.gather(chaos(), *calls), 20)
         assert sorted(answers) == list(range(60))
-        assert dispatcher.queued == 0
-        assert all(not place.flights for place in dispatcher.up)
+        assert len(balancer.queued) == 0
+        assert all(not place.requests for place in balancer.up)
 
     asyncio.run(main())
 
@@ -205,26 +205,26 @@ def test_of_a_crowd_that_saw_a_death_only_the_killer_is_ever_alone_with_one(seed
     killer = rng.randrange(crowd)
 
     async def main():
-        dispatcher = Dispatcher(least_loaded, 100)
-        dispatcher.join(Place(0))
-        dispatcher.join(Place(1))
+        balancer = LoadBalancer(least_loaded, 100)
+        balancer.join(Place(0))
+        balancer.join(Place(1))
         deaths = 0
 
         async def call(number):
             nonlocal deaths
             r = request(number)
             while True:
-                place = await dispatcher.acquire(r)
+                place = await balancer.acquire(r)
                 for _ in range(5):
                     await asyncio.sleep(0)
                     if number == killer and place.alive:
                         deaths += 1
                         place.alive, place.suspects = False, suspects([place], time.monotonic())
-                        dispatcher.leave(place)
-                        dispatcher.join(Place(place.index))
+                        balancer.leave(place)
+                        balancer.join(Place(place.index))
                     if not place.alive:
                         break
-                dispatcher.release(place, r)
+                balancer.release(place, r)
                 if place.alive:
                     return "answered"
                 if r.deaths and place.suspects == {r}:
@@ -264,11 +264,11 @@ def test_one_that_is_old_when_it_kills_is_not_waited_for():
 
 def test_a_closed_dispatcher_answers_everyone():
     async def main():
-        dispatcher = Dispatcher(least_loaded, 1)
-        waiting = asyncio.create_task(dispatcher.acquire(request()))
+        balancer = LoadBalancer(least_loaded, 1)
+        waiting = asyncio.create_task(balancer.acquire(request()))
         await asyncio.sleep(0)
-        dispatcher.close(lambda: ReplicaDied("all gone"))
-        for attempt in (waiting, dispatcher.acquire(request())):
+        balancer.close(lambda: ReplicaDied("all gone"))
+        for attempt in (waiting, balancer.acquire(request())):
             with pytest.raises(ReplicaDied, match="all gone"):
                 await attempt
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge.data.dataset import PromptDataset
+from forge.data.prompts import PromptDataset
 from forge.data.tokenizer import character_tokenizer
 
 ROWS = [{"question": f"q{i}", "answer": f"step\n#### {i}", "id": i} for i in range(23)]

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.data.load import load_data
-from forge.data.mixture import Mixture
+from forge.data.load import Mixture, load_data
 from forge.types import Episode, Sample
 from tests.data.rows import TOKENIZER
 

@@ -264,9 +264,9 @@ def test_resumes_exactly_at_every_position(jsonl, settings):
          "row 1: message 1 is an assistant's, with nothing to answer"),
         ([WHOLE], {}, "the tokenizer has no chat template"),
         ([WHOLE], {"chat_template": TALK, "prompt_template": "{x}"}, "conversations, for which prompt_template would"),
-        ([TEXTS], {"target_field": "answer", "target_pattern": "(.)"}, "preferences, for which target_pattern would"),
+        ([TEXTS], {"target_pattern": "(.)"}, "unknown key 'target_pattern'"),
         ([TEXTS], {"max_tokens": 3}, "all of 1 pairs are longer than max_tokens=3"),
-        ([TEXTS], {"too_long": "truncate"}, "must be 'skip' or 'error', not 'truncate'"),
+        ([TEXTS], {"too_long": "truncate"}, "too_long must be one of skip, error; got 'truncate'"),
     ],
 )  # fmt: skip
 def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):

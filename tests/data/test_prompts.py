@@ -78,10 +78,10 @@ ROW = {"question": "one", "answer": "1"}
         ([ROW], {"target_pattern": "(.)", "target_field": None}, "needs a target_field"),
         ([ROW], {"chat_template": True}, "the tokenizer has no chat template"),
         ([ROW], {"system_prompt": "Hi"}, "need chat_template: true"),
-        ([ROW], {"too_long": "cut"}, "must be 'skip' or 'error', not 'cut'"),
+        ([ROW], {"too_long": "cut"}, "too_long must be one of skip, error; got 'cut'"),
         ([ROW], {"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
         ([ROW], {"epochs": 0}, "epochs must be at least 1"),
-        ([ROW], {"task": "apps.toys.numbers:Add"}, "either a path or a task"),
+        ([ROW], {"task": "apps.toys.numbers:Add"}, "needs either a path .*, a task, or sources"),
     ],
 )  # fmt: skip
 def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
@@ -92,7 +92,7 @@ def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
 
 def test_bad_settings_without_a_path():
     for settings, message in (
-        ({}, "either a path or a task"),
+        ({}, "needs either a path .*, a task, or sources"),
         ({"task": "add"}, "task 'add' is now 'apps.toys.numbers:Add'"),
         ({"task": "ad"}, "task 'ad' is unknown: write package.module:Name"),
         ({"task": "apps.toys.numbers:Ad"}, "'apps.toys.numbers:Ad' was not found"),

@@ -64,7 +64,7 @@ def test_a_prompt_with_an_answer_is_the_conversation_of_both(jsonl, template, sy
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING])
 @settings(max_examples=40, deadline=None)
 def test_an_answer_follows_the_prompt_of_a_generation(template, question, answer):
-    form = PromptFormat(byte_pairs(), chat_template=template)
+    form = PromptFormat(byte_pairs(), "{question}", chat_template=template)
     tokens, mask = form.answered(question, answer)
     _, prompt = form.encode(question)
     assert (tuple(tokens[: len(prompt)]), mask.index(True)) == (prompt, len(prompt))
@@ -192,7 +192,7 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
         ([CHAT, {"text": "a"}], {}, "row 2: no field 'messages': it has text"),
         ([CHAT], {"chat_template": False}, "the tokenizer has no chat template: .* set chat_template to a jinja"),
         ([CHAT], {"system_prompt": "Hi", "prompt_template": "{x}"},
-         "rows are conversations, for which system_prompt, prompt_template would do nothing"),
+         "rows are conversations, for which prompt_template, system_prompt would do nothing"),
         ([CHAT], {"chat_template": TALK + "{{ messages | length }}"}, "row 1: message 2: .* set train_on: last"),
         ([ROWS[0]], {"chat_template": False, "train_on": "last"}, "prompts with answers, for which train_on would do"),
         ([ROWS[0]], {"chat_template": False, "target_field": None}, "target_field must name the field of the answer"),
@@ -217,8 +217,8 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
         ([CHAT], {"max_tokens": 3, "too_long": "truncate"}, "all of 1 rows are longer than max_tokens=3"),
         ([CHAT], {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ([CHAT], {"too_long": "truncate"}, "truncate needs max_tokens"),
-        ([CHAT], {"too_long": "cut"}, "must be 'skip', 'error' or 'truncate', not 'cut'"),
-        ([CHAT], {"train_on": "first"}, "train_on must be 'assistant' or 'last', not 'first'"),
+        ([CHAT], {"too_long": "cut"}, "too_long must be one of skip, truncate, error; got 'cut'"),
+        ([CHAT], {"train_on": "first"}, "train_on must be one of assistant, last; got 'first'"),
     ],
 )  # fmt: skip
 def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..controller import ForgeActor, endpoint
-from ..data.rewards.load import load_reward
+from ..data.rewards import load_reward
 from ..observability import Reduce, record_metric
 from ..plugin import load_plugin
 from ..verifiers.reward import Reward, Score

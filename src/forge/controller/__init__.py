@@ -11,9 +11,9 @@ from .errors import (
     ServiceStopped,
     Unrecoverable,
 )
-from .lifetime import first_to_end, run, run_in_thread
-from .local import Local
+from .handle import Local
 from .options import Options
+from .run import first_to_end, run, run_in_thread
 from .runtime import drain_metrics, runtime, shutdown
 from .service import ReplicaStatus, Service, ServiceStatus
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, overload
 
 from .context import ActorContext
-from .local import Local
+from .handle import Local
 from .options import Options
 from .runtime import runtime
 from .service import Service

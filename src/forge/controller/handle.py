@@ -7,17 +7,22 @@ processes runs a routed call on every rank; rank 0's value is the answer.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
-import difflib
+import inspect
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..observability.metrics import on_the_clock
+from ..plugin import nearest
+from .errors import CallTimeout
 from .request import caller
 
 _session: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forge_sessions")
@@ -53,11 +58,13 @@ class Handle(ABC):
         """Forget which replica a session belongs to."""
 
     def __getattr__(self, name: str) -> Endpoint:
-        if name in self.__dict__.get("_endpoints", ()):
+        # Through __dict__: an attribute that is missing while a handle is unpickled must not lead back here.
+        known = self.__dict__.get("_endpoints", ())
+        if name in known:
             return Endpoint(self, name)
-        near = difflib.get_close_matches(name, self.__dict__.get("_endpoints", ()), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{hint}")
+        raise AttributeError(
+            f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{nearest(name, sorted(known))}"
+        )
 
     @asynccontextmanager
     async def session(self, session_id: str | None = None) -> AsyncIterator[str]:
@@ -134,9 +141,45 @@ class Endpoint:
         # Not a coroutine itself: the call, its caller and its session are those of the moment when it is written.
         session = self.session or _session.get({}).get(self.service._name)
         call = Call(verb, self.name, args, kwargs, caller(), self.timeout, session, self.request_id)
-        return _timed(f"{self.service._name}.{self.name}", self.service._dispatch(call))
+
+        async def timed() -> Any:
+            with on_the_clock(f"{self.service._name}.{self.name}"):
+                return await self.service._dispatch(call)
+
+        return timed()
 
 
-async def _timed(name: str, work: Coroutine[Any, Any, Any]) -> Any:
-    with on_the_clock(name):
-        return await work
+class Local(Handle):
+    """A component in the process of its caller, made by `ForgeActor.as_local`. Arguments and answers are shared with
+    the caller, not copied.
+
+    `async def` endpoints run in the caller's event loop. Plain `def` endpoints run in a thread of the component's own,
+    one at a time, so that slow ones (tokenising, reading files) do not block the loop.
+    """
+
+    CALL_TIMEOUT = 1800.0  # seconds, where a call sets none
+
+    def __init__(self, name: str, component: Any, endpoints: Mapping[str, bool]) -> None:
+        super().__init__(name, frozenset(endpoints))
+        self._component = component
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def _dispatch(self, call: Call) -> Any:
+        method, limit = getattr(self._component, call.endpoint), call.timeout or self.CALL_TIMEOUT
+        try:
+            async with asyncio.timeout(limit) as expiry:
+                if inspect.iscoroutinefunction(method):
+                    answer = await method(*call.args, **call.kwargs)
+                else:
+                    work = partial(contextvars.copy_context().run, method, *call.args, **call.kwargs)
+                    answer = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except TimeoutError:
+            if not expiry.expired():  # the component's own
+                raise
+            raise CallTimeout(
+                f"{call.caller} waited {limit:g} s for {self._name}.{call.endpoint}, in this process"
+            ) from None
+        return answer if call.verb in ("route", "call_one") else [answer]
+
+    def _end_session(self, session: str) -> None:
+        """Nothing to forget: there is one instance."""

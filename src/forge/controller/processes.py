@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import logging
 import os
 import resource
 import signal
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import PROCESS_NAME
 from ._monarch import HostMesh, ProcMesh
 from .errors import ForgeError
 from .options import Options
-from .say import say, tell_end
+
+log = logging.getLogger(__name__)
 
 # How long a process mesh may take to stop by itself.
 STOP_PATIENCE = 8.0
@@ -105,7 +108,7 @@ class ProcessGroup:
         self._processes += [Process(pid, lambda pid=pid: self.fail(f"process {pid} ended")) for pid in new]  # type: ignore[misc]
         if self._pinging is None:
             self._pinging = asyncio.get_running_loop().create_task(self._ping())
-            self._pinging.add_done_callback(tell_end)
+            self._pinging.add_done_callback(log_failure)
 
     def fail(self, reason: str) -> None:
         """These processes are lost: so is every component in them."""
@@ -132,9 +135,9 @@ class ProcessGroup:
         try:
             await asyncio.wait_for(self.mesh.stop().as_asyncio(), STOP_PATIENCE)
         except Exception as error:
-            # A mesh with a dead process refuses to stop; its processes are what must go.
+            # A mesh with a dead process cannot stop; what matters is that its processes go.
             if gentle:
-                say(f"{self.name}: could not be stopped gently ({type(error).__name__}); killed it")
+                log.warning("%s: could not be stopped gently (%s); killed it", self.name, type(error).__name__)
         finally:
             for process in self._processes:
                 process.kill()
@@ -182,6 +185,7 @@ def spawn(host: HostMesh, name: str, procs: int, options: Options, gpus: list[st
 def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
     """Runs in each new process before its actors: environment, limits, and no reaction of its own to Ctrl-C."""
     os.environ.update(settings)
+    configure_logging()
     if memory_gb is not None:
         limit = int(memory_gb * 1e9)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -189,7 +193,7 @@ def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
     # A terminal sends Ctrl-C to every process; only the controller acts on it, so that the shutdown has one owner.
-    # Python's signal module refuses outside the main thread, and this is not the main thread.
+    # Python's signal module works in the main thread only, and this is another one.
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
     libc.signal(signal.SIGINT, ctypes.c_void_p(1))  # SIG_IGN

@@ -35,5 +35,5 @@ class Window:
         await self._buffer.write_from(memory, timeout=math.ceil(timeout))
 
     async def close(self) -> None:
-        """Let nobody in any more."""
+        """Withdraw the access of other processes."""
         await self._buffer.drop()

@@ -1,9 +1,10 @@
-"""One life of a replica: a component built in its processes, the calls in flight on it, and its end."""
+"""One incarnation of a replica: a component built in its processes, the calls in flight on it, and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,15 +14,16 @@ from typing import Any
 import cloudpickle
 
 from ._monarch import ActorError, SupervisionError
+from .actor_host import ActorHost, Answer
 from .context import ActorContext
 from .errors import CallTimeout, RemoteError, RemoteFailure, ReplicaDied
 from .options import Options
 from .processes import ProcessGroup
 from .request import Request
-from .say import say
-from .shell import Answer, Shell
 
-# How long a component may take over its teardown, and a process over its word on a cancelled call.
+log = logging.getLogger(__name__)
+
+# Seconds that a component may take over its teardown, and a process to answer that it cancelled a call.
 TEARDOWN_PATIENCE = 5.0
 CANCEL_PATIENCE = 5.0
 
@@ -46,28 +48,28 @@ class Replica:
     def __init__(self, component: Component, index: int, incarnation: int, group: ProcessGroup) -> None:
         self.component, self.options, self.group, self.index = component, component.options, group, index
         self.context = ActorContext(component.name, index, 0, self.options.procs, incarnation=incarnation)
-        self.flights: set[Request] = set()
+        self.requests: set[Request] = set()  # in flight
         self._in_line: deque[Request] = deque()  # for the component's thread, in the order of their calls
         self.served = 0
         self.latencies: deque[float] = deque(maxlen=512)
         self.last_answer = time.monotonic()
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
         self.blameless = False
-        self.died, self.casualties = 0.0, 0
+        self.died, self.in_flight_lost = 0.0, 0
         self.suspects: set[Request] = set()
         self._abandoning: set[asyncio.Task] = set()
         self._answers: set[asyncio.Future[Any]] = set()
         # Which of the processes, if not all.
         self.place = index % group.procs if self.options.procs < group.procs else None
         mesh = group.mesh if self.place is None else group.mesh.slice(procs=self.place)
-        self.shell = mesh.spawn(f"{component.name}_{index}_{next(_spawned)}", Shell, self.context)
+        self.actor_host = mesh.spawn(f"{component.name}_{index}_{next(_spawned)}", ActorHost, self.context)
 
     def __str__(self) -> str:
         return f"{self.component.name}[{self.index}]"
 
     @property
     def in_flight(self) -> int:
-        return len(self.flights)
+        return len(self.requests)
 
     @property
     def alive(self) -> bool:
@@ -94,9 +96,9 @@ class Replica:
             self.group.members.append(self)
             rendezvous = None
             if self.options.procs > 1:
-                first = self.shell.slice(**dict.fromkeys(self.shell._labels, 0)).open_rendezvous
-                answer = await self._wait("rendezvous", first.call_one("127.0.0.1").as_asyncio(), limit)
-                rendezvous = _unwrap([answer[1]])[0]
+                first = self.actor_host.slice(**dict.fromkeys(self.actor_host._labels, 0))
+                answer = first.open_rendezvous.call_one("127.0.0.1").as_asyncio()
+                rendezvous = _unwrap([(await self._wait("rendezvous", answer, limit))[1]])[0]
             _unwrap(await self._all_ranks("setup", limit, "start", definition, rendezvous))
         finally:
             self.group.starting -= 1
@@ -104,7 +106,7 @@ class Replica:
     def enter(self, request: Request) -> None:
         """The request is sent here now."""
         request.send()
-        self.flights.add(request)
+        self.requests.add(request)
         if request.endpoint in self.component.plain:
             self._in_line.append(request)
             if self._in_line[0] is not request:
@@ -113,7 +115,7 @@ class Replica:
 
     def leave(self, request: Request) -> None:
         """The request has its answer, or will get none here."""
-        self.flights.discard(request)
+        self.requests.discard(request)
         if request in self._in_line:
             self._in_line.remove(request)
             if self._in_line and self._in_line[0].began is None:
@@ -124,9 +126,8 @@ class Replica:
         return request.endpoint in self.component.plain and bool(self._in_line)
 
     def isolated(self, now: float, within: float, patience: float) -> int:
-        """Requests in these processes, this component's or another's, that are being found out about."""
-        flights = (flight for member in self.group.members for flight in member.flights)
-        return sum(flight.isolated(now, within, patience) for flight in flights)
+        """Requests in these processes, this component's or another's, that are `Request.isolated`."""
+        return sum(r.isolated(now, within, patience) for member in self.group.members for r in member.requests)
 
     async def serve(self, request: Request, limit: float | None = None) -> list[Any]:
         """Call the endpoint of a request that has entered on every rank; their values in rank order.
@@ -141,7 +142,7 @@ class Replica:
             )
         except CallTimeout as error:
             await self._abandon(request)
-            raise CallTimeout(f"{request.caller} waited in vain: {error}") from None
+            raise CallTimeout(f"{request.caller} timed out: {error}") from None
         except asyncio.CancelledError:
             if self.alive:
                 task = asyncio.get_running_loop().create_task(self._abandon(request))
@@ -176,7 +177,7 @@ class Replica:
         if not self.failed.done():
             pids = ", ".join(map(str, self.pids)) or "unknown"
             self.blameless = blameless or self.group.stopped_by_signal
-            self.died, self.casualties = time.monotonic(), len(self.flights)
+            self.died, self.in_flight_lost = time.monotonic(), len(self.requests)
             self.suspects = suspects(self.group.members if self.group.dead else [self], self.died)
             self.failed.set_result(ReplicaDied(f"{self} is dead (pid {pids}): {reason}"))
             for answer in list(self._answers):
@@ -189,8 +190,8 @@ class Replica:
             try:
                 _unwrap(await self._all_ranks("teardown", TEARDOWN_PATIENCE, "close"))
             except Exception as error:
-                # The replica goes whatever its teardown does; what it raised is still told.
-                say(f"{self}: teardown failed: {error}")
+                # The replica is stopped all the same.
+                log.warning("%s: teardown failed: %s", self, error)
             self.fail("it was stopped", blameless=True)
         if self in self.group.members:
             self.group.members.remove(self)
@@ -200,30 +201,43 @@ class Replica:
     async def _abandon(self, request: Request) -> None:
         """Stop work on a request that ran out of time. Work that cannot be stopped may go on until the component's own
         `call_timeout`; then the replica counts as hung, because nothing else could ever run in its thread."""
-        if await self._cancelled(request):
-            return
-        left = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
-        asyncio.get_running_loop().call_later(left, lambda: asyncio.ensure_future(self._give_up_on(request)))
 
-    async def _give_up_on(self, request: Request) -> None:
-        if not await self._cancelled(request):
-            self.group.fail(f"{request.endpoint} ran past call_timeout ({self.options.call_timeout:g} s)")
+        async def cancelled() -> bool:
+            label = f"cancel of {request.endpoint}"
+            try:
+                return all(await self._all_ranks(label, CANCEL_PATIENCE, "cancel", request.token))
+            except (ReplicaDied, CallTimeout):
+                return True  # a replica that does not even answer this is left to the ping
 
-    async def _cancelled(self, request: Request) -> bool:
-        label = f"cancel of {request.endpoint}"
-        try:
-            return all(await self._all_ranks(label, CANCEL_PATIENCE, "cancel", request.token))
-        except (ReplicaDied, CallTimeout):
-            return True  # a replica that does not even answer this is the ping's to judge
+        async def give_up() -> None:
+            if not await cancelled():
+                self.group.fail(f"{request.endpoint} ran past call_timeout ({self.options.call_timeout:g} s)")
+
+        if not await cancelled():
+            left = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
+            asyncio.get_running_loop().call_later(left, lambda: asyncio.ensure_future(give_up()))
 
     async def _all_ranks(self, label: str, limit: float, endpoint: str, *args: Any) -> list[Any]:
         """One message to every rank; the values in rank order, or one RemoteFailure. The first failure ends the wait
         for the others, which may be stuck in a collective with the rank that failed."""
-        send = getattr(self.shell, endpoint)
+        send = getattr(self.actor_host, endpoint)
         if self.options.procs == 1:
             return [(await self._wait(label, send.call_one(*args).as_asyncio(), limit))[1]]
-        answers = [answer.as_asyncio() for answer in send.stream(*args)]
-        return await self._wait(label, asyncio.ensure_future(_in_rank_order(answers)), limit)
+        answers: list[asyncio.Future[Answer]] = [answer.as_asyncio() for answer in send.stream(*args)]
+
+        async def in_rank_order() -> list[Any]:
+            by_rank = {}
+            try:
+                for answer in asyncio.as_completed(answers):
+                    rank, by_rank[rank] = await answer
+                    if isinstance(by_rank[rank], RemoteFailure):
+                        return [by_rank[rank]]
+            finally:
+                for answer in answers:
+                    answer.cancel()
+            return [by_rank[rank] for rank in sorted(by_rank)]
+
+        return await self._wait(label, asyncio.ensure_future(in_rank_order()), limit)
 
     async def _wait(self, label: str, answer: asyncio.Future[Any], limit: float) -> Any:
         """Wait for `answer`, the replica's failure, or the time limit, whichever is first."""
@@ -252,15 +266,16 @@ class Replica:
             raise RemoteError(f"{self}.{label} could not be called or answered: {error}") from error
         finally:
             self._answers.discard(answer)
-            # An answer that nobody waits for any more may still fail; that is not news.
+            # A late failure of an answer that is no longer awaited would be logged as an exception never retrieved.
             answer.add_done_callback(lambda late: late.cancelled() or late.exception())
             answer.cancel()
 
 
 def suspects(replicas: Sequence[Replica], now: float) -> set[Request]:
-    """The requests that the death of a process may be put down to: those accused by an earlier one, if any are."""
-    flights = [flight for replica in replicas for flight in replica.flights if flight.began is not None]
-    return {flight for flight in flights if flight.accused(now)} or set(flights)
+    """The requests that may have caused the death of a process: those that an earlier death accuses, if any, else all
+    that were being worked on."""
+    begun = {request for replica in replicas for request in replica.requests if request.began is not None}
+    return {request for request in begun if request.accused(now)} or begun
 
 
 def _unwrap(values: list[Any]) -> list[Any]:
@@ -269,16 +284,3 @@ def _unwrap(values: list[Any]) -> list[Any]:
         if isinstance(value, RemoteFailure):
             raise value.to_exception()
     return values
-
-
-async def _in_rank_order(answers: list[asyncio.Future[Answer]]) -> list[Any]:
-    by_rank = {}
-    try:
-        for answer in asyncio.as_completed(answers):
-            rank, by_rank[rank] = await answer
-            if isinstance(by_rank[rank], RemoteFailure):
-                return [by_rank[rank]]
-    finally:
-        for answer in answers:
-            answer.cancel()
-    return [by_rank[rank] for rank in sorted(by_rank)]

@@ -1,4 +1,4 @@
-"""One call on its way: what was asked, by whom, since when, and what has become of it so far."""
+"""One call on its way: its arguments and caller, when it was sent, and which replicas died while serving it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _numbers = itertools.count()
-# Within how many seconds of its age at one death, and a quarter of that age, a second one is put down to a request.
+# Two deaths are attributed to one request if its age at the second is within MARGIN seconds, and a quarter of that age,
+# of its age at the first.
 MARGIN = 0.5
 _PACKAGE = os.path.dirname(__file__)
 
@@ -19,11 +20,15 @@ _PACKAGE = os.path.dirname(__file__)
 class Request:
     """A call of an endpoint. It keeps its `id` however often it is sent; each sending has a `token` of its own.
 
-    `sent` is when it was last sent and `began` when work on it began there, None while it waits for the component's
-    thread. `attempts` counts how often it was sent, `deaths` the replicas whose death may be its doing, `crowd` the
-    requests that the last of them may be put down to, `lost` when a replica last died with it, `avoid` the places where
-    that was. Times are of the monotonic
-    clock, in seconds.
+    Attributes (times on the monotonic clock, in seconds):
+        sent, began: when it was last sent, and when work on it began there; None while it waits for the component's
+            thread.
+        attempts: how often it was sent.
+        deaths: replicas whose death this request may have caused.
+        crowd: requests that may have caused the last of these deaths.
+        fatal_age: seconds of work on it when that replica died.
+        lost: when a replica last died while serving it.
+        avoid: indices of these replicas.
     """
 
     id: str
@@ -50,7 +55,6 @@ class Request:
         return max(0.0, self.made + self.limit - time.monotonic())
 
     def send(self) -> None:
-        """It goes to a replica now."""
         self.token, self.sent, self.began = next(_numbers), time.monotonic(), None
         self.attempts += 1
 
@@ -59,9 +63,11 @@ class Request:
         return 0.0 if self.began is None else now - self.began
 
     def isolated(self, now: float, within: float, patience: float) -> bool:
-        """Whether it is being found out if it kills: it saw a death, was sent at most `within` seconds ago, and is not
-        yet older than it was then. Near that age also later, if it is past it within `patience`: beside another that
-        kills it would be accused once more."""
+        """Whether no second suspect may be sent beside it, so that one more death can be attributed.
+
+        It saw a death, and was sent at most `within` seconds ago without yet being older than it was then; or it will
+        reach that age within `patience`, where a neighbour's crash would be attributed to it by mistake.
+        """
         past = self.fatal_age + self._tolerance - self.age(now)
         if self.deaths == 0 or past <= 0:
             return False
@@ -69,12 +75,13 @@ class Request:
         return near or now - self.sent < within
 
     def accused(self, now: float) -> bool:
-        """Whether, if its replica dies now, it is the likely cause: what it does kills at about the same age again."""
+        """Whether it is the likely cause if its replica dies now: a request that kills does so at about the same age
+        each time."""
         began = self.began is not None
         return began and self.deaths > 0 and abs(self.age(now) - self.fatal_age) < self._tolerance
 
     def saw_death(self, now: float, crowd: int) -> None:
-        """Its replica died at this time, and so many requests come into question."""
+        """Its replica died; `crowd` requests may be the cause."""
         self.lost = now
         if self.began is not None:
             self.deaths += self.deaths == 0 or self.accused(now)

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..janitor import Scratch
+from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import Snapshot, drain, on_the_clock
-from . import board, processes
+from . import processes, remote_service
 from ._monarch import set_fault_hook
 from .errors import CallTimeout, ReplicaDied
-from .hosts import Hosts, LoopbackHosts, ThisHost
+from .hosts import Hosts, LoopbackHosts
 from .options import Options
 from .processes import ProcessGroup
 from .replica import Component, Replica
-from .say import tell_end
 from .service import Service
 from .watchdog import Watchdog
 
@@ -41,10 +41,10 @@ class Runtime:
         self._held: dict[tuple[str, int], list[str]] = {}
         self._names: set[str] = set()
         self._starting: dict[Replica, float] = {}
-        self._burials: set[asyncio.Future] = set()
+        self._pending_stops: set[asyncio.Future] = set()
         self._watchdog = asyncio.get_running_loop().create_task(Watchdog(self.services, self._starting).watch())
-        self._watchdog.add_done_callback(tell_end)
-        board.open_board(self.services.__getitem__)
+        self._watchdog.add_done_callback(log_failure)
+        remote_service.open_relay(self.services.__getitem__)
 
     async def start(self, cls: type[ForgeActor], options: Options, args: tuple, kwargs: dict[str, Any]) -> Service:
         """Start `options.num_replicas` replicas of a component and wait until they serve.
@@ -70,7 +70,7 @@ class Runtime:
         merged = drain()
         # One for each process: what the components of a process record is together.
         by_process: dict[tuple[ProcessGroup, int | None], Replica] = {}
-        up = (slot.replica for service in self.services.values() for slot in service._slots if slot.state == "up")
+        up = (s.replica for service in self.services.values() for s in service._supervisors if s.state == "up")
         for replica in filter(None, up):
             by_process[replica.group, replica.place] = replica
         asked = [r for (group, place), r in by_process.items() if place is None or (group, None) not in by_process]
@@ -88,9 +88,9 @@ class Runtime:
         """Stop every component; returns when their processes are gone."""
         self._watchdog.cancel()
         await asyncio.gather(*(service.stop() for service in self.services.values()), return_exceptions=True)
-        await asyncio.gather(*self._burials, return_exceptions=True)
+        await asyncio.gather(*self._pending_stops, return_exceptions=True)
         await asyncio.gather(*(hosts.stop() for group in self.hosts.values() for hosts in group))
-        board.close_board()
+        remote_service.close_relay()
 
     def _launcher(self, component: Component) -> Callable[[int, int], Any]:
         async def launch(index: int, incarnation: int) -> Replica:
@@ -104,9 +104,9 @@ class Runtime:
                 if not group.shared or component.options.heavy or isinstance(error, CallTimeout):
                     # What it left behind would be in the way of the next attempt: torch.distributed, device memory.
                     group.fail("its start failed")  # kills; the rest of its end need not be waited for
-                burial = asyncio.ensure_future(replica.stop())
-                self._burials.add(burial)
-                burial.add_done_callback(self._burials.discard)
+                pending = asyncio.ensure_future(replica.stop())
+                self._pending_stops.add(pending)
+                pending.add_done_callback(self._pending_stops.discard)
                 raise
             finally:
                 del self._starting[replica]
@@ -138,7 +138,7 @@ class Runtime:
     def _hosts_of(self, component: Component, index: int) -> Hosts:
         options = component.options
         if options.hosts is None:
-            return ThisHost()
+            return Hosts()
         known = self.hosts.setdefault(component.name, [])
         spread = options.procs == 1
         place = index // options.per_process % options.hosts if spread else index
@@ -186,22 +186,18 @@ _runtime: Runtime | None = None
 _scratch: Scratch | None = None
 
 
-def _own_temporary_files() -> None:
-    """Monarch leaves its sockets in the folder for temporary files, from its first use on: let that folder be one
-    that goes with this process. Python's own temporary files of this process stay where they were."""
-    global _scratch
-    if _scratch is None:
-        tempfile.tempdir = tempfile.gettempdir()
-        _scratch = Scratch("forge-run-")
-        os.environ["TMPDIR"] = str(_scratch.path)
-
-
 def runtime() -> Runtime:
     """The runtime of this controller; made on first use inside a running event loop."""
-    global _runtime
+    global _runtime, _scratch
     if _runtime is None:
-        _own_temporary_files()
-        set_fault_hook(lambda failure: None)  # the replica's own watch sees it and names it
+        configure_logging()
+        if _scratch is None:
+            # Monarch leaves its sockets in the folder for temporary files, from its first use on: let that folder be
+            # one that goes with this process. Python's own temporary files of this process stay where they were.
+            tempfile.tempdir = tempfile.gettempdir()
+            _scratch = Scratch("forge-run-")
+            os.environ["TMPDIR"] = str(_scratch.path)
+        set_fault_hook(lambda failure: None)  # each replica notices faults by itself, and its error names them
         _runtime = Runtime()
     return _runtime
 

@@ -1,8 +1,9 @@
-"""Says who waits for whom when nothing moves, and shows where the process that is waited for stands."""
+"""Logs who waits for whom when nothing moves, with the stacks of the process that is waited for."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import sysconfig
 import time
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from .replica import Replica
 from .request import Request
-from .say import say
 
 if TYPE_CHECKING:
     from .service import Service
+
+log = logging.getLogger(__name__)
 
 CHECK_EVERY = 1.0
 DUMP_PATIENCE = 15.0
@@ -34,7 +36,7 @@ class Watchdog:
 
     def __init__(self, services: Mapping[str, Service], starting: Mapping[Replica, float]) -> None:
         self.services, self.starting = services, starting
-        self._patience: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()
+        self._due: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()
 
     async def watch(self) -> None:
         """Runs until it is cancelled."""
@@ -43,38 +45,33 @@ class Watchdog:
             for replica, since in list(self.starting.items()):
                 stalled = time.monotonic() - since
                 if self._is_due(replica, stalled, replica.options.stall_after):
-                    _report(f"{replica} has been starting for {stalled:.0f} s", await _places(replica))
+                    _report(f"{replica} has been starting for {stalled:.0f} s", await _stacks_of(replica))
             for service in list(self.services.values()):
-                for slot in service._slots:
-                    if slot.replica is not None and slot.replica.flights:
-                        await self._check(slot.replica)
-                self._check_queue(service)
-
-    async def _check(self, replica: Replica) -> None:
-        flights = list(replica.flights)
-        since = max(replica.last_answer, min(flight.sent for flight in flights))
-        if self._is_due(replica, time.monotonic() - since, replica.options.stall_after):
-            lines = _waits(flights, str(replica)) + await _places(replica)
-            _report(f"no answer from {replica} for {time.monotonic() - since:.0f} s", lines)
-
-    def _check_queue(self, service: Service) -> None:
-        queued = service._dispatcher.waiting()
-        waited = time.monotonic() - queued[0].made if queued else 0.0
-        if self._is_due(service, waited, service._options.stall_after):
-            states = ", ".join(f"{slot.name} {slot.state}" for slot in service._slots)
-            _report(f"no replica of {service._name} takes a call: {states}", _waits(queued, service._name))
+                for supervisor in service._supervisors:
+                    if (busy := supervisor.replica) is None or not busy.requests:
+                        continue
+                    requests = list(busy.requests)
+                    since = max(busy.last_answer, min(request.sent for request in requests))
+                    if self._is_due(busy, time.monotonic() - since, busy.options.stall_after):
+                        lines = _waits(requests, str(busy)) + await _stacks_of(busy)
+                        _report(f"no answer from {busy} for {time.monotonic() - since:.0f} s", lines)
+                queued = service._balancer.queued
+                waited = time.monotonic() - queued[0].made if queued else 0.0
+                if self._is_due(service, waited, service._options.stall_after):
+                    states = ", ".join(f"{supervisor.name} {supervisor.state}" for supervisor in service._supervisors)
+                    _report(f"no replica of {service._name} takes a call: {states}", _waits(queued, service._name))
 
     def _is_due(self, key: object, stalled: float, first: float) -> bool:
         if stalled < first:
-            self._patience.pop(key, None)
+            self._due.pop(key, None)
             return False
-        due = stalled >= self._patience.setdefault(key, first)
+        due = stalled >= self._due.setdefault(key, first)
         if due:
-            self._patience[key] = 2 * stalled
+            self._due[key] = 2 * stalled
         return due
 
 
-async def _places(replica: Replica) -> list[str]:
+async def _stacks_of(replica: Replica) -> list[str]:
     lines = []
     for pid in replica.pids:
         lines += [f"where process {pid} of {replica} stands:", await stacks(pid)]
@@ -105,18 +102,14 @@ async def stacks(pid: int) -> str:
 
 
 def _waits(requests: list[Request], target: str) -> list[str]:
-    now = time.monotonic()
-    shown = [
-        f"{r.caller} waits for {target}.{r.endpoint} since {_clock(now - r.made)} ({now - r.made:.0f} of {r.limit:g} s)"
-        for r in sorted(requests, key=lambda r: r.made)[:MOST_WAITS_SHOWN]
-    ]
-    more = len(requests) - len(shown)
-    return shown + ([f"and {more} calls more"] if more else [])
-
-
-def _clock(ago: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
+    now, lines = time.monotonic(), []
+    for r in sorted(requests, key=lambda r: r.made)[:MOST_WAITS_SHOWN]:
+        waited = now - r.made
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
+        lines.append(f"{r.caller} waits for {target}.{r.endpoint} since {since} ({waited:.0f} of {r.limit:g} s)")
+    more = len(requests) - len(lines)
+    return lines + ([f"and {more} calls more"] if more else [])
 
 
 def _report(title: str, lines: list[str]) -> None:
-    say("\n".join([title, *(f"  {line}" for line in lines)]))
+    log.warning("%s", "\n".join([title, *(f"  {line}" for line in lines)]))

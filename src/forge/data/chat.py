@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge.data.files import Row
+from .files import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ class ChatFormat:
         self._checked: set[tuple] = set()
 
     def render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation. ValueError if the template refuses it."""
+        """The text of a conversation. ValueError: the template raises an error."""
         options = {**self.options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         return self._safely(
             lambda: str(self.tokenizer.apply_chat_template(list(conversation), chat_template=self.template, **options))
@@ -167,7 +167,7 @@ class ChatFormat:
                 f"message {turn + 1}: the chat template writes nothing after an assistant's turn, so nothing would "
                 "teach the policy to end it: use a template that closes it, as with {{ eos_token }}"
             )
-        # Generation stops at a special token: the line break that many templates write behind it is nobody's answer.
+        # Generation stops at a special token; the line break that many templates add after it is not generated.
         closed = len(context) + len(answer.rstrip())
         return len(context), closed if closed in closers else len(upto)
 

@@ -127,6 +127,11 @@ class SupervisedConfig(RowsConfig):
     too_long: Literal["skip", "truncate", "error"] = "skip"
     """Longer rows are skipped and counted, cut, or an error."""
 
+    def _check(self) -> None:
+        super()._check()
+        if self.text_field is not None and self.messages_field is not None:
+            raise ValueError("text_field and messages_field cannot both be set")
+
 
 class PreferencesConfig(RowsConfig):
     """Pairs: a prompt with two answers, two conversations, two texts that begin alike, or a task, which makes the wrong

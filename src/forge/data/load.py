@@ -2,16 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from forge.data.dataset import PromptDataset
-from forge.data.mixture import Mixture
-from forge.data.preferences import PreferenceDataset
-from forge.data.supervised import SupervisedDataset
+from ..types import Sample
+from .preferences import PreferenceDataset
+from .prompts import PromptDataset
+from .supervised import SupervisedDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T", covariant=True)
+
+
+class Stream(Protocol[T]):
+    skipped: int
+
+    def __next__(self) -> T: ...
+    def held_out(self, n: int) -> Sequence[T]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Mixture(Generic[T]):
+    """An iterator over the items of several sources; it ends when the source whose turn it is has ended.
+
+    Every source keeps its own order and epochs. Which one is next is fixed: after k items, each source has given
+    within one of its share of k (Tijdeman 1980, The chairman assignment problem). Samples get numbers of their own.
+
+    Args:
+        sources: anything that is iterated, saved and restored like a `RowStream`.
+        weights: finite numbers above 0; None is equal shares.
+
+    Raises:
+        ValueError: no sources, or weights that do not fit them.
+    """
+
+    def __init__(self, sources: Sequence[Stream[T]], weights: Sequence[float] | None = None) -> None:
+        given = [1.0] * len(sources) if weights is None else list(weights)
+        if not sources or len(given) != len(sources):
+            raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(given)}")
+        for number, weight in enumerate(given, 1):
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ValueError(f"source {number}: weight must be a finite number above 0, got {weight!r}")
+        total = sum(Fraction(str(weight)) for weight in given)
+        self.sources, self.shares = list(sources), [Fraction(str(weight)) / total for weight in given]
+        self.counts = [0] * len(sources)
+
+    @property
+    def served(self) -> int:
+        """Items given so far."""
+        return sum(self.counts)
+
+    @property
+    def skipped(self) -> int:
+        """Rows that all sources left out."""
+        return sum(source.skipped for source in self.sources)
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        chosen = self._turn(self.counts)
+        item = _numbered(next(self.sources[chosen]), self.served)
+        self.counts[chosen] += 1
+        return item
+
+    def held_out(self, n: int) -> list[T]:
+        """A fixed list for evaluation, of every source its share. ValueError if one has too little."""
+        counts, order = [0] * len(self.sources), []
+        for _ in range(n):
+            order.append(self._turn(counts))
+            counts[order[-1]] += 1
+        held = [iter(source.held_out(count)) for source, count in zip(self.sources, counts, strict=True)]
+        return [_numbered(next(held[chosen]), index) for index, chosen in enumerate(order)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in all sources, as plain JSON."""
+        return {
+            "shares": [str(share) for share in self.shares],
+            "counts": list(self.counts),
+            "sources": [source.state_dict() for source in self.sources],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was called. ValueError if that was over other sources or weights."""
+        was, now = state.get("shares"), [str(share) for share in self.shares]
+        if was != now:
+            raise ValueError(f"the saved position does not fit: the mixture's shares were {was} and are {now}")
+        for source, saved in zip(self.sources, state["sources"], strict=True):
+            source.load_state_dict(saved)
+        self.counts = list(state["counts"])
+
+    def _turn(self, counts: Sequence[int]) -> int:
+        """The source that gives the next item: of those that are not too far ahead, the one that is due first."""
+        slack = Fraction(1, max(2, 2 * len(counts) - 2))
+        now = sum(counts) + 1
+        ready = [
+            i for i, (share, count) in enumerate(zip(self.shares, counts, strict=True)) if share * now - count >= slack
+        ]
+        return min(ready, key=lambda i: (counts[i] + 1 - slack) / self.shares[i])
+
 
 Kind = Literal["prompts", "supervised", "preferences"]
 Data = PromptDataset | SupervisedDataset | PreferenceDataset | Mixture
@@ -26,7 +121,7 @@ def load_data(
     sources: Sequence[Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Data:
-    """Open and check the data, see the three datasets for what is refused and how.
+    """Open and check the data, see the three datasets for what is checked.
 
     Args:
         kind: what it is made of: prompts with targets, episodes to imitate, or pairs of episodes.
@@ -39,7 +134,7 @@ def load_data(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
-    made = KINDS[kind]
+    made: Any = KINDS[kind]
     if sources is None:
         return made(tokenizer=tokenizer, **settings)
     if settings.get("path") is not None or settings.get("task") is not None:
@@ -54,3 +149,8 @@ def load_data(
         except (FileNotFoundError, ImportError) as error:
             raise type(error)(f"source {number}: {error}") from error
     return Mixture(opened, [source.get("weight", 1.0) for source in sources])
+
+
+def _numbered(item: Any, index: int) -> Any:
+    """Samples of all sources share one numbering: a replay buffer takes every number once."""
+    return item._replace(prompt=dataclasses.replace(item.prompt, index=index)) if isinstance(item, Sample) else item

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from forge.data.chat import ChatFormat, Message, messages
-from forge.data.files import Row, Rows
-from forge.data.prompts import QUESTION_FIELDS, PromptFormat, plain
-from forge.data.sources import load_task
-from forge.data.stream import RowStream
-from forge.data.supervised import Marked, closed, document, prompt_settings, refuse_idle
-from forge.types import Episode
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from ..types import Episode
+from .chat import ChatFormat, Message, messages
+from .config import PreferencesConfig
+from .files import Row
+from .prompts import QUESTION_FIELDS, PromptFormat, plain
+from .sources import load_task
+from .stream import RowStream
+from .supervised import Marked, check_effects, closed, differing, document
 
 
 class Pair(NamedTuple):
@@ -24,10 +22,10 @@ class Pair(NamedTuple):
     rejected: Episode
 
 
-class PreferenceDataset(RowStream[Pair]):
+class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
     """An iterator of `Pair`: the masks are True on the answers and on what ends them.
 
-    The first row tells the form of all:
+    The first row decides the form of all:
 
     - a prompt and two texts: the prompt is rendered as `PromptDataset` does it, and with `chat_template` each answer is
       a conversation with it; without one eos ends them;
@@ -38,56 +36,42 @@ class PreferenceDataset(RowStream[Pair]):
 
     Pairs of equal answers, in text or in tokens, are left out and counted in `skipped`: neither can be preferred.
 
+    Settings are the fields of `forge.data.config.PreferencesConfig`. One that does nothing in the form that the rows
+    have is an error; `chat_template` and `chat_options` also apply to conversations. Whole conversations need no
+    `prompt_field`: one that is set must be what they begin with.
+
     Args:
-        path, **settings: as of `forge.data.dataset.PromptDataset`, less those of a target. A setting that does nothing
-            in the form that the rows have is an error; `chat_template` and `chat_options` also apply to conversations.
-            Whole conversations need no `prompt_field`: one that is set must be what they begin with.
-        chosen_field, rejected_field: the fields of the two answers.
         as_scores: for a reward model: the masks are True on the last token only, where it reads its score.
-        max_tokens: most tokens of the longer episode of a pair.
-        too_long: "skip" leaves longer pairs out and counts them in `skipped`; "error" raises.
     """
 
-    NOUN = "pair"
+    SECTION, NOUN = PreferencesConfig, "pair"
 
-    def __init__(
-        self,
-        path: str | Rows | None = None,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        chosen_field: str = "chosen",
-        rejected_field: str = "rejected",
-        as_scores: bool = False,
-        max_tokens: int | None = None,
-        too_long: str = "skip",
-        **settings: Any,
-    ) -> None:
-        self._tokenizer, self._as_scores = tokenizer, as_scores
-        self._fields = (chosen_field, rejected_field)
-        self._given, rows = prompt_settings(settings)
-        refuse_idle({n: v for n, v in self._given.items() if n.startswith("target_")}, (), "preferences")
-        self._task, self._seed = rows.get("task"), rows.get("seed", 0)
-        if self._task is not None and self._fields != ("chosen", "rejected"):
+    def __init__(self, path: Any = None, *, as_scores: bool = False, **settings: Any) -> None:
+        super().__init__(path, **settings)
+        how, self._as_scores = self.settings, as_scores
+        self._fields = (how.chosen_field, how.rejected_field)
+        self._given = differing(how)
+        self._made_by = None if how.task is None else load_task(how.task)
+        if self._made_by is not None and self._fields != ("chosen", "rejected"):
             raise ValueError("a task makes its answers itself: leave chosen_field and rejected_field out")
-        task = None if self._task is None else load_task(self._task)
-        if task is not None and not hasattr(task, "wrong"):
-            raise ValueError(f"task {self._task!r} has no wrong(answer, rng), which makes the rejected answers")
-        self._made_by = task
-        super().__init__(path, limit=max_tokens, too_long=too_long, **rows)
+        if self._made_by is not None and not hasattr(self._made_by, "wrong"):
+            raise ValueError(f"task {how.task!r} has no wrong(answer, rng), which makes the rejected answers")
+        self.check()
 
     def begin(self, row: Row) -> None:
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
         self._prompt_field = self._given.get("prompt_field") or next((n for n in QUESTION_FIELDS if n in row), None)
-        if self._task is None and isinstance(row.get(self._fields[0]), list):
-            refuse_idle(self._given, ("chat_template", "chat_options", "prompt_field"), "conversations")
+        if self._made_by is None and isinstance(row.get(self._fields[0]), list):
+            check_effects(self._given, ("chat_template", "chat_options", "prompt_field"), "conversations")
             self._chat = ChatFormat(
-                self._tokenizer, self._given.get("chat_template", True), self._given.get("chat_options")
+                self.tokenizer, self._given.get("chat_template", True), self._given.get("chat_options")
             )
         elif self._prompt_field is not None or "prompt_template" in self._given:
-            self._format = PromptFormat(self._tokenizer, **{**self._given, "target_field": None})
+            names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
+            self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in names})
         else:
-            refuse_idle(self._given, (), "texts without a prompt")
+            check_effects(self._given, (), "texts without a prompt")
 
     def validate(self, row: Row) -> None:
         if self._chat is not None:
@@ -103,7 +87,7 @@ class PreferenceDataset(RowStream[Pair]):
 
     def make(self, number: int, row: Row, index: int) -> Pair | None:
         if (task := self._made_by) is not None:
-            wrong = task.wrong(row["answer"], Random(f"{task.name}/{self._seed}/{number}"))
+            wrong = task.wrong(row["answer"], Random(f"{task.name}/{self.seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}
         both = [closed(*marked) for marked in self._encode(row) or ()]
         if not both or both[0][0] == both[1][0]:
@@ -130,14 +114,16 @@ class PreferenceDataset(RowStream[Pair]):
             return None
         if self._format is not None:
             return self._format.answered(prompt, one), self._format.answered(prompt, other)
-        first, second = document(one, self._tokenizer), document(other, self._tokenizer)
+        first, second = document(one, self.tokenizer), document(other, self.tokenizer)
         if first == second:
             return None
         # Both end with eos, so they part before the end of the shorter.
         shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
         if not shared:
             raise ValueError("chosen and rejected share no beginning that could be their prompt: name a prompt_field")
-        return _after(shared, first), _after(shared, second)
+        lengths = [len(tokens) - shared for tokens in (first, second)]
+        one_mask, other_mask = ([False] * shared + [True] * length for length in lengths)
+        return (first, one_mask), (second, other_mask)
 
     def _texts(self, row: Row) -> tuple[str, str]:
         chosen, rejected = (plain(row, name) for name in self._fields)
@@ -168,7 +154,7 @@ class PreferenceDataset(RowStream[Pair]):
             return [*prompt, *found]
         first = next((i for i, message in enumerate(found) if message["role"] not in _SYSTEM), 0)
         start = 0 if prompt[0]["role"] in _SYSTEM else first
-        if [*map(_said, found[start : start + len(prompt)])] != [*map(_said, prompt)]:
+        if [*map(_content, found[start : start + len(prompt)])] != [*map(_content, prompt)]:
             raise ValueError(f"{name} does not begin with what field {field!r} holds: leave prompt_field out")
         return found
 
@@ -176,9 +162,5 @@ class PreferenceDataset(RowStream[Pair]):
 _SYSTEM = ("system", "developer")
 
 
-def _said(message: Message) -> tuple[str, str]:
+def _content(message: Message) -> tuple[str, str]:
     return message["role"], message["content"].strip()
-
-
-def _after(shared: int, tokens: list[int]) -> Marked:
-    return tokens, [False] * shared + [True] * (len(tokens) - shared)

@@ -1,4 +1,4 @@
-"""From a row to a prompt: fields, template, chat format, tokens; and from a sample to supervised tokens."""
+"""From a row to a prompt: fields, template, chat format, tokens; and the data set that a run draws prompts from."""
 
 from __future__ import annotations
 
@@ -8,24 +8,36 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from forge.data.chat import ChatFormat, Message
-from forge.types import Prompt, Sample
+from ..types import Prompt, Sample
+from .chat import ChatFormat, Message
+from .config import DatasetConfig
+from .files import Row
+from .stream import RowStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 QUESTION_FIELDS = ("question", "prompt", "problem", "input")
+PROMPT_FIELDS = (
+    *("prompt_template", "target_field", "prompt_field", "target_pattern"),
+    *("chat_template", "system_prompt", "chat_options"),
+)
 
 
 @dataclass(slots=True)
 class PromptFormat:
-    """How rows become prompts and targets. See `PromptDataset` for the settings; bad ones are ValueErrors."""
+    """How rows become prompts and targets: fields of `forge.data.config.DatasetConfig`, where the defaults of a data
+    set stand.
 
-    tokenizer: PreTrainedTokenizerBase
+    Raises:
+        ValueError: settings that do not go together, or are invalid.
+    """
+
+    tokenizer: Any  # None where only the settings are checked
+    prompt_template: str
+    target_field: str | None = None
     prompt_field: str | None = None
-    target_field: str | None = "answer"
     target_pattern: str | None = None
-    prompt_template: str = "{question}"
     chat_template: bool | str = False
     system_prompt: str | None = None
     chat_options: Mapping[str, Any] | None = None
@@ -116,6 +128,25 @@ class PromptFormat:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         answers = [{"role": "assistant", "content": answer}] if answer is not None else []
         return [*system, {"role": "user", "content": text}, *answers]
+
+
+class PromptDataset(RowStream[Sample, DatasetConfig]):
+    """An iterator of `Sample(prompt, target)`; its settings are the fields of `forge.data.config.DatasetConfig`."""
+
+    SECTION, NOUN, LIMIT = DatasetConfig, "prompt", "max_prompt_tokens"
+
+    def __init__(self, path: Any = None, **settings: Any) -> None:
+        super().__init__(path, **settings)
+        self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
+        self.check()
+
+    def validate(self, row: Row) -> None:
+        self._format.render(row)
+
+    def make(self, number: int, row: Row, index: int) -> Sample | None:
+        text, target = self._format.render(row)
+        text, ids = self._format.encode(text)
+        return Sample(Prompt(text, ids, index), target) if self.fits(len(ids)) else None
 
 
 def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:

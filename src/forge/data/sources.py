@@ -12,8 +12,8 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forge.data.files import Row
-from forge.plugin import construct, resolve
+from ..plugin import construct, resolve
+from .files import Row
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

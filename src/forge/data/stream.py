@@ -1,89 +1,79 @@
-"""Rows as a stream of items: opened and checked at once, read in an order that can be taken up at every position."""
+"""Rows as a stream of items: opened and checked at once, read in an order that can be resumed at every position."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from forge.data.files import Row, Rows, open_rows, open_stream
-from forge.data.sources import Source, StoredRows, StreamedRows, TaskRows
+from .config import RowsConfig
+from .files import Row, Rows, open_rows, open_stream
+from .sources import Source, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
+C = TypeVar("C", bound=RowsConfig)
 _PROBE = 1000
 
 
-class RowStream(ABC, Generic[T]):
+class RowStream(ABC, Generic[T, C]):
     """An iterator of items made from rows; iteration ends after `epochs`, or never.
 
-    Every problem that can be known is raised by the constructor, as a ValueError, FileNotFoundError or ImportError
+    Every problem that can be known is raised before the first item, as a ValueError, FileNotFoundError or ImportError
     of one line: all rows of a local file are checked, the columns and the first row of everything else. Rows count
-    from 1. What makes an item of a row is said by `begin`, `validate` and `make`.
+    from 1. Subclasses name their section and define `begin`, `validate` and `make`; their constructors end with
+    `check`.
 
     Args:
-        path: a .json, .jsonl or .parquet file, a folder that `datasets` can load, or a Hugging Face id.
-        limit: most tokens of an item.
-        too_long: "skip" leaves longer items out; "error" raises. All that is left out is counted in `skipped`.
-        task: a procedural task as `package.module:Name` (see `forge.data.sources.Task`) instead of a path.
-        difficulty: of the procedural task: an int, or a pair (low, high).
-        split: of a folder, hub id or task; a single file is one split whatever this says.
-        subset: the configuration of a hub dataset that has several.
-        streaming: read rows as they are needed; shuffling then happens within blocks of 1000 rows.
-        shuffle: a new order every epoch, by (seed, epoch). Procedural tasks are random in any case.
+        path: a .json, .jsonl or .parquet file, a folder that `datasets` can load, a Hugging Face id, or rows.
+        tokenizer: of the policy.
+        seed: of the order, and of a task's rows.
         epochs: passes over the data; None is endless. A task takes None only.
+        **settings: fields of SECTION, where their defaults stand.
     """
 
+    SECTION: type[C]
     NOUN, LIMIT = "row", "max_tokens"  # what an item and its limit are called in messages
-    TOO_LONG: tuple[str, ...] = ("skip", "error")
 
     def __init__(
         self,
         path: str | Rows | None = None,
         *,
-        limit: int | None,
-        too_long: str,
-        task: str | None = None,
-        difficulty: int | Sequence[int] = 5,
-        split: str = "train",
-        subset: str | None = None,
-        streaming: bool = False,
-        shuffle: bool = True,
+        tokenizer: Any,
         seed: int = 0,
         epochs: int | None = None,
+        **settings: Any,
     ) -> None:
-        if (path is None) == (task is None):
-            raise ValueError("a dataset needs either a path or a task")
-        if epochs is not None and (epochs < 1 or task is not None):
+        if isinstance(settings.get("difficulty"), tuple):
+            settings["difficulty"] = list(settings["difficulty"])
+        self.settings = how = self.SECTION(path=path, **settings)
+        if how.sources is not None:
+            raise ValueError("several sources are a Mixture: open them with load_data")
+        if epochs is not None and (epochs < 1 or how.task is not None):
             raise ValueError(
                 f"epochs must be at least 1, got {epochs}" if epochs < 1 else "a task is endless: unset epochs"
             )
-        if limit is not None and limit < 1:
-            raise ValueError(f"{self.LIMIT} must be at least 1, got {limit}")
-        if too_long not in self.TOO_LONG:
-            *most, last = map(repr, self.TOO_LONG)
-            raise ValueError(f"too_long must be {', '.join(most)} or {last}, not {too_long!r}")
-        self._limit, self._too_long, self._epochs = limit, too_long, epochs
-        self._name = task or (path if isinstance(path, str) else "dataset")
+        self.tokenizer, self.seed, self._epochs = tokenizer, seed, epochs
+        self._limit: int | None = how[self.LIMIT]
+        self._too_long: str = how["too_long"]
+        self._name = how.task or (path if isinstance(path, str) else "dataset")
         self._source: Source
-        if task is not None:
-            self._source = TaskRows(task, split=split, seed=seed, difficulty=difficulty)
-        elif streaming and isinstance(path, str):
+        self._identity: dict[str, Any] = {"task": how.task, "split": how.split, "seed": seed, "shuffle": how.shuffle}
+        if how.task is not None:
+            self._source = TaskRows(how.task, split=how.split, seed=seed, difficulty=how.difficulty)
+            self._identity["difficulty"] = how.difficulty
+        elif how.streaming and isinstance(path, str):
             self._source = StreamedRows(
-                lambda: open_stream(path, split=split, subset=subset), shuffle=shuffle, seed=seed
+                lambda: open_stream(path, split=how.split, subset=how.subset), shuffle=how.shuffle, seed=seed
             )
         else:
             assert path is not None
-            self._source = StoredRows(open_rows(path, split=split, subset=subset), shuffle=shuffle, seed=seed)
-        self._identity: dict[str, Any] = {"task": task, "split": split, "seed": seed, "shuffle": shuffle}
-        if task is not None:
-            self._identity["difficulty"] = difficulty if isinstance(difficulty, int) else list(difficulty)
-        if isinstance(self._source, StoredRows):
-            self._identity["rows"] = len(self._source.rows)
+            rows = open_rows(path, split=how.split, subset=how.subset)
+            self._source = StoredRows(rows, shuffle=how.shuffle, seed=seed)
+            self._identity["rows"] = len(rows)
         self.served = 0
         self.skipped = 0
         self._reasons: list[str] = []
-        self._check()
 
     def begin(self, row: Row) -> None:
         """Look at the first stored row, before anything else is asked."""
@@ -182,7 +172,8 @@ class RowStream(ABC, Generic[T]):
         except ValueError as error:
             raise ValueError(f"{self._name}, row {number}: {error}") from error
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Look for problems in the rows, as far as they can be known without reading all of a remote source."""
         for _, row in islice(self._source.scan(), 1):
             self.begin(row)
         stored = self._source.rows if isinstance(self._source, StoredRows) else None

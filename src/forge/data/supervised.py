@@ -4,95 +4,69 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from forge.data.chat import MESSAGE_FIELDS, ChatFormat, TrainOn, messages
-from forge.data.files import Row, Rows
-from forge.data.prompts import PromptFormat, plain
-from forge.data.stream import RowStream
-from forge.types import Episode, Prompt, Sample
+from ..types import Episode, Prompt, Sample
+from .chat import MESSAGE_FIELDS, ChatFormat, messages
+from .config import RowsConfig, SupervisedConfig
+from .files import Row
+from .prompts import PROMPT_FIELDS, PromptFormat, plain
+from .stream import RowStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Marked = tuple[list[int], list[bool]]  # tokens, and which of them are to be learnt
 
-PROMPT_DEFAULTS = {f.name: f.default for f in fields(PromptFormat) if f.init and f.name != "tokenizer"}
 
+class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
+    """An iterator of `Episode`: its mask is True on what is to be imitated, its advantage is 1.
 
-class SupervisedDataset(RowStream[Episode]):
-    """An iterator of `Episode`: its mask says what is to be imitated, its advantage is 1.
-
-    The first row tells the form of all. With `text_field` it is plain text, of which all tokens after the first are
+    The first row decides the form of all. With `text_field` it is plain text, of which all tokens after the first are
     learnt; with `messages_field`, or a field messages or conversations, it is a conversation (see
     `forge.data.chat`); else a prompt with its answer: with `chat_template` the conversation of both, without one closed
     by eos. What follows the last learnt token is left out: nothing can be learnt from it.
 
-    Args:
-        path, **settings: as of `forge.data.dataset.PromptDataset`. A setting that does nothing in the form that the
-            rows have is an error; `chat_template` and `chat_options` also apply to conversations.
-        messages_field: None finds messages or conversations, unless a prompt_field is set.
-        text_field: the field of plain text.
-        train_on: "assistant" learns all turns of the assistant, "last" only its last.
-        weight_field: a number of each row, finite and at least 0, that multiplies its share of the loss. Rows of
-            weight 0 are left out and counted in `skipped`.
-        max_tokens: most tokens of an episode.
-        too_long: "skip" leaves longer rows out and counts them in `skipped`; "truncate" keeps their beginning, and
-            skips those of which nothing learnt is left; "error" raises.
+    Settings are the fields of `forge.data.config.SupervisedConfig`. One that does nothing in the form that the rows
+    have is an error; `chat_template` and `chat_options` also apply to conversations.
     """
 
-    TOO_LONG = ("skip", "error", "truncate")
+    SECTION = SupervisedConfig
 
-    def __init__(
-        self,
-        path: str | Rows | None = None,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        messages_field: str | None = None,
-        text_field: str | None = None,
-        train_on: TrainOn = "assistant",
-        weight_field: str | None = None,
-        max_tokens: int | None = None,
-        too_long: str = "skip",
-        **settings: Any,
-    ) -> None:
-        if train_on not in ("assistant", "last"):
-            raise ValueError(f"train_on must be 'assistant' or 'last', not {train_on!r}")
-        if too_long == "truncate" and max_tokens is None:
+    def __init__(self, path: Any = None, **settings: Any) -> None:
+        super().__init__(path, **settings)
+        how = self.settings
+        if self._too_long == "truncate" and self._limit is None:
             raise ValueError("too_long: truncate needs max_tokens")
-        if text_field is not None and messages_field is not None:
-            raise ValueError("text_field and messages_field cannot both be set")
-        self._tokenizer, self._train_on, self._weight_field = tokenizer, train_on, weight_field
-        self._text_field, self._messages_field = text_field, messages_field
-        self._chosen, rows = prompt_settings(settings)
-        super().__init__(path, limit=max_tokens, too_long=too_long, **rows)
+        self._text_field, self._messages_field = how.text_field, how.messages_field
+        self._chosen = differing(how)
+        self.check()
 
     def begin(self, row: Row) -> None:
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
-        given = {**self._chosen, **({"train_on": self._train_on} if self._train_on != "assistant" else {})}
+        given = {**self._chosen, **({"train_on": "last"} if self.settings.train_on == "last" else {})}
         if self._messages_field is None and self._text_field is None and "prompt_field" not in self._chosen:
             self._messages_field = next((name for name in MESSAGE_FIELDS if name in row), None)
         if self._text_field is not None:
-            refuse_idle(given, (), "plain text")
+            check_effects(given, (), "plain text")
         elif self._messages_field is not None:
-            refuse_idle(given, ("chat_template", "chat_options", "train_on"), "conversations")
+            check_effects(given, ("chat_template", "chat_options", "train_on"), "conversations")
             self._chat = ChatFormat(
-                self._tokenizer, self._chosen.get("chat_template", True), self._chosen.get("chat_options")
+                self.tokenizer, self._chosen.get("chat_template", True), self._chosen.get("chat_options")
             )
         else:
-            refuse_idle(given, (*PROMPT_DEFAULTS,), "prompts with answers")
-            if self._chosen.get("target_field", "answer") is None:
+            check_effects(given, PROMPT_FIELDS, "prompts with answers")
+            if self.settings.target_field is None:
                 raise ValueError("target_field must name the field of the answer that is to be learnt")
-            self._format = PromptFormat(self._tokenizer, **self._chosen)
+            self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
 
     def validate(self, row: Row) -> None:
         self._weight(row)
         if self._format is not None:
             self._format.check(*self._format.render(row))
         elif self._chat is not None:
-            self._chat.check(messages(row, str(self._messages_field)), train_on=self._train_on)
+            self._chat.check(messages(row, str(self._messages_field)), train_on=self.settings.train_on)
         else:
             plain(row, str(self._text_field))
 
@@ -115,18 +89,19 @@ class SupervisedDataset(RowStream[Episode]):
         if self._format is not None:
             return self._format.answered(*self._format.render(row))
         if self._chat is not None:
-            return self._chat.encode(messages(row, str(self._messages_field)), train_on=self._train_on)
-        tokens = document(plain(row, str(self._text_field)), self._tokenizer)
+            return self._chat.encode(messages(row, str(self._messages_field)), train_on=self.settings.train_on)
+        tokens = document(plain(row, str(self._text_field)), self.tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)
 
     def _weight(self, row: Row) -> float:
-        if self._weight_field is None:
+        field = self.settings.weight_field
+        if field is None:
             return 1.0
-        if self._weight_field not in row:
-            raise ValueError(f"no field {self._weight_field!r}: it has {', '.join(row)}")
-        value = row[self._weight_field]
+        if field not in row:
+            raise ValueError(f"no field {field!r}: it has {', '.join(row)}")
+        value = row[field]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"field {self._weight_field!r} must be a finite number of at least 0, got {value!r}")
+            raise ValueError(f"field {field!r} must be a finite number of at least 0, got {value!r}")
         return float(value)
 
 
@@ -150,16 +125,15 @@ def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokens if tokens[-1] == tokenizer.eos_token_id else [*tokens, tokenizer.eos_token_id]
 
 
-def prompt_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What of the settings is for `PromptFormat` and differs from its defaults; and all that is for the rows."""
-    chosen = {n: v for n, v in settings.items() if n in PROMPT_DEFAULTS and v != PROMPT_DEFAULTS[n]}
-    return chosen, {n: v for n, v in settings.items() if n not in PROMPT_DEFAULTS}
+def differing(settings: RowsConfig) -> dict[str, Any]:
+    """The settings of prompts that differ from their defaults: those that somebody expects an effect of."""
+    fields = type(settings).model_fields
+    return {n: settings[n] for n in PROMPT_FIELDS if n in fields and settings[n] != fields[n].default}
 
 
-def refuse_idle(given: Mapping[str, Any], used: tuple[str, ...], form: str) -> None:
+def check_effects(given: Mapping[str, Any], used: tuple[str, ...], form: str) -> None:
     """ValueError names the settings that do nothing for rows of this form."""
-    idle = [name for name in given if name not in used]
-    if idle:
+    if idle := [name for name in given if name not in used]:
         raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: leave it out")
 
 

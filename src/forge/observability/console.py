@@ -1,7 +1,14 @@
-"""The progress line: a live bar on a terminal, a plain line now and then in a log."""
+"""What a run shows on the console: log lines, and a progress bar on a terminal or a progress line in a log.
+
+Everything that the library reports goes through loggers below `forge`. `configure_logging` gives them one handler, in
+the controller and in every process that it starts: messages go to standard error as `forge: message`, those of the run
+itself (`forge.run`) to standard output as they are.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
 import time
 
@@ -9,6 +16,38 @@ from tqdm import tqdm
 
 # In a log, one line every so many seconds.
 LOG_EVERY = 10.0
+
+log = logging.getLogger("forge.run")
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes to the streams that are current at each message, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        plain = record.name == log.name
+        try:
+            text = self.format(record)
+            with tqdm.external_write_mode():
+                print(text if plain else f"forge: {text}", file=sys.stdout if plain else sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+def configure_logging() -> None:
+    """Show the library's messages of level INFO and above; does nothing where a program has given `forge` a handler."""
+    logger = logging.getLogger("forge")
+    if not logger.handlers:
+        logger.addHandler(ConsoleHandler())
+        logger.propagate = False  # a program that configured the root logger would print every line twice
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+
+
+def log_failure(task: asyncio.Task) -> None:
+    """Done-callback of a background task, whose exception would otherwise be lost."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        name = task.get_coro().__qualname__  # type: ignore[union-attr]
+        logging.getLogger("forge").error("%s ended with %s: %s", name, type(error).__name__, error)
 
 
 class Progress:
@@ -24,15 +63,19 @@ class Progress:
 
     def update(self, step: int, row: dict[str, float]) -> None:
         self._first = step if self._first is None else self._first
-        shown = {
-            "reward": f"{row['reward']:.2f}" if "reward" in row else None,
-            "loss": f"{row['train/loss']:.3f}" if "reward" not in row and "train/loss" in row else None,
-            "accuracy": f"{row['accuracy']:.2f}" if "accuracy" in row else None,
-            "held-out": f"{row['eval/accuracy']:.2f}" if "eval/accuracy" in row else None,
-            "tok/s": f"{row['generation/tokens_per_second']:.0f}" if row["generation/tokens_per_second"] else None,
-            "age": f"{row['policy_age']:.1f}" if "policy_age" in row else None,
+        metrics = {
+            "reward": ("reward", ".2f"),
+            "loss": ("train/loss", ".3f"),
+            "accuracy": ("accuracy", ".2f"),
+            "held-out": ("eval/accuracy", ".2f"),
+            "tok/s": ("generation/tokens_per_second", ".0f"),
+            "age": ("policy_age", ".1f"),
         }
-        text = "  ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
+        if "reward" in row:  # says more than the loss
+            del metrics["loss"]
+        if not row["generation/tokens_per_second"]:  # nothing is sampled
+            del metrics["tok/s"]
+        text = "  ".join(f"{name} {row[key]:{form}}" for name, (key, form) in metrics.items() if key in row)
         if self._live:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
@@ -42,13 +85,7 @@ class Progress:
             self._logged = now
             done = step - self._first
             left = f"{(now - self._started) / done * (self.steps - step):.0f} s left" if done > 0 else "first step"
-            print(f"step {step}/{self.steps}  {text}  {left}", flush=True)
-
-    def say(self, text: str) -> None:
-        if self._live:
-            self._bar.write(text)
-        else:
-            print(text, flush=True)
+            log.info("step %d/%d  %s  %s", step, self.steps, text, left)
 
     def close(self) -> None:
         self._bar.close()

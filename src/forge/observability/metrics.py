@@ -106,7 +106,7 @@ def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight:
 
     Args:
         weight: how many observations the value stands for (a mean over 100 tokens has weight 100). For SUM the value
-            is added as it is. Non-finite values are an error: a NaN that is averaged away is a bug nobody sees.
+            is added as it is. Non-finite values are an error: a NaN that is averaged away is a hidden bug.
 
     Raises:
         ValueError: the value is not finite.

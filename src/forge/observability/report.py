@@ -1,4 +1,4 @@
-"""One self-contained page about a run: its curves, its numbers, some of its rollouts."""
+"""What is written when a run ends: a page with curves, numbers and rollouts, and a trace of time by process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..files import write_atomic
+from .metrics import Span
+
+MOST_ROLLOUTS = 12
 # Panels of the figure: title, and the metrics drawn in it.
 PANELS: list[tuple[str, list[str]]] = [
     ("reward and accuracy", ["reward", "accuracy", "eval/accuracy"]),
@@ -27,18 +31,25 @@ def write_report(folder: Path, history: Sequence[dict[str, float]]) -> None:
     """Write curves.png and report.html from the rows of metrics.jsonl."""
     _draw(folder / "curves.png", history)
     picture = base64.b64encode((folder / "curves.png").read_bytes()).decode()
+    totals: dict[str, float] = {}
+    for name, value in (item for row in history for item in row.items() if item[0].startswith("seconds/")):
+        totals[name[8:]] = totals.get(name[8:], 0.0) + value
+    phases = [(name, f"{total:.1f}") for name, total in sorted(totals.items(), key=lambda item: -item[1])]
+    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    shown = rollouts[:: max(1, len(rollouts) // MOST_ROLLOUTS)][:MOST_ROLLOUTS]
+    fields = sorted({name for row in shown for name in row}, key=lambda name: (name != "step", name))
     page = f"""<!doctype html><meta charset="utf-8"><title>{html.escape(folder.name)}</title>
 <style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }}
 table {{ border-collapse: collapse }} td, th {{ padding: .2em .8em; text-align: left; border-bottom: 1px solid #ddd }}
 img {{ width: 100% }} pre {{ background: #f6f6f6; padding: 1em; overflow: auto }}</style>
 <h1>{html.escape(folder.name)}</h1>
 <img alt="curves" src="data:image/png;base64,{picture}">
-<h2>Time by phase</h2>{_table(("phase", "seconds in all"), _phases(history))}
+<h2>Time by phase</h2>{_table(("phase", "seconds in all"), phases)}
 <h2>Last step</h2>{_table(("metric", "value"), [(k, f"{v:.6g}") for k, v in sorted(history[-1].items())])}
-<h2>Rollouts</h2>{_rollouts(folder / "rollouts.jsonl")}
+<h2>Rollouts</h2>{_table(fields, [[str(row.get(name, "")) for name in fields] for row in shown])}
 <h2>Configuration</h2><pre>{html.escape((folder / "config.yaml").read_text())}</pre>
 """
-    (folder / "report.html").write_text(page)
+    write_atomic(folder / "report.html", page)
 
 
 def _draw(path: Path, history: Sequence[dict[str, float]]) -> None:
@@ -69,24 +80,21 @@ def _draw(path: Path, history: Sequence[dict[str, float]]) -> None:
     pyplot.close(figure)
 
 
-def _phases(history: Sequence[dict[str, float]]) -> list[tuple[str, str]]:
-    totals: dict[str, float] = {}
-    for row in history:
-        for name, value in row.items():
-            if name.startswith("seconds/"):
-                totals[name[8:]] = totals.get(name[8:], 0.0) + value
-    return [(name, f"{total:.1f}") for name, total in sorted(totals.items(), key=lambda item: -item[1])]
-
-
-def _rollouts(path: Path, most: int = 12) -> str:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    shown = rows[:: max(1, len(rows) // most)][:most]
-    fields = sorted({name for row in shown for name in row}, key=lambda name: (name != "step", name))
-    return _table(fields, [[str(row.get(name, "")) for name in fields] for row in shown])
-
-
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(tag: str, cells: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
+
+
+def write_trace(path: Path, spans: Sequence[Span]) -> None:
+    """Write spans in the Trace Event Format that ui.perfetto.dev opens (microseconds), one track a process."""
+    zero = min((span.start for span in spans), default=0.0)
+    processes = sorted({(span.pid, span.process) for span in spans})
+    events: list[dict] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for pid, name in processes
+    ]
+    for span in spans:
+        times = {"ts": round((span.start - zero) * 1e6), "dur": round(span.duration * 1e6)}
+        events.append({"ph": "X", "name": span.name, "pid": span.pid, "tid": 0, **times})
+    write_atomic(path, json.dumps({"traceEvents": events}))

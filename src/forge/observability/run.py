@@ -15,10 +15,9 @@ import yaml
 
 from ..files import write_atomic
 from ..types import Group
-from .console import Progress
+from .console import Progress, configure_logging, log
 from .metrics import Clock, Snapshot, phase
-from .report import write_report
-from .trace import write_trace
+from .report import write_report, write_trace
 
 MARK, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", "finished"
 
@@ -32,14 +31,13 @@ class Run:
         steps: training steps, for the progress bar.
         overwrite: remove an earlier run of this name.
         tensorboard: also write TensorBoard event files.
-        resume: the checkpoint from which the run goes on: what was recorded after it is cut off, whatever `overwrite`
-            says.
+        resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is.
         start: the step of that checkpoint.
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
         ModuleNotFoundError: tensorboard is asked for and not installed.
-        ValueError: what is to be gone on from was damaged; names the file and the line.
+        ValueError: the run that is resumed is damaged; names the file and the line.
     """
 
     def __init__(
@@ -67,11 +65,16 @@ class Run:
         self.history: list[dict[str, float]] = cut(self.folder / MARK, start) if resume else []
         if resume:
             cut(self.folder / "rollouts.jsonl", start)
-        self._done.unlink(missing_ok=True)
+        (self.folder / FINISHED).unlink(missing_ok=True)
         write_atomic(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False), durable=True)
         self._metrics = (self.folder / MARK).open("a")
         self._rollouts = (self.folder / "rollouts.jsonl").open("a")
-        self._board = _summary_writer(self.folder / "tensorboard", start + 1) if tensorboard else None
+        self._tensorboard: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if start else None)
+        configure_logging()
         self._progress = Progress(name, steps, start)
         self._all, self._finished = Snapshot(), False
         self._clock = Clock()
@@ -84,16 +87,12 @@ class Run:
 
     @property
     def recovery(self) -> str:
-        """Folder of what components need to go on after the loss of a process; removed by `close`."""
+        """Folder of what replaced components recover their state from; removed by `close`."""
         return str((self.folder / "recovery").resolve())
 
     @property
     def model(self) -> str:
         return str(self.folder / "model")
-
-    @property
-    def _done(self) -> Path:
-        return self.folder / FINISHED
 
     def steps(self, end: int) -> Iterator[int]:
         """The steps that are still to be made up to `end`, numbered by the version that each trains. The time of the
@@ -109,61 +108,43 @@ class Run:
         `wall/accounted` is the share of the time since the last row that the phases add up to.
         """
         with phase("log"):
-            return self._log(step, snapshot, **values)
-
-    def _log(self, step: int, snapshot: Snapshot, **values: float) -> dict[str, float]:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        row = {"step": float(step), "seconds": now - self._started, **snapshot.values(), **values}
-        row["seconds/step"] = seconds
-        if spent := self._clock.take():
-            row |= {f"wall/{name}": taken for name, taken in spent.items()}
-            row["wall/accounted"] = sum(spent.values()) / seconds
-        row["generation/tokens_per_second"] = row.get("generation/tokens", 0.0) / seconds
-        if row.get("seconds/train"):
-            row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
-        self._all.spans.extend(snapshot.spans)
-        self.history.append(row)
-        self._metrics.write(json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n")
-        self._metrics.flush()
-        if self._board is not None:
-            for name, value in row.items():
-                self._board.add_scalar(name, value, step)
-        self._progress.update(step, row)
-        return row
+            now = time.perf_counter()
+            seconds, self._last = now - self._last, now
+            row = {"step": float(step), "seconds": now - self._started, **snapshot.values(), **values}
+            row["seconds/step"] = seconds
+            if spent := self._clock.take():
+                row |= {f"wall/{name}": taken for name, taken in spent.items()}
+                row["wall/accounted"] = sum(spent.values()) / seconds
+            row["generation/tokens_per_second"] = row.get("generation/tokens", 0.0) / seconds
+            if row.get("seconds/train"):
+                row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
+            self._all.spans.extend(snapshot.spans)
+            self.history.append(row)
+            self._metrics.write(json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n")
+            self._metrics.flush()
+            if self._tensorboard is not None:
+                for name, value in row.items():
+                    self._tensorboard.add_scalar(name, value, step)
+            self._progress.update(step, row)
+            return row
 
     def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep these groups as they were, with the step that trains on them: one line each, the first response in
-        full and the rewards of all."""
+        """Write one line for each group of this step: the first response, and the rewards of all."""
         with phase("log"):
-            self._log_rollouts(step, groups)
-
-    def _log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        for group in groups:
-            line = {
-                "step": step,
-                "index": group.index,
-                "version": group.version,
-                "prompt": group.prompt,
-                "response": group.episodes[0].text,
-                "target": group.target,
-                "rewards": group.rewards,
-            }
-            self._rollouts.write(json.dumps(line) + "\n")
-        self._rollouts.flush()
+            for group in groups:
+                fields = {name: getattr(group, name) for name in ("index", "version", "prompt")}
+                line = {"step": step, **fields, "response": group.episodes[0].text, "target": group.target}
+                self._rollouts.write(json.dumps({**line, "rewards": group.rewards}) + "\n")
+            self._rollouts.flush()
 
     def sync(self) -> None:
-        """Have on the disk what was logged so far: a checkpoint's steps must not be missing here after a power cut."""
+        """Flush what was logged to the disk: a checkpoint's steps must not be missing here after a power cut."""
         for file in (self._metrics, self._rollouts):
             os.fsync(file.fileno())
 
     def finish(self) -> None:
         """The run came to its end: `close` marks it as finished."""
         self._finished = True
-
-    def say(self, text: str) -> None:
-        """Print a line without tearing the progress bar."""
-        self._progress.say(text)
 
     def close(self) -> None:
         """Write the report and the trace from whatever was logged, also after an interruption."""
@@ -172,30 +153,30 @@ class Run:
         evaluated = [row for row in self.history if "eval/accuracy" in row]
         if evaluated:
             first, last = evaluated[0], evaluated[-1]
-            print(
+            log.info(
                 f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
                 f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
             )
         self._metrics.close()
         self._rollouts.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         name = f"trace_{self.start:06d}.json" if self.resume else "trace.json"
         try:
             write_trace(self.folder / name, self._all.spans)
             if self.history:
                 write_report(self.folder, self.history)
         except OSError as error:  # a full disk; what the run ended with is more important
-            print(f"trace and report of {self.folder} could not be written: {error}", flush=True)
+            log.warning("trace and report of %s could not be written: %s", self.folder, error)
         if self._finished:
-            write_atomic(self._done, "", durable=True)
+            write_atomic(self.folder / FINISHED, "", durable=True)
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
     """FileExistsError if a run may not begin in this folder, because there is one."""
     if (folder / MARK).exists() and not overwrite:
         raise FileExistsError(
-            f"{folder} holds an earlier run: go on with it by --resume {folder}, choose another run.name, or set "
+            f"{folder} holds an earlier run: resume it with --resume {folder}, choose another run.name, or set "
             "run.overwrite to true"
         )
 
@@ -214,7 +195,7 @@ def clear(folder: Path) -> None:
 
 
 def cut(path: Path, last: int) -> list[dict[str, Any]]:
-    """Take all lines of later steps than `last` off a file of JSON lines; returns the others.
+    """Remove the lines of steps after `last` from a file of JSON lines; returns the others.
 
     Raises:
         ValueError: a line is damaged which is not the end of a write that was cut short.
@@ -226,16 +207,10 @@ def cut(path: Path, last: int) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is damaged: it cannot be gone on from") from None
+                raise ValueError(f"{path}, line {number} is damaged: the run cannot be resumed") from None
             break
         if row["step"] > last:
             break
         kept.append(row)
     write_atomic(path, "".join(f"{line}\n" for line in lines[: len(kept)]), durable=True)
     return kept
-
-
-def _summary_writer(folder: Path, first: int):
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=first if first > 1 else None)

@@ -13,6 +13,7 @@ from ..controller import drain_metrics
 from ..controller.handle import Handle
 from ..envs.group import GroupEnv, SingleTurnEnv
 from ..observability import Run
+from ..observability.console import log
 from ..store import VersionStore
 from .checkpoint import RunState
 
@@ -155,7 +156,7 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
         from ..serve import Server  # its import was checked with the configuration
 
         server = Server(policy, AutoTokenizer.from_pretrained(job.model), cfg.run.name)
-        job.record.say(f"{cfg.run.name} is served at {await server.beside(at)}")
+        log.info("%s is served at %s", cfg.run.name, await server.beside(at))
     return policy
 
 

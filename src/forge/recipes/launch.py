@@ -14,6 +14,7 @@ from ..controller import ForgeError, run
 from ..data.config import RowsConfig
 from ..models import build_small_model, resolve_model
 from ..observability import Run
+from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
 from ..observability.run import check_free
 from ..store import VersionStore, use
@@ -56,13 +57,14 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         BadInput: the model, the data or the folder do not allow the run; nothing was started.
         ForgeError, CheckpointFailed, OSError: what the run ended with. Whatever else the recipe raises.
     """
+    configure_logging()
     folder = Path(cfg.run.root) / cfg.run.name
     with ExitStack() as closing:
         try:
             closing.callback(RunLock(folder).close)
             start = find_start(cfg, resume)
             if start.finished:
-                print(f"{folder} is finished: it ended after step {start.step}")
+                log.info("%s is finished: it ended after step %d", folder, start.step)
                 return folder
             model, held_out, record = prepare(cfg, start)
         except (ValueError, OSError, ImportError) as error:
@@ -111,7 +113,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     if start.checkpoint is None:
         write_origin(folder, [model, *others], local(cfg.files))
     else:
-        record.say(f"resuming from {start.checkpoint}")
+        log.info("resuming from %s", start.checkpoint)
     return model, held_out, record
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from ..config import Arguments, ConfigError, flat, read, to_dict
 from ..files import write_atomic
+from ..observability.console import log
 from ..observability.run import FINISHED, MARK
 
 T = TypeVar("T")
@@ -107,7 +108,7 @@ def find_start(cfg: Any, resume: str | None) -> Start:
                 f"{folder} holds an earlier run without a checkpoint to go on from: choose another run.name, or set "
                 "run.overwrite to true"
             )
-        print(f"{folder} has no checkpoint yet: starting again", flush=True)
+        log.info("%s has no checkpoint yet: starting again", folder)
         return Start(anew=True)
     if not cfg.checkpoint.every:
         raise ConfigError(f"--resume {folder} needs checkpoint.every: what is trained now could not be gone on from")

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..config import ConfigError, Section
 from ..data.config import PreferencesConfig, RowsConfig
-from ..data.rewards.load import load_reward
+from ..data.rewards import load_reward
 from ..engines.settings import EngineSettings
 from ..plugin import load_plugin
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings

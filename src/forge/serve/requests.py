@@ -1,12 +1,12 @@
-"""What an OpenAI client may ask for, checked: a setting that this server would have to ignore is an error."""
+"""Requests of OpenAI clients, checked: a setting that this server would ignore is an error."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
+from ..plugin import nearest
 from ..types import TOP_LOGPROBS, Sampling
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": (), "seed": None}
@@ -41,7 +41,7 @@ CHAT = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwar
 
 
 class BadRequest(ValueError):
-    """What the client asked for cannot be done; `param` is the field to blame."""
+    """An invalid request; `param` is the field at fault."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -107,8 +107,7 @@ def _check_fields(body: dict[str, Any], known: set[str]) -> None:
         if name in ABSENT and value not in ABSENT[name]:
             raise BadRequest(f"{name} = {value!r} is not supported", name)
         if name not in known | HARMLESS | ABSENT.keys():
-            near = difflib.get_close_matches(name, known, n=1)
-            raise BadRequest(f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), name)
+            raise BadRequest(f"unknown field {name!r}{nearest(name, sorted(known))}", name)
         if value is not None and name in NUMBERS and (isinstance(value, bool) or not isinstance(value, NUMBERS[name])):
             raise BadRequest(f"{name} must be a number{' without a fraction' * (NUMBERS[name] is int)}", name)
 
@@ -137,7 +136,7 @@ def _sampling(body: dict[str, Any], chat: bool, top: int) -> Sampling:
 
 
 def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
-    """How many likeliest tokens are told of beside each that is sampled; None without any log-probabilities."""
+    """Number of top logprobs to return per token; None: no log-probabilities at all."""
     name = "top_logprobs" if chat else "logprobs"
     top = body.get(name)
     wanted = _flag(body, "logprobs") if chat else top is not None and top is not False
@@ -184,7 +183,7 @@ def _messages(body: dict[str, Any], tokenizer: Any) -> list[int]:
             plain, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
         )
     except Exception as error:  # templates are programs of the model's own, and raise what they like
-        raise BadRequest(f"the chat template refuses these messages: {error}", "messages") from None
+        raise BadRequest(f"the chat template cannot render these messages: {error}", "messages") from None
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is answered, in OpenAI's words; with token ids, versions and weights in fields of their own."""
+"""Answers in OpenAI's format; with token ids, versions and weights in fields of their own."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _beside = set[asyncio.Task[None]]()  # the event loop itself only knows its task
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take an address to listen at; port 0 takes one that is free. OSError, with the address: it cannot be had."""
+    """Take an address to listen at; port 0 takes one that is free. OSError: it is not available; names it."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
@@ -59,13 +59,13 @@ class Server:
         self.policy, self.tokenizer, self.model = policy, tokenizer, model
         self.spelled = cache(partial(spelled, tokenizer))  # at most one entry for each token of the vocabulary
         self.thread = ThreadPoolExecutor(1, "forge-serve")
-        self.app = web.Application(client_max_size=LARGEST, middlewares=[_told])
+        self.app = web.Application(client_max_size=LARGEST, middlewares=[_errors_as_json])
         self.app.add_routes(
             [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", self._answer),
+                web.post("/v1/completions", self._answer),
                 web.get("/v1/models", self._models),
-                web.get("/v1/models/{name:.+}", self._one_model),
+                web.get("/v1/models/{name:.+}", self._models),
                 web.get("/health", self._health),
             ]
         )
@@ -99,27 +99,18 @@ class Server:
             task.result()  # raises why it does not listen
         return listening.result()
 
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._described()]})
-
-    async def _one_model(self, request: web.Request) -> web.Response:
-        if request.match_info["name"] != self.model:
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "torchforge"}
+        name = request.match_info.get("name")
+        if name not in (None, self.model):
             raise BadRequest(f"there is {self.model!r} alone", "model", 404)
-        return web.json_response(self._described())
-
-    def _described(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": 0, "owned_by": "torchforge"}
+        return web.json_response({"object": "list", "data": [model]} if name is None else model)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "engines": await self.policy.stats.options(timeout=HEALTH).fanout()})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=True)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=False)
-
-    async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        chat = request.path == "/v1/chat/completions"
         try:
             body = await request.json()
         except (ValueError, RecursionError, LookupError) as error:  # LookupError: an unknown charset
@@ -140,7 +131,7 @@ class Server:
         if not job.stop:
             ask = self.policy.generate.route(job.prompts[at], priority=job.priority, **_fields(job))
             return [answer.choice(first + i, c.text, c, c.finish) for i, c in enumerate(await ask)]
-        return await _anew(lambda: self._collected(job, answer, at))
+        return await _retried(lambda: self._collected(job, answer, at))
 
     async def _collected(self, job: Job, answer: Answer, at: int) -> list[dict[str, Any]]:
         """The choices of prompt number `at`, each cancelled where it says a stop string."""
@@ -176,7 +167,8 @@ class Server:
         try:
             async with asyncio.TaskGroup() as tasks:
                 waiting = [
-                    tasks.create_task(_anew(partial(samples, at), lambda: not begun)) for at in range(len(job.prompts))
+                    tasks.create_task(_retried(partial(samples, at), lambda: not begun))
+                    for at in range(len(job.prompts))
                 ]
             if job.usage:
                 await send(json.dumps(answer.last(sum(task.result() for task in waiting))))
@@ -214,13 +206,13 @@ class Server:
                 await self.policy.close_stream.route(stream)
 
 
-async def _anew(work: Callable[[], Awaitable[T]], may: Callable[[], bool] = lambda: True) -> T:
-    """Do it, and begin anew if a generator is lost meanwhile, as far as that may be."""
+async def _retried(work: Callable[[], Awaitable[T]], allowed: Callable[[], bool] = lambda: True) -> T:
+    """Retry if the generator dies, unless output has already been streamed."""
     for _ in range(ATTEMPTS - 1):
         try:
             return await work()
         except StreamLost:
-            if not may():
+            if not allowed():
                 raise
     return await work()
 
@@ -253,7 +245,7 @@ def _explained(error: BaseException, request: web.Request) -> tuple[int, dict[st
     """The status for what went wrong, and how clients read it; 500 is a fault of this program."""
     if isinstance(error, BadRequest):
         return error.status, failure(str(error), "invalid_request_error", error.param)
-    if isinstance(error, ValueError):  # the engine refuses the prompt or the sampling
+    if isinstance(error, ValueError):  # the engine rejects the prompt or the sampling
         return 400, failure(str(error), "invalid_request_error")
     if isinstance(error, CallTimeout):
         return 504, failure(str(error), "timeout")
@@ -268,8 +260,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
-async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Say what went wrong in the form that clients read."""
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in the form that OpenAI clients read."""
     try:
         return await handler(request)
     except web.HTTPException as error:

@@ -1,4 +1,4 @@
-"""Verifiers: they score responses, each on its own scale. What cannot be scored is NaN with a reason, never 0."""
+"""Verifiers: they score responses, each on its own scale. An unscored response is NaN with a reason, never 0."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
-from .math import MathVerifier
 from .panel import Panel
-from .rules import AnswerFrequency, Rule
+from .rules import AnswerFrequency, MathVerifier, Rule
 from .verifier import Scores, Unscored, Verifier
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ __all__ = [
     "Verifier",
 ]
 
-# Imported on first use: torch takes seconds, aiohttp is an extra.
+# Imported on first use: torch takes seconds, judges need an extra.
 _LATER = {"LMJudge": "judge", "ProcessRewardModel": "process", "RewardModel": "reward_model"}
 
 

@@ -20,7 +20,7 @@ from .verifier import Unscored, Verifier
 
 log = logging.getLogger(__name__)
 
-READING = 600.0  # seconds for a verifier to tell its fingerprint: a model reads all its weights
+READING = 600.0  # seconds to read a fingerprint: that of a model reads all its weights
 WAIT = 10.0  # seconds for another process to finish writing
 AT_A_TIME = 500  # keys in one question; sqlite allows about a thousand
 
@@ -31,10 +31,9 @@ def key_of(fingerprint: str, prompt: str, responses: Sequence[str], target: str 
 
 
 class Fingerprint:
-    """What a verifier tells as its `fingerprint`, read in a thread; calls at the same time share one reading, and none
-    of them ends it.
+    """A verifier's `fingerprint`, read in a thread; concurrent calls share one reading, which outlives each of them.
 
-    Where it cannot be read that is logged, and from then on it is None, as of a verifier that has none.
+    If it cannot be read, that is logged and it is None from then on, as of a verifier that has none.
     """
 
     def __init__(self, verifier: Verifier) -> None:
@@ -43,7 +42,7 @@ class Fingerprint:
         self._since = 0.0
 
     async def __call__(self) -> str | None:
-        """None: there is none. Takes READING seconds at most."""
+        """None: the verifier has none. Takes READING seconds at most."""
         if self._lost:
             return None
         reading = self._reading
@@ -59,20 +58,21 @@ class Fingerprint:
 
     async def _read(self) -> str | None:
         name = self._verifier.names[0]
+
+        def read() -> str | None:
+            try:
+                return self._verifier.fingerprint  # type: ignore[attr-defined]
+            except AttributeError:
+                if inspect.getattr_static(self._verifier, "fingerprint", None) is not None:
+                    raise  # it has one, and that fails
+                return None
+
         try:
-            return await in_own_thread(self._told, limit=READING, what=f"the fingerprint of {name}")
+            return await in_own_thread(read, limit=READING, what=f"the fingerprint of {name}")
         except Exception as error:
             self._lost = True
             reason = str(error) if isinstance(error, Unscored) else f"{type(error).__name__}: {error}"
             log.warning("the scores of %s are not cached, for its fingerprint cannot be read: %s", name, reason)
-            return None
-
-    def _told(self) -> str | None:
-        try:
-            return self._verifier.fingerprint  # type: ignore[attr-defined]
-        except AttributeError:
-            if inspect.getattr_static(self._verifier, "fingerprint", None) is not None:
-                raise  # it has one, and fails by itself
             return None
 
 
@@ -82,11 +82,11 @@ class Cache:
     A panel only puts scores in, never the lack of one.
 
     Args:
-        path: an sqlite file, made where there is none, in a folder that exists. It only grows: delete it to start anew.
+        path: an sqlite file, made where there is none, in an existing folder. It only grows: delete it to start again.
         most: entries kept in memory; those go that were not used for longest.
 
     Raises:
-        ValueError: `most` below 1, no such folder, or the file is no cache.
+        ValueError: `most` below 1, no such folder, or the file is not a cache.
     """
 
     def __init__(self, path: str | Path | None = None, *, most: int = 100_000) -> None:

@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from string import Formatter
-from time import time
 from typing import Any
 
-from .settings import JudgeSettings
+from .spec import JudgeSettings
 from .threads import within
 from .verifier import Scores, Unscored, collect
 
 try:
-    import aiohttp
+    from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 except ImportError as error:
-    raise ImportError("LM judges need aiohttp: pip install 'torchforge[serve]'") from error
+    raise ImportError("LM judges need the openai package: pip install 'torchforge[judge]'") from error
 
-AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 20.0  # seconds
 MILLION = 1_000_000
-
-
-class _Retry(Exception):
-    """A failure that may pass. after: seconds that the endpoint asks to wait."""
-
-    def __init__(self, message: str, after: float | None = None) -> None:
-        super().__init__(message)
-        self.after = after
 
 
 @dataclass
 class Cost:
-    """What a judge has used. `money` is in the currency of the prices; `untold` answers did not say what they used."""
+    """What a judge has used. `money` is in the currency of the prices; `untold` counts answers without usage."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -51,19 +37,19 @@ class Cost:
 class LMJudge:
     """The share of yes among k votes, or P(yes) / (P(yes) + P(no)) of the one token that it would answer; in [0, 1].
 
-    Failures that may pass (no connection, no answer in time, 429, 5xx, an answer that is no JSON) are tried again with
-    growing pauses, or after what `Retry-After` says. What stays a failure is no score, and neither is a verdict that
-    cannot be read: votes count where they can, and more than half of them must.
+    The `openai` client retries what may pass (no connection, no answer in time, 408, 409, 429, 5xx) after growing
+    pauses or `Retry-After`; an answer that is not one of this API is retried at once. A failure that stays is no score,
+    and neither is a verdict that cannot be read: votes count where they can, and more than half of them must.
 
     Responses are judged in the order they come, at most `concurrency` at a time. Waiting for a turn costs nothing of
     `time_limit`, nor of the timeout of a `Panel` as long as the endpoint answers some requests in it.
 
     Args:
-        url, model, name, settings: fields of `forge.verifiers.settings.JudgeSettings`.
+        url, model, name, settings: fields of `forge.verifiers.spec.JudgeSettings`.
         api_key: sent as a bearer token.
 
     Raises:
-        ValueError: an invalid setting; says which. ImportError: aiohttp is not installed.
+        ValueError: an invalid setting; says which. ImportError: openai is not installed.
     """
 
     def __init__(
@@ -75,7 +61,7 @@ class LMJudge:
         self.names: tuple[str, ...] = (name or model,)
         self.cost = Cost()
         self.progress = 0  # requests that were answered: a dead endpoint makes none, and a panel then waits no longer
-        self._url = f"{url.rstrip('/')}/{'chat/completions' if chat else 'completions'}"
+        self._base, self._path = url.rstrip("/"), "/chat/completions" if chat else "/completions"
         self._fixed: dict[str, Any] = {"model": model, "temperature": how.temperature}
         if how.scoring == "votes":
             self._fixed["max_tokens"] = how.max_tokens
@@ -87,24 +73,23 @@ class LMJudge:
         self._by_votes, self._votes, self._yes, self._no = how.scoring == "votes", how.votes, yes.lower(), no.lower()
         self._verdict = re.compile(rf"(?<!\w)({re.escape(yes)}|{re.escape(no)})(?!\w)", re.IGNORECASE)
         self._concurrency, self._retries, self._time_limit = how.concurrency, how.retries, how.time_limit
-        self._timeout = aiohttp.ClientTimeout(total=how.request_timeout)
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout, self._api_key = how.request_timeout, api_key or "none"  # never that of the environment by chance
         self._prices, self._budget = how.prices, how.budget
-        self._at: tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession, asyncio.Semaphore] | None = None
+        self._at: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
 
     @property
     def fingerprint(self) -> str:
-        """Of the question and how it is asked; it cannot tell that the endpoint changes what it calls by a name."""
-        asked = (self._url, self._fixed, self._system, self._template, self._votes, self._yes, self._no)
+        """Of the question and how it is asked; not of the model that the endpoint serves under its name."""
+        asked = (self._base + self._path, self._fixed, self._system, self._template, self._votes, self._yes, self._no)
         return f"judge {asked!r}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
-        session, turns = self._connected()
+        client, turns = self._connected()
 
         async def in_turn(response: str) -> float:
             async with turns:
-                judged = self._judge(session, prompt, response, target)
+                judged = self._judge(client, prompt, response, target)
                 return await within(self._time_limit, judged, f"the judge {self.names[0]}")
 
         return await collect([in_turn(response) for response in responses], 1)
@@ -115,19 +100,19 @@ class LMJudge:
             await self._at[1].close()
             self._at = None
 
-    async def _judge(self, session: aiohttp.ClientSession, prompt: str, response: str, target: str | None) -> float:
+    async def _judge(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
         if "target" in self._fields and target is None:
             raise Unscored("the template asks for a target, and there is none")
         text = self._template.format(prompt=prompt, response=response, target=target)
         system = [{"role": "system", "content": self._system}] if self._system is not None else []
         question = {"messages": [*system, {"role": "user", "content": text}]} if self._chat else {"prompt": text}
         if not self._by_votes:
-            return self._likelihood((await self._ask(session, {**self._fixed, **question}))[0])
+            return self._likelihood((await self._ask(client, {**self._fixed, **question}))[0])
         verdicts: list[bool | None] = []
         while (left := self._votes - len(verdicts)) > 0:
-            # Not every endpoint heeds n: what is lacking is asked for again.
+            # Not every endpoint supports n: what is missing is asked for again.
             several = {"n": left} if left > 1 else {}
-            choices = await self._ask(session, {**self._fixed, **question, **several})
+            choices = await self._ask(client, {**self._fixed, **question, **several})
             verdicts += [self._read(choice) for choice in choices[:left]]
         found = [verdict for verdict in verdicts if verdict is not None]
         if 2 * len(found) <= len(verdicts):
@@ -151,98 +136,74 @@ class LMJudge:
             else:
                 likely = list(choice["logprobs"]["top_logprobs"][0].items())
         except (KeyError, IndexError, TypeError):
-            raise Unscored("the endpoint tells no log-probabilities: take scoring votes") from None
+            raise Unscored("the endpoint gives no log-probabilities: set scoring to votes") from None
         yes, no = (
             sum(math.exp(logprob) for token, logprob in likely if token.strip().lower() == word)
             for word in (self._yes, self._no)
         )
         if not yes + no:
-            raise Unscored(f"neither {self._yes} nor {self._no} is among the likeliest tokens {[t for t, _ in likely]}")
+            raise Unscored(f"neither {self._yes} nor {self._no} is among the top tokens {[t for t, _ in likely]}")
         return yes / (yes + no)
 
-    async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The choices of an answer. Unscored: it stays a failure."""
-        attempt = 0
-        while True:
+    async def _ask(self, client: AsyncOpenAI, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of an answer. Unscored: all tries failed, or the budget is spent."""
+        url = self._base + self._path
+        for _ in range(self._retries + 1):
+            if self._budget is not None and self.cost.money >= self._budget:
+                raise Unscored(f"the budget of {self._budget:g} is spent")
+            if self._budget is not None and self.cost.untold:
+                raise Unscored("the endpoint does not say what it uses: a budget cannot be kept")
             try:
-                self._check_budget()
-                return await self._request(session, body)
-            except _Retry as failure:
-                if attempt == self._retries:
-                    raise Unscored(f"{failure}, tried {attempt + 1} times") from None
-                attempt += 1
-                pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.5, 1.0)
-                if failure.after is not None:
-                    pause = failure.after
-                if pause > self._time_limit:
-                    raise Unscored(f"{failure}, and asks to wait {pause:g} s") from None
-            await asyncio.sleep(pause)
+                # As plain JSON: endpoints differ from the client's types, and those are not checked.
+                found: Any = await client.post(self._path, cast_to=object, body=body)
+            except ValueError as error:
+                found = str(error)  # not JSON
+            except APITimeoutError as error:
+                raise Unscored(f"{url} gave no answer within {self._timeout:g} s{_tried(error)}") from None
+            except APIConnectionError as error:
+                cause = error.__cause__ or error
+                raise Unscored(f"{url} could not be asked ({type(cause).__name__}: {cause}){_tried(error)}") from None
+            except APIStatusError as error:
+                text = error.response.text[:200]
+                raise Unscored(f"{url} answered {error.status_code}: {text!r}{_tried(error)}") from None
+            try:
+                texts = [
+                    choice["message"].get("content") if self._chat else choice["text"] for choice in found["choices"]
+                ]
+                if not texts or not all(isinstance(text, str | None) for text in texts):
+                    raise TypeError("the answer is no text")
+            except (ValueError, LookupError, TypeError, AttributeError):
+                continue
+            self.progress += 1
+            try:
+                asked, answered = (int(found["usage"][f"{kind}_tokens"]) for kind in ("prompt", "completion"))
+                self.cost.prompt_tokens += asked
+                self.cost.completion_tokens += answered
+                self.cost.money += (asked * self._prices[0] + answered * self._prices[1]) / MILLION
+            except (KeyError, TypeError, ValueError):
+                self.cost.untold += 1
+            return found["choices"]
+        raise Unscored(f"{url} gave what is no answer: {str(found)[:120]!r}, tried {self._retries + 1} times")
 
-    def _check_budget(self) -> None:
-        if self._budget is not None and self.cost.money >= self._budget:
-            raise Unscored(f"the budget of {self._budget:g} is spent")
-        if self._budget is not None and self.cost.untold:
-            raise Unscored("the endpoint does not say what it uses: a budget cannot be kept")
-
-    async def _request(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> list[dict[str, Any]]:
-        self.cost.requests += 1
-        try:
-            async with session.post(self._url, json=body, headers=self._headers) as answer:
-                text = await answer.text(errors="replace")
-                status, after = answer.status, _seconds(answer.headers.get("Retry-After"))
-        except TimeoutError:
-            raise _Retry(f"{self._url} gave no answer within {self._timeout.total:g} s") from None
-        except aiohttp.ClientError as error:
-            raise _Retry(f"{self._url} could not be asked ({type(error).__name__}: {error})") from None
-        if status in AGAIN:
-            raise _Retry(f"{self._url} answered {status}: {text[:120]!r}", after)
-        if status != 200:
-            raise Unscored(f"{self._url} answered {status}: {text[:200]!r}")
-        try:
-            found = _parsed(text, self._chat)
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise _Retry(f"{self._url} gave what is no answer: {text[:120]!r}") from None
-        self.progress += 1
-        self._count(found.get("usage"))
-        return found["choices"]
-
-    def _count(self, usage: Any) -> None:
-        try:
-            asked, answered = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
-        except (KeyError, TypeError, ValueError):
-            self.cost.untold += 1
-            return
-        self.cost.prompt_tokens += asked
-        self.cost.completion_tokens += answered
-        self.cost.money += (asked * self._prices[0] + answered * self._prices[1]) / MILLION
-
-    def _connected(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
+    def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
         """Of the loop that runs: neither serves another."""
+
+        async def count(request: Any) -> None:
+            self.cost.requests += 1
+
         loop = asyncio.get_running_loop()
-        if self._at is None or self._at[0] is not loop or self._at[1].closed:
-            self._at = (loop, aiohttp.ClientSession(timeout=self._timeout), asyncio.Semaphore(self._concurrency))
+        if self._at is None or self._at[0] is not loop or self._at[1].is_closed():
+            client = AsyncOpenAI(
+                api_key=self._api_key,
+                base_url=self._base,
+                max_retries=self._retries,
+                timeout=self._timeout,
+                http_client=DefaultAsyncHttpxClient(event_hooks={"request": [count]}),
+            )
+            self._at = (loop, client, asyncio.Semaphore(self._concurrency))
         return self._at[1:]
 
 
-def _parsed(text: str, chat: bool) -> dict[str, Any]:
-    """ValueError, LookupError, TypeError, AttributeError: no answer of this interface."""
-    found = json.loads(text)
-    for choice in found["choices"]:
-        said = choice["message"].get("content") if chat else choice["text"]
-        if not isinstance(said, str | None):
-            raise TypeError("the answer is no text")
-    if not found["choices"]:
-        raise ValueError("no choice")
-    return found
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Of a Retry-After header: seconds, or a date."""
-    if retry_after is None:
-        return None
-    if re.fullmatch(r"\d+(\.\d+)?", retry_after.strip()):
-        return float(retry_after)
-    try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time())
-    except ValueError:
-        return None
+def _tried(error: APIConnectionError | APIStatusError) -> str:
+    tries = int(error.request.headers.get("x-stainless-retry-count", 0)) + 1
+    return f", tried {tries} times" if tries > 1 else ""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .settings import ModelSettings
+from ..data.prompts import PromptFormat
+from .spec import ModelSettings
 from .verifier import Unscored
 
 NO_LIMIT = 1 << 20  # tokenizers without a limit say a number beyond all use
@@ -95,11 +96,17 @@ class BatchedModel:
                 yield index, Unscored(f"it has {len(row.ids)} tokens, and the model reads {self.max_tokens}")
             else:
                 fit[index] = row
-        for batch in self._batches(fit):
+        # Batches of rows of about one length, of at most `batch_tokens` with their padding.
+        batches: list[list[int]] = []
+        for index in sorted(fit, key=lambda index: len(fit[index].ids)):
+            if not batches or (len(batches[-1]) + 1) * len(fit[index].ids) > self.batch_tokens:
+                batches.append([])
+            batches[-1].append(index)
+        for batch in batches:
             if indices := [index for index in batch if wanted(index)]:
-                yield from zip(indices, self._said(indices, fit, read), strict=True)
+                yield from zip(indices, self._read(indices, fit, read), strict=True)
 
-    def _said(
+    def _read(
         self, indices: list[int], rows: Mapping[int, Row], read: Callable[[Padded], Sequence[Any]]
     ) -> Sequence[Any]:
         try:
@@ -109,18 +116,7 @@ class BatchedModel:
                 return [error]
         # In halves: it may be too much at once, or the fault of one row.
         half = len(indices) // 2
-        return [*self._said(indices[:half], rows, read), *self._said(indices[half:], rows, read)]
-
-    def _batches(self, rows: Mapping[int, Row]) -> Iterator[list[int]]:
-        """Rows of about one length, of at most `batch_tokens` with their padding."""
-        batch: list[int] = []
-        for index in sorted(rows, key=lambda index: len(rows[index].ids)):
-            if batch and (len(batch) + 1) * len(rows[index].ids) > self.batch_tokens:
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
+        return [*self._read(indices[:half], rows, read), *self._read(indices[half:], rows, read)]
 
     def pad(self, indices: list[int], rows: Sequence[Row] | Mapping[int, Row]) -> Padded:
         """These rows as one batch."""
@@ -140,11 +136,33 @@ class BatchedModel:
 
 
 def row_or_error(make: Callable[[str, str], Row], prompt: str, response: str) -> Row | Exception:
-    """What it makes of the texts, or what it raises."""
+    """The row of the texts, or the exception that making it raises."""
     try:
         return make(prompt, response)
     except Exception as error:
         return error
+
+
+def prompt_format(tokenizer: Any, settings: ModelSettings) -> PromptFormat:
+    """Renders prompts as data sets do.
+
+    Raises:
+        ValueError: invalid settings, or a template with more than {question}.
+    """
+    names = ("prompt_template", "chat_template", "system_prompt", "chat_options")
+    found = PromptFormat(tokenizer, **{name: settings[name] for name in names})
+    found.fields(["question"])
+    return found
+
+
+def whole(how: PromptFormat, prompt: str, response: str) -> str:
+    """Prompt and response; with a chat template the whole conversation. ValueError: the template cannot render it."""
+    text = how.render({"question": prompt})[0]
+    if how.chat is None:
+        return text + response
+    system = [{"role": "system", "content": how.system_prompt}] if how.system_prompt else []
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": response}]
+    return how.chat.render([*system, *turns])
 
 
 def _positions(model: PreTrainedModel) -> int | None:
@@ -158,12 +176,12 @@ def _positions(model: PreTrainedModel) -> int | None:
 
 
 def class_of(model: Any, label: str | int | None) -> int:
-    """The number of the class. ValueError: the model has no such class, or it must be said which."""
+    """The number of the class. ValueError: the model has no such class, or several and `label` is not set."""
     names = {int(number): name for number, name in model.config.id2label.items()}
     known = ", ".join(f"{name!r}" for name in names.values())
     if label is None:
         if len(names) > 1:
-            raise ValueError(f"the model tells {len(names)} classes apart: set label to one of {known}")
+            raise ValueError(f"the model has {len(names)} classes: set label to one of {known}")
         return 0
     for number, name in names.items():
         if label in (name, number):

@@ -14,7 +14,7 @@ import numpy as np
 
 from .cache import Cache, Fingerprint, key_of
 from .threads import within
-from .verifier import Scores, Unscored, Verifier
+from .verifier import Scores, Unscored, Verifier, close_all
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +100,7 @@ class Panel:
 
     async def close(self) -> None:
         """Close all verifiers that can be; each once, also if another's closing raises."""
-        closing = [verifier.close() for verifier in self.verifiers if hasattr(verifier, "close")]
-        for outcome in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await close_all(self.verifiers)
 
     async def _ask(
         self,
@@ -117,9 +114,9 @@ class Panel:
         if not responses:
             return Scores(np.empty((0, len(verifier.names))))
         start = time.perf_counter()
-        told = None if self.cache is None else await fingerprint()
+        identity = None if self.cache is None else await fingerprint()
         try:
-            asked = self._cached(verifier, tally, told, prompt, responses, target)
+            asked = self._cached(verifier, tally, identity, prompt, responses, target)
             found = await within(self.timeout, asked, "the verifier", lambda: getattr(verifier, "progress", None))
         except Exception as error:
             reason = str(error) if isinstance(error, Unscored) else f"{type(error).__name__}: {error}"
@@ -143,12 +140,16 @@ class Panel:
         width = len(verifier.names)
         if self.cache is None or fingerprint is None:
             return _checked(await verifier.score(prompt, responses, target), len(responses), verifier)
-        # What is known or not as one: a response, or all of them, of each of which it is then told by its place.
+        # A unit is what the cache holds as one entry: a response, or of a grouped verifier all of them together.
         grouped = getattr(verifier, "grouped", False)
         units = [tuple(responses)] if grouped else [(response,) for response in dict.fromkeys(responses)]
         places = [(units[0], i) for i in range(len(responses))] if grouped else [((one,), 0) for one in responses]
         keys = {unit: key_of(f"{fingerprint} {verifier.names}", prompt, unit, target) for unit in units}
-        known = await self._known(self.cache, list(keys.values()))
+        known: dict[str, tuple[float, ...]] = {}
+        try:
+            known = await self.cache.get(list(keys.values()))
+        except sqlite3.Error as error:
+            log.warning("the cache %s cannot be read, everything is scored again: %s", self.cache.path, error)
         parts = {unit: Scores(np.reshape(known[key], (-1, width))) for unit, key in keys.items() if key in known}
         tally.cached += width * sum(unit in parts for unit, _ in places)
         new = [unit for unit in units if unit not in parts]
@@ -160,27 +161,15 @@ class Panel:
                 reasons = {(i - start, j): reason for (i, j), reason in fresh.reasons.items() if i in inside}
                 parts[unit] = Scores(fresh.values[start : start + len(unit)], reasons)
                 start += len(unit)
-            await self._keep(
-                self.cache,
-                {keys[unit]: tuple(parts[unit].values.ravel().tolist()) for unit in new if not parts[unit].reasons},
-            )
+            complete = [unit for unit in new if not parts[unit].reasons]
+            try:
+                await self.cache.put({keys[unit]: tuple(parts[unit].values.ravel().tolist()) for unit in complete})
+            except sqlite3.Error as error:
+                log.warning("the cache %s cannot be written, it keeps no scores: %s", self.cache.path, error)
         values = np.stack([parts[unit].values[place] for unit, place in places])
         columns = [(i, j, *where) for i, where in enumerate(places) for j in range(width)]
         reasons = {(i, j): why for i, j, unit, k in columns if (why := parts[unit].reasons.get((k, j))) is not None}
         return Scores(values, reasons)
-
-    async def _known(self, cache: Cache, keys: list[str]) -> dict[str, tuple[float, ...]]:
-        try:
-            return await cache.get(keys)
-        except sqlite3.Error as error:
-            log.warning("the cache %s cannot be read, all is scored anew: %s", cache.path, error)
-            return {}
-
-    async def _keep(self, cache: Cache, values: dict[str, tuple[float, ...]]) -> None:
-        try:
-            await cache.put(values)
-        except sqlite3.Error as error:
-            log.warning("the cache %s cannot be written, it keeps no scores: %s", cache.path, error)
 
 
 def _checked(found: Scores, responses: int, verifier: Verifier) -> Scores:

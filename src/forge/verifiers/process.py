@@ -1,4 +1,4 @@
-"""Process reward models: a score for each step of a response, of which three readings are told."""
+"""Process reward models: a score for each step of a response, of which minimum, mean and last are columns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from .models import BatchedModel, Padded, Row, class_of, row_or_error
-from .settings import ProcessRewardModelSettings
-from .texts import prompt_format, whole
+from .models import BatchedModel, Padded, Row, class_of, prompt_format, row_or_error, whole
+from .spec import ProcessRewardModelSettings
 from .threads import Batcher
 from .verifier import Scores, Unscored
 
@@ -40,7 +39,7 @@ class ProcessRewardModel:
     is too long, has no step, or holds the marker itself, has no score.
 
     Args:
-        path, name, settings: fields of `forge.verifiers.settings.ProcessRewardModelSettings`.
+        path, name, settings: fields of `forge.verifiers.spec.ProcessRewardModelSettings`.
 
     Raises:
         ValueError: settings that do not go together or with the model; says which. OSError: no such model.
@@ -54,7 +53,7 @@ class ProcessRewardModel:
         name = name or Path(path).name
         self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
         texts = (how.prompt_template, how.chat_template, how.system_prompt, how.chat_options)
-        self._format = prompt_format(self._of.tokenizer, *texts)
+        self._format = prompt_format(self._of.tokenizer, how)
         self._marker_id = self._last_token(marker)
         self._verdicts: tuple[int, int] | None = None
         self._class = 0
@@ -84,10 +83,12 @@ class ProcessRewardModel:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Three numbers for each response, in [0, 1]."""
         found = await self._batcher([(prompt, response) for response in responses])
-        return Scores.of([one if isinstance(one, Exception) else _readings(one) for one in found], 3)
+        # Not min(steps): a step that is NaN must not be passed over.
+        of = [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in found]
+        return Scores.of(of, 3)
 
     async def steps(self, prompt: str, response: str) -> list[float]:
-        """The probability of each step. Raises what says why there is none."""
+        """The probability of each step. Unscored: there is none; says why."""
         found = (await self._batcher([(prompt, response)]))[0]
         if isinstance(found, Exception):
             raise found
@@ -137,8 +138,3 @@ class ProcessRewardModel:
         if not ids or ids[-1] == self._of.tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no token for {text!r}")
         return ids[-1]
-
-
-def _readings(steps: list[float]) -> tuple[float, float, float]:
-    # Not min(steps): a step that is NaN must not be passed over.
-    return float(np.min(steps)), float(np.mean(steps)), steps[-1]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..observability import record_metric
-from .verifier import Scores, Verifier
+from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
 REASONS = 10  # logged per verifier
@@ -144,10 +144,7 @@ class Reward:
 
     async def close(self) -> None:
         """Close all scorers; each once, also if another's closing raises."""
-        closing = [verifier.close() for verifier in self.verifiers if hasattr(verifier, "close")]
-        for outcome in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await close_all(self.verifiers)
 
     def _report(self, verifier: Verifier, scores: Scores) -> None:
         """Metrics of one scorer: its part of the reward where there are several, and what it could not score."""

@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from forge.data.supervised import closed
-
-from .models import BatchedModel, Padded, Row, class_of, row_or_error
-from .settings import RewardModelSettings
-from .texts import check_joining, prompt_format, whole
+from ..data.supervised import closed
+from .models import BatchedModel, Padded, Row, class_of, prompt_format, row_or_error, whole
+from .spec import TRUNCATE, RewardModelSettings
 from .threads import Batcher
 from .verifier import Scores
 
@@ -43,7 +41,7 @@ class RewardModel:
     token they pad with (transformers would take the one before it), and in float32.
 
     Args:
-        path, name, settings: fields of `forge.verifiers.settings.RewardModelSettings`.
+        path, name, settings: fields of `forge.verifiers.spec.RewardModelSettings`.
 
     Raises:
         ValueError: settings that do not go together or with the model; says which. OSError: no such model.
@@ -55,10 +53,13 @@ class RewardModel:
         self.names: tuple[str, ...] = (name or Path(path).name,)
         tokenizer, append_eos, chat = self.of.tokenizer, how.append_eos, bool(how.chat_template)
         texts = (how.prompt_template, how.chat_template, how.system_prompt, how.chat_options)
-        self._format = prompt_format(tokenizer, *texts)
+        self._format = prompt_format(tokenizer, how)
         if append_eos is None and not how.as_pair:
-            append_eos = chat or not _closes(tokenizer)
-            check_joining(False, append_eos, how.truncate, how.chat_template)
+            ids = tokenizer("a")["input_ids"]
+            ends = bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
+            append_eos = chat or not ends  # not where the tokenizer ends texts with a special token of its own
+            if how.truncate and not append_eos:
+                raise ValueError(TRUNCATE)
         if append_eos and not chat and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
         self._as_pair, self._append_eos, self._truncate = how.as_pair, append_eos, how.truncate
@@ -89,7 +90,7 @@ class RewardModel:
         self._batcher.close()
 
     def tokens(self, prompt: str, response: str) -> list[int]:
-        """What the model reads. ValueError: they cannot be made into tokens."""
+        """What the model reads. ValueError: they cannot be encoded."""
         return self.rows([(prompt, response)])[0].ids
 
     def _compute(self, texts: list[tuple[str, str]], wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
@@ -119,12 +120,11 @@ class RewardModel:
             [*before[prompt], *answer, tokenizer.eos_token_id]
             for (prompt, _), answer in zip(texts, answers, strict=True)
         ]
-        return [Row(self._cut(row, len(before[prompt]))) for row, (prompt, _) in zip(rows, texts, strict=True)]
-
-    def _cut(self, row: list[int], prompt: int) -> list[int]:
-        """At least one token of the response stays, or the row is left too long."""
-        limit = self.of.max_tokens
-        return [*row[: limit - 1], row[-1]] if self._truncate and prompt + 1 < limit < len(row) else row
+        for i, (prompt, _) in enumerate(texts):
+            # At least one token of the response stays, or the row is left too long and so without a score.
+            if self._truncate and len(before[prompt]) + 1 < limit < len(rows[i]):
+                rows[i] = [*rows[i][: limit - 1], rows[i][-1]]
+        return list(map(Row, rows))
 
     def logits(self, batch: Padded) -> Tensor:
         """[rows] before calibration, float32."""
@@ -144,12 +144,6 @@ class RewardModel:
     def _read(self, batch: Padded) -> list[float]:
         x = self._slope * self.logits(batch) + self._intercept
         return (x.sigmoid() if self._scale == "probability" else x).tolist()
-
-
-def _closes(tokenizer: Any) -> bool:
-    """Whether it ends texts with a special token of its own."""
-    ids = tokenizer("a")["input_ids"]
-    return bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
 
 
 def _read_rows(encoded: Any) -> list[Row]:

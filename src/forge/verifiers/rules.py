@@ -1,14 +1,14 @@
-"""Verifiers that are functions, and one that looks at all responses of a prompt: how often each answer comes."""
+"""Verifiers that are functions: rules, the comparison of final answers, and how often each answer comes."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from forge.data.rewards import final_answer
-from forge.data.rewards.compare import equal
-
+from ..data.rewards import MathReward, final_answer
+from ..data.rewards.compare import equal
 from .threads import Turns, within
 from .verifier import Scores, Unscored, collect
 
@@ -56,36 +56,54 @@ class Rule:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
+
+        async def awaited(response: str) -> Any:
+            with self._turns.counted():
+                return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
+
         if self._is_async:
-            return await collect([self._awaited(prompt, response, target) for response in responses], 1)
+            return await collect([awaited(response) for response in responses], 1)
         outcomes: list[Any] = []
         for response in responses:
             try:
-                outcomes.append(await self._called(prompt, response, target))
+                call = partial(self.function, prompt, response, target)
+                outcomes.append(await self._turns(call, limit=self.time_limit, what=self.names[0]))
             except Exception as error:
                 outcomes.append(error)
         return Scores.of(outcomes, 1)
 
-    async def _called(self, prompt: str, response: str, target: str | None) -> Any:
-        def call() -> Any:
-            return self.function(prompt, response, target)
 
-        return await self._turns(call, limit=self.time_limit, what=self.names[0])
+class MathVerifier(Rule):
+    """1 if the final answer of a response equals the target, else 0; see `forge.data.rewards.MathReward`.
 
-    async def _awaited(self, prompt: str, response: str, target: str | None) -> Any:
-        with self._turns.counted():
-            return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
+    An answer that takes too long to compare is wrong. There is no score without a target, or where the target itself
+    takes too long.
+    """
+
+    def __init__(self, name: str = "math", *, tolerance: float = TOLERANCE, time_limit: float = 10.0) -> None:
+        reward = MathReward(tolerance=tolerance)
+
+        def matches(prompt: str, response: str, target: str | None) -> float:
+            if target is None or not target.strip():
+                raise Unscored("there is no target to compare with")
+            right = reward.is_right(response, target)
+            if right is None:
+                raise Unscored("the target takes too long to compare")
+            return float(right)
+
+        super().__init__(matches, name, time_limit=time_limit, version=f"3 {reward}")
+        self._turns = Turns(1)  # one process compares for all, and waiting for it must not count as an answer's time
 
 
 class AnswerFrequency:
     """The share of the other responses to the prompt that have the same answer, in [0, 1] (Saad-Falcon et al. 2025).
 
     A response is not counted for itself, so that a lone answer has 0, and so has a response without an answer. A single
-    response has no score, for there is nobody to agree with.
+    response has no score: there is no other to agree with.
 
     Args:
-        extract: the answer of a response, None where it has none. Where it raises, the response has no score and counts
-            for nobody.
+        extract: the answer of a response, None where it has none. Where it raises, the response has no score and is
+            not counted.
         same: whether two answers are the same. By default final answers are compared as text, numbers and
             symbolically, see `forge.data.rewards`, and what another function extracts as it is.
             Each answer is compared with the first of each kind before it.

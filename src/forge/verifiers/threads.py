@@ -89,7 +89,7 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, what: str) -
     outcome: asyncio.Future[A] = loop.create_future()
 
     def settle(value: Any, error: Exception | None) -> None:
-        if outcome.done():  # nobody waits any more
+        if outcome.done():  # timed out or cancelled
             return
         if error is not None:
             outcome.set_exception(error)
@@ -101,7 +101,7 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, what: str) -
         error: Exception | None = None
         try:
             value = function()
-        except StopIteration as raised:  # which a future refuses
+        except StopIteration as raised:  # which a future cannot carry
             error = RuntimeError(f"StopIteration: {raised}")
         except Exception as raised:
             error = raised
@@ -118,12 +118,13 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, what: str) -
 class Batcher(Generic[A, B]):
     """Joins calls into batches: those that arrive while one is computed go into the next, in the order they came.
 
-    A call has its outcomes as soon as the last of its own is there. Items of calls that nobody waits for any more are
+    A call has its outcomes as soon as the last of its own is there. Items of calls that were cancelled are
     left out.
 
     Args:
-        compute: yields the number of an item with its outcome, in any order, all but those that `wanted(number)` says
-            nobody waits for; it runs in a thread of its own, one batch at a time.
+        compute: yields the number of an item with its outcome, in any order, all but those
+            for which `wanted(number)` is False (their call was cancelled); it runs in a thread of its own, one batch at
+            a time.
         name: of the thread.
         most: items of a batch, unless a single call has more.
 
@@ -208,7 +209,7 @@ class _Call(Generic[A, B]):
     def take(self, place: int, outcome: B) -> None:
         self._found[place] = outcome
         if len(self._found) == len(self.items):
-            with suppress(InvalidStateError):  # nobody waits any more
+            with suppress(InvalidStateError):  # it was cancelled
                 self.future.set_result([self._found[place] for place in range(len(self.items))])
 
     def fail(self, error: BaseException) -> None:

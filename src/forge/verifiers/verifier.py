@@ -67,7 +67,7 @@ class Verifier(Protocol):
     - `fingerprint`: a text that changes when the scores could. Without one, or with None, nothing is cached.
     - `grouped = True`: the score of a response depends on the others.
     - `progress`: a number that grows as it works. It promises that what is asked first is served first, so that a call
-      ends if work goes on; a panel's time limit then starts anew as long as it grows.
+      ends if work continues; a panel's time limit restarts as long as it grows.
     - `async def close()`: frees what it holds.
 
     A verifier that a configuration names (`use: package.module:Name`, the other keys are its constructor's arguments)
@@ -88,3 +88,11 @@ class Verifier(Protocol):
 async def collect(each: Sequence[Awaitable[float | Sequence[float] | None]], names: int) -> Scores:
     """Wait for the score of each response; one that raises has no score, and its exception is the reason."""
     return Scores.of(await asyncio.gather(*each, return_exceptions=True), names)
+
+
+async def close_all(verifiers: Sequence[Verifier]) -> None:
+    """Close those that have `close`; each once, also if another's closing raises."""
+    closing = [verifier.close() for verifier in verifiers if hasattr(verifier, "close")]
+    for outcome in await asyncio.gather(*closing, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from forge.data.rewards.symbolic import equivalent
+from .symbolic import equivalent
 
 _LONGEST_NUMBER = 400
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from forge.data.rewards.compare import equal
+from .compare import equal
 
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(r"(?:\banswer\b[\s*_]*(?:is|was|:|=)|^\s*A:)[\s*_:]*([^\n]+)", re.IGNORECASE | re.MULTILINE)
@@ -70,7 +70,7 @@ class MathReward:
     The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`; what
     stands before a `</think>` does not count.
     Answers compare as text, as numbers (see `compare.equal` for what counts), then symbolically with math-verify;
-    what cannot be read, or takes too long to compare, is incorrect, never an exception.
+    an answer that is unreadable, or takes too long to compare, is incorrect, never an exception.
 
     Args:
         tolerance: how far two numbers may lie apart: relative to targets between -1 and 1, absolute beyond.

@@ -24,7 +24,7 @@ from functools import lru_cache
 CPU_SECONDS = 1.0  # CPU time rather than wall time: a verdict must not depend on how busy the machine is
 MEMORY_BYTES = 2 << 30
 MAX_CHARACTERS = 1000
-# The usual ways to write an enormous number: refused at once rather than after CPU_SECONDS.
+# The usual ways to write an enormous number: unequal at once rather than after CPU_SECONDS.
 _ENORMOUS = re.compile(r"(?:\^|\*\*)[\s{(]*(?:\d{5,}|\d+[\s})]*(?:\^|\*\*|!))|\d{5,}[\s})]*!")
 
 _lock = threading.Lock()

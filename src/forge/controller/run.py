@@ -7,9 +7,9 @@ replaced), every service is stopped and every process is gone before `run` retur
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +19,7 @@ from .errors import ForgeError
 from .runtime import runtime, shutdown
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 # How long `main` may take over its own clean-up after it was told to stop.
 STOP_PATIENCE = 5.0
@@ -62,7 +63,7 @@ async def _run(main: Coroutine[Any, Any, T]) -> T:
     def on_signal(number: signal.Signals) -> None:
         if interrupted.done():
             os._exit(128 + number)  # asked twice: the children end with this process
-        print(f"\n{number.name}: stopping (once more to stop at once)", file=sys.stderr)
+        log.warning("%s: stopping (once more to stop at once)", number.name)
         interrupted.set_result(number)
 
     _interrupt = lambda: loop.call_soon_threadsafe(on_signal, signal.SIGINT)  # noqa: E731

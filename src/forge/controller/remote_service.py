@@ -1,6 +1,6 @@
-"""Services from inside other actors: a handle that sends each call to the controller, which routes it as its own.
+"""Services inside other actors: a handle that sends each call to the controller, which routes it as its own.
 
-One place decides where calls go, so that balance, sessions and quarantine are exact whoever calls.
+One process decides where calls go, so that balance, sessions and quarantine are exact for all callers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .request import new_id
 if TYPE_CHECKING:
     from .service import Service
 
-# What a call over the board may take beyond its own limit before the controller counts as unreachable.
+# Seconds that a call may take beyond its own limit before the controller counts as unreachable.
 GRACE = 15.0
 
 _find: Callable[[str], Service] | None = None
 _loop: asyncio.AbstractEventLoop | None = None
-_board: Any = None
+_relay: Any = None
 
 
-class Board(Actor):
+class Relay(Actor):
     """Lives in the controller's process; takes calls on behalf of other actors."""
 
     def __init__(self) -> None:
@@ -44,6 +44,7 @@ class Board(Actor):
         try:
             if _loop is None:
                 return await work
+            # Monarch runs actors on a loop of its own, and a service belongs to the loop of the run.
             self._calls[call_id] = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop))
             return await self._calls[call_id]
         except BaseException as error:
@@ -53,7 +54,6 @@ class Board(Actor):
 
     @concurrent_endpoint
     async def cancel(self, call_id: str) -> None:
-        """Nobody waits for this call any more."""
         if call_id in self._calls:
             self._calls[call_id].cancel()
 
@@ -66,53 +66,53 @@ class Board(Actor):
 class RemoteService(Handle):
     """A service of another process. Its verbs are for `async def` endpoints."""
 
-    def __init__(self, name: str, endpoints: frozenset[str], call_timeout: float, board: Any) -> None:
+    def __init__(self, name: str, endpoints: frozenset[str], call_timeout: float, relay: Any) -> None:
         super().__init__(name, endpoints)
-        self._call_timeout, self._board = call_timeout, board
+        self._call_timeout, self._relay = call_timeout, relay
 
     def __reduce__(self):
-        return RemoteService, (self._name, self._endpoints, self._call_timeout, self._board)
+        return RemoteService, (self._name, self._endpoints, self._call_timeout, self._relay)
 
     async def _dispatch(self, call: Call) -> Any:
         limit = (call.timeout or self._call_timeout) + GRACE
         where = os.environ.get(PROCESS_NAME, "another process")
         call_id = new_id(where)
-        answer = self._board.dispatch.call_one(call_id, self._name, call, where).as_asyncio()
+        answer = self._relay.dispatch.call_one(call_id, self._name, call, where).as_asyncio()
         try:
             value = await asyncio.wait_for(answer, limit)
         except TimeoutError:
-            self._board.cancel.broadcast(call_id)
+            self._relay.cancel.broadcast(call_id)
             raise CallTimeout(
                 f"{where} waited {limit:g} s for the controller to call {self._name}.{call.endpoint}"
             ) from None
         except asyncio.CancelledError:
-            self._board.cancel.broadcast(call_id)
+            self._relay.cancel.broadcast(call_id)
             raise
         if isinstance(value, RemoteFailure):
             raise value.to_exception()
         return value
 
     def _end_session(self, session: str) -> None:
-        self._board.end_session.broadcast(self._name, session)
+        self._relay.end_session.broadcast(self._name, session)
 
 
-def open_board(find: Callable[[str], Service]) -> None:
+def open_relay(find: Callable[[str], Service]) -> None:
     """Let other actors call the services that `find` knows by name, on the running event loop."""
     global _find, _loop
     _find, _loop = find, asyncio.get_running_loop()
 
 
-def close_board() -> None:
-    """Let nobody call any more."""
-    global _find, _loop, _board
-    _find = _loop = _board = None
+def close_relay() -> None:
+    """Calls from other actors raise ServiceStopped from now on."""
+    global _find, _loop, _relay
+    _find = _loop = _relay = None
 
 
-def reference(service: Service) -> tuple[Any, ...]:
-    """How a service is pickled: as a handle for another process."""
-    global _board
+def pickled(service: Service) -> tuple[Any, ...]:
+    """`__reduce__` of a service: a handle for another process."""
+    global _relay
     if _find is None:
-        raise RuntimeError(f"{service._name} cannot be sent anywhere: its run is over")
-    if _board is None:
-        _board = this_proc().spawn(f"board_{os.getpid()}_{id(_loop)}", Board)
-    return RemoteService, (service._name, service._endpoints, service._options.call_timeout, _board)
+        raise RuntimeError(f"{service._name} cannot be sent to another process: its run is over")
+    if _relay is None:
+        _relay = this_proc().spawn(f"relay_{os.getpid()}_{id(_loop)}", Relay)
+    return RemoteService, (service._name, service._endpoints, service._options.call_timeout, _relay)

@@ -1,4 +1,4 @@
-"""The process side: one Monarch actor that hosts one component and answers calls for it.
+"""The process side of a replica: a Monarch actor that hosts one component and answers calls for it.
 
 User code never runs on the event loop unless it is `async def`, so a busy component still answers `ping`:
 an `async def` endpoint interleaves with others as asyncio does; a plain `def` endpoint runs in the component's own
@@ -32,7 +32,7 @@ _setting_up = threading.Lock()
 _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
 
 
-class Shell(Actor):
+class ActorHost(Actor):
     """Hosts `cls(*args, **kwargs)`; every endpoint answers `(rank, value or RemoteFailure)`, and never raises."""
 
     def __init__(self, context: ActorContext) -> None:
@@ -49,7 +49,7 @@ class Shell(Actor):
 
     @concurrent_endpoint
     async def open_rendezvous(self, host: str) -> Answer:
-        """On rank 0: hold a TCPStore open for the replica's ranks and say where it listens."""
+        """On rank 0: hold a TCPStore open for the replica's ranks; the answer is its `host:port`."""
 
         def open_store() -> str:
             from torch.distributed import TCPStore
@@ -98,8 +98,8 @@ class Shell(Actor):
 
     @concurrent_endpoint
     async def cancel(self, token: int) -> Answer:
-        """Stop work on a request that nobody waits for any more. Its value is False if it cannot be stopped: a plain
-        endpoint that has begun."""
+        """Stop work on a request whose caller has stopped waiting. False if it cannot be stopped: a plain endpoint that
+        has begun."""
         if token == self._in_thread_now:
             return self._context.rank, False
         if token in self._serving:
@@ -135,8 +135,8 @@ class Shell(Actor):
             try:
                 return function()
             except StopIteration as error:
-                # No future or coroutine can carry it: it would be waited for for ever.
-                raise RuntimeError("it raised StopIteration: what it iterates over has come to its end") from error
+                # A future cannot carry it: the caller would wait for ever.
+                raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
             finally:
                 self._in_thread_now = None
 
