@@ -95,6 +95,46 @@ def test_what_runs_in_the_sandbox_imports_nothing_of_forge():
     assert [name for name in own if not name.startswith("forge_sandbox.inside")] == []
 
 
+def test_nothing_below_knows_the_recipes():
+    top = ("recipes", "api", "cli", "__init__")
+    below = [path.stem for path in SOURCE.iterdir() if path.stem not in top]
+    assert violations(below, ["forge.recipes", "forge.api", "forge.cli"]) == []
+
+
+def at_import(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module that run when it is imported, type checkers' own aside."""
+    for node in nodes:
+        yield node
+        if isinstance(node, ast.Try) or (isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test)):
+            yield from at_import(node.body)
+
+
+def test_no_module_imports_itself_through_others():
+    files = {path: path.with_suffix("") for path in sorted(SOURCE.parent.rglob("*.py"))}
+    names = {
+        ".".join(bare.relative_to(SOURCE.parent).parts).removesuffix(".__init__"): path for path, bare in files.items()
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
+        found: set[str] = set()
+        for node in at_import(ast.parse(path.read_text()).body):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                source = ".".join([*base, *filter(None, [node.module])])
+                found |= {f"{source}.{a.name}" if f"{source}.{a.name}" in names else source for a in node.names}
+        graph[name] = (found & names.keys()) - {name}
+    assert graph["forge.recipes.rl"] > {"forge.recipes.components"}
+    # Modules that import nothing that is left are taken out, until none can be: what remains is a circle.
+    left = dict(graph)
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"import circles among {sorted(left)}"
+
+
 def test_the_reading_of_imports_sees_every_form(tmp_path: Path):
     assert "forge.algorithms.terms.kl_k3" in set(imports(SOURCE / "algorithms" / "grpo.py")) | set(
         imports(SOURCE / "training" / "trainer.py")
