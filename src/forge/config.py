@@ -131,7 +131,7 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
     """Read `--config FILE` and overrides into `cls`, see `read`.
 
     Raises:
-        ConfigError: as `read`; or no file is given, or `--resume`, which `forge.recipe.launch` understands.
+        ConfigError: as `read`; or no file is given, or `--resume`, which `forge.recipes.launch.launch` understands.
     """
     arguments = Arguments.parse(argv)
     if arguments.config is None:

@@ -280,7 +280,7 @@ def gone(pids: list[int]) -> bool:
 
 def test_ctrl_c_in_the_middle(tmp_path, endless):
     process, pids = endless
-    # Two generators, the trainer, the helpers' shared process, and two shells that remove folders after a kill.
+    # Two generators, the trainer, the reward, and two shells that remove folders after a kill.
     assert len(pids) == 6
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=20)

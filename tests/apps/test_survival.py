@@ -41,7 +41,7 @@ def test_every_process_is_killed_once_and_nothing_is_lost_or_doubled(tmp_path):
     try:
         wait(process, tmp_path, 2)
         victims = components(process.pid)
-        assert len(victims) == 5  # two generators, two ranks of the trainer, the helpers
+        assert len(victims) == 5  # two generators, two ranks of the trainer, the reward
         for number, pid in enumerate(victims):
             wait(process, tmp_path, 2 + 6 * number)
             if Path(f"/proc/{pid}").exists():  # the other rank went with the first
