@@ -18,7 +18,6 @@ from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
 from ..observability.run import check_free
 from ..store import VersionStore, use
-from ..training.checkpoint import CheckpointFailed
 from .components import Job
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
@@ -35,11 +34,14 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     try:
         arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
         execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
+    except (ConfigError, BadInput, ForgeError) as error:
         raise SystemExit(f"error: {error}") from error
-    except (ConfigError, BadInput, ForgeError, CheckpointFailed) as error:
+    except OSError as error:
+        # Imported here: checkpoints bring the trainer along, which this process does not need.
+        from ..training.checkpoint import CheckpointFailed
+
+        if not isinstance(error, CheckpointFailed) and error.errno != errno.ENOSPC:
+            raise
         raise SystemExit(f"error: {error}") from error
 
 
