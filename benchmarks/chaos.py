@@ -41,6 +41,7 @@ FAST = (
     ("generator", "exception in an endpoint"),
     ("reward", "SIGSTOP"),
     ("trainer", "SIGKILL"),
+    ("reference", "exception in setup"),
     ("host", "SIGKILL"),
 )
 BATCH, SAMPLES, STEPS = 8, 4, 5

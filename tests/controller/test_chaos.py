@@ -22,7 +22,7 @@ def play(*options: str, limit: float) -> dict[tuple[str, str], list[str]]:
 @pytest.mark.timeout(400)
 def test_whatever_is_lost_every_prompt_gets_its_group_once():
     cells = play("--fast", limit=380)
-    assert len(cells) == 7
+    assert len(cells) == 6
     for (component, fault), (saw, lost, again, once) in cells.items():
         assert once == "40 of 40", (component, fault)
         raised = fault == "exception in an endpoint"
