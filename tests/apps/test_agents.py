@@ -143,5 +143,5 @@ def test_a_run_in_lock_step_goes_on_from_a_checkpoint_to_the_same_weights(tmp_pa
     (run / "finished").unlink()
     code, output = finish(sys.executable, "-m", "apps.tools.main", "--resume", str(run))
     assert code == 0, output
-    assert "going on from" in output
+    assert "resuming from" in output
     assert (run / "model/model.safetensors").read_bytes() == whole

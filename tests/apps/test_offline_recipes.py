@@ -120,7 +120,7 @@ def test_distillation_leaves_a_whole_run_and_goes_on_from_a_checkpoint_bit_for_b
         shutil.rmtree(path)
     code, output = finish(sys.executable, "-m", "apps.distill.main", "--resume", str(folder))
     assert code == 0, output
-    assert f"going on from {folder}/checkpoints/step_000002" in output
+    assert f"resuming from {folder}/checkpoints/step_000002" in output
     again = rows(tmp_path)
     assert [row["step"] for row in again] == [0, 1, 2, 3]
     for name in ("train/loss", "train/reverse_kl", "eval/accuracy"):

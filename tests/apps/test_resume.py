@@ -58,7 +58,7 @@ def test_lock_step_ends_bit_for_bit_as_if_nothing_had_been(tmp_path):
     kill_after(tmp_path / "hit", 3, *args)
     code, output = finish(*args)
     assert code == 0, output
-    assert "going on from" in output
+    assert "resuming from" in output
     assert [row["step"] for row in rows(tmp_path / "hit")] == list(range(7))
     calm, hit = ((tmp_path / name / "runs/test/model/model.safetensors").read_bytes() for name in ("calm", "hit"))
     assert calm == hit
@@ -80,7 +80,7 @@ def test_asynchronously_nothing_trains_twice_and_nothing_is_lost(tmp_path):
     before = checkpoints(run / "checkpoints")[-1].name
     code, output = finish(sys.executable, "-m", "apps.grpo.main", "--resume", str(run), "--training.steps", "18")
     assert code == 0, output
-    assert f"going on from {run}/checkpoints/{before}" in output
+    assert f"resuming from {run}/checkpoints/{before}" in output
     assert [row["step"] for row in rows(tmp_path)] == list(range(19))
     logged = logged_rollouts(tmp_path)
     assert [rollout["step"] for rollout in logged] == [1 + i // BATCH for i in range(18 * BATCH)]
@@ -204,7 +204,7 @@ def test_what_would_be_another_run_is_refused_by_name(left):
         (["--resume", f"{left.folder}s"], "there is no such run"),
         (["--resume", str(left.root)], "it is no run, it has no config.yaml"),
         (["--resume", "auto"], "--config FILE is missing"),
-        (["--config", str(left.file)], f"go on with it by --resume {left.folder}"),
+        (["--config", str(left.file)], f"resume it with --resume {left.folder}"),
     ):
         assert message in left.error(*argv), argv
     assert "unknown key" in left.error(*run, recipe=SFTConfig)
