@@ -101,9 +101,7 @@ def test_two_ranks_train_adapters_as_one_does(
         assert result["again"] == result["after"]
     for what in ("sent", "weights"):
         assert_same_weights(first[what], second[what], 0.0)
-        # As for several updates: Adam divides by the size of a gradient, so that where one is nearly 0 the order of its
-        # sum, which differs between instruction sets, shows. A step is 1e-2.
-        assert_same_weights(first[what], one[what], 1e-4)
+        assert_same_weights(first[what], one[what], 1e-5)
     assert_same_weights(first["weights"], first["restored"], 0.0)
     assert ("score.weight" in first["sent"]) == (head == "value")
     assert all(np.abs(values).max() > 1e-3 for values in first["sent"].values())
