@@ -82,8 +82,11 @@ def a_head(ranks: Ranks, model: Path, head: Head, folder: Path) -> dict[str, Any
 
 
 def lora(ranks: Ranks, model: Path, head: Head, folder: Path) -> dict[str, Any]:
-    """Four steps of adapters, the last with one sequence; a checkpoint after two, and an export at the end. With Adam's
-    default epsilon, gradients near 0 would show the order of their sums, which differs between instruction sets."""
+    """Four steps of adapters, the last with one sequence; a checkpoint after two, and an export at the end.
+
+    With Adam's default epsilon, gradients near 0 would show the order of their sums, which differs between instruction
+    sets.
+    """
 
     def make() -> PolicyTrainer:
         return make_trainer(
