@@ -68,12 +68,10 @@ def one(algorithm: str, seed: int, start: Path, teacher: Path) -> dict[str, Any]
 
 
 def curve(rows: list[dict[str, float]]) -> list[tuple[float, float]]:
-    """Held-out accuracy by tokens generated for training: what was sampled for an evaluation is estimated by the mean
-    length, and taken off."""
+    """Held-out accuracy by sampled tokens that were trained on."""
     tokens, points = 0.0, []
     for row in rows:
-        evaluated = 256 * row.get("generation/completion_length", 0.0) if "eval/accuracy" in row else 0.0
-        tokens += max(0.0, row.get("generation/tokens", 0.0) - evaluated)
+        tokens += row.get("generation/tokens", 0.0)
         if "eval/accuracy" in row:
             points.append((tokens, row["eval/accuracy"]))
     return points

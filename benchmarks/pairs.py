@@ -71,7 +71,7 @@ def measure(name: str, python: str, args: argparse.Namespace) -> str:
         return f"| {name} | failed, see {log} |"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
-    tokens = sum(row.get("generation/tokens", 0) for row in rows)
+    tokens = sum(row.get("generator/tokens", 0) for row in rows)
     figures = (f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}", f"{first:.0f}", f"{most:.2f}", f"{tokens / used:.0f}")
     return f"| {name} | {args.seed} | {' | '.join(figures)} | {seconds:.0f} | {used:.0f} |"
 

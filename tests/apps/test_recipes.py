@@ -128,8 +128,9 @@ def test_colocated_trainer_and_generators_take_turns(tmp_path):
     for one, other in zip(*histories.values(), strict=True):
         for metric in ("train/loss", "train/grad_norm") if one["step"] else ("eval/accuracy",):
             assert one[metric] == other[metric], metric
+        assert one["step"] == 0 or one["generation/tokens"] == other["generation/tokens"] > 0
     # What both processes generated is counted; when it is, is a matter of time.
-    first, second = (sum(row.get("generation/tokens", 0) for row in history) for history in histories.values())
+    first, second = (sum(row.get("generator/tokens", 0) for row in history) for history in histories.values())
     assert first == second > 0
 
 

@@ -96,9 +96,7 @@ class Generator(ForgeActor):
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
             completion.text, completion.sampled_by = text, str(self.context)
-            record_metric("generation/completion_length", len(completion.token_ids))
-            record_metric("generation/truncated", completion.finish == "length")
-        record_metric("generation/tokens", sum(len(c.token_ids) for c in completions), Reduce.SUM)
+        record_metric("generator/tokens", sum(len(c.token_ids) for c in completions), Reduce.SUM)
         return completions[0] if n is None else completions
 
     @endpoint

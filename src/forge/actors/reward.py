@@ -7,7 +7,6 @@ from typing import Any
 
 from ..controller import ForgeActor, endpoint
 from ..data.rewards import load_reward
-from ..observability import Reduce, record_metric
 from ..plugin import load_plugin
 from ..verifiers.reward import Reward, Score
 from ..verifiers.spec import VerifiersConfig
@@ -51,22 +50,15 @@ class RewardActor(ForgeActor):
     async def score(
         self, prompt: Any, responses: Sequence[str], target: str | None, evaluation: bool = False
     ) -> list[Score]:
-        """Score the responses of one prompt, in order; records `reward`, its spread and `accuracy`.
+        """Score the responses of one prompt, in order.
 
         Args:
-            evaluation: only decide which are right; the reward is then 1 or 0. Records nothing.
+            evaluation: only decide which are right; the reward is then 1 or 0.
         """
         if evaluation:
             right = await self.reward.judge(prompt, responses, target)
             return [Score(None if correct is None else float(correct), correct) for correct in right]
-        scores = await self.reward.score(prompt, responses, target)
-        for reward, correct in scores:
-            if reward is not None:
-                record_metric("reward", reward)
-                record_metric("reward", reward, Reduce.STD)
-            if correct is not None:
-                record_metric("accuracy", correct)
-        return scores
+        return await self.reward.score(prompt, responses, target)
 
     @endpoint
     async def evaluate_group(self, prompt: Any, responses: Sequence[str], target: str) -> list[float | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -71,7 +70,6 @@ class _Stream:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop, self.asked = loop, time.monotonic()
         self.pieces: dict[int, Completion] = {}  # by sample
-        self.lengths = Counter[int]()
         self.something = asyncio.Event()
         self.done = False
 
@@ -96,17 +94,8 @@ class _Stream:
             self.something.clear()
         elif not pieces:
             self.future.result()  # raises what went wrong
-        for sample, piece in pieces.items():
-            self._measure(sample, piece)
+        record_metric("generator/tokens", sum(len(piece.token_ids) for piece in pieces.values()), Reduce.SUM)
         return list(pieces.items())
-
-    def _measure(self, sample: int, piece: Completion) -> None:
-        """As `generate` does, for samples that end by themselves."""
-        self.lengths[sample] += len(piece.token_ids)
-        record_metric("generation/tokens", len(piece.token_ids), Reduce.SUM)
-        if piece.finish:
-            record_metric("generation/completion_length", self.lengths[sample])
-            record_metric("generation/truncated", piece.finish == "length")
 
     def _take(self, sample: int, piece: Completion) -> None:
         if sample in self.pieces:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 from .context import ActorContext
 from .handle import Local
 from .options import Options
-from .runtime import runtime
+from .runtime import add_local, runtime
 from .service import Service
 
 F = TypeVar("F")
@@ -91,8 +91,10 @@ class ForgeActor:
 
     @classmethod
     async def as_local(cls, *args: Any, **kwargs: Any) -> Local:
-        """An instance in this process behind the same verbs, for components whose state belongs to the controller."""
+        """An instance in this process behind the same verbs, for components whose state belongs to the controller.
+        `forge.controller.shutdown` runs its `teardown`."""
         component = cls(*args, **kwargs)
+        add_local(component)
         if (prepared := component.setup()) is not None:
             await prepared
         return Local(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower(), component, cls.endpoints())

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..janitor import Scratch
-from ..observability.console import configure_logging, log_failure
+from ..observability.console import configure_logging, log, log_failure
 from ..observability.metrics import Snapshot, drain, on_the_clock
 from . import processes, remote_service
 from ._monarch import set_fault_hook
@@ -21,7 +21,7 @@ from .errors import CallTimeout, ReplicaDied
 from .hosts import Hosts, LoopbackHosts
 from .options import Options
 from .processes import ProcessGroup
-from .replica import Component, Replica
+from .replica import TEARDOWN_PATIENCE, Component, Replica
 from .service import Service
 from .watchdog import Watchdog
 
@@ -183,6 +183,7 @@ class Runtime:
 
 
 _runtime: Runtime | None = None
+_local: list[ForgeActor] = []  # components of this process, see `ForgeActor.as_local`
 _scratch: Scratch | None = None
 
 
@@ -202,9 +203,21 @@ def runtime() -> Runtime:
     return _runtime
 
 
+def add_local(component: ForgeActor) -> None:
+    """Have `shutdown` tear down a component of this process."""
+    _local.append(component)
+
+
 async def shutdown() -> None:
     """Stop everything that this controller started. A new runtime may be made afterwards."""
     global _runtime
+    while _local:
+        component = _local.pop()
+        try:
+            if (closing := component.teardown()) is not None:
+                await asyncio.wait_for(closing, TEARDOWN_PATIENCE)
+        except Exception as error:
+            log.warning("%s: teardown failed: %s", type(component).__name__, error)
     if _runtime is not None:
         stopping, _runtime = _runtime, None
         await stopping.shutdown()

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..observability import Reduce, phase, record_metric
+from ..observability import phase, record_metric
 from ..types import Episode, Sample
 from .dialogue import Dialogue
 from .environment import Environment
@@ -46,13 +46,7 @@ class GroupEnv(ABC):
         """
         episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
         for episode in episodes:
-            outcome, correct = episode.outcome, episode.info.get("correct")
-            record_metric("episode/unscored", outcome is None)
-            if outcome is not None:
-                record_metric("reward", outcome)
-                record_metric("reward", outcome, Reduce.STD)
-            if correct is not None:
-                record_metric("accuracy", correct)
+            record_metric("episode/unscored", episode.outcome is None)
         scored = any(episode.outcome is not None for episode in episodes)
         self._unscored_groups = 0 if scored else self._unscored_groups + 1
         if self._unscored_groups == MAX_UNSCORED_GROUPS:
@@ -128,14 +122,8 @@ class MultiTurnEnv(GroupEnv):
         plays = (play_episode(policy, self.environment(), sample, sample=number, **how) for number in range(n))
         episodes = await asyncio.gather(*plays)
         for episode in episodes:
-            outcome, info = episode.outcome, episode.info
-            info["correct"] = None if outcome is None else outcome >= 1.0
-            if evaluation:
-                continue
-            record_metric("episode/turns", info["turns"])
-            record_metric("episode/tokens", sum(len(branch.tokens) for branch in (*episode.branches, episode)))
-            record_metric("episode/calls", info["calls"])
-            record_metric("episode/unread_calls", info["unread_calls"])
-            for stop in ("terminated", "truncated", "max_turns", "max_tokens", "infrastructure"):
-                record_metric(f"episode/{stop}", info["stop"] == stop)
+            outcome = episode.outcome
+            episode.info["correct"] = None if outcome is None else outcome >= 1.0
+            if not evaluation:
+                record_metric("episode/infrastructure", episode.info["stop"] == "infrastructure")
         return episodes

@@ -185,7 +185,9 @@ async def critic(cfg: Any, job: Job) -> Handle:
 
 
 async def reward(cfg: Any) -> Handle:
-    """The reward functions."""
+    """The reward functions: where `services.reward` places them, or in this process."""
+    if cfg.services.reward is None:
+        return await RewardActor.as_local(**cfg.reward.settings())
     return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())
 
 

@@ -10,6 +10,7 @@ import asyncio
 from ..algorithms import Distill
 from ..data.packing import pack
 from ..envs.group import SingleTurnEnv
+from ..training import credit
 from ..types import Episode
 from . import components
 from .checkpoint import RunState
@@ -50,7 +51,9 @@ async def train(cfg: DistillConfig, job: Job) -> None:
     if record.start == 0:
         await job.end_step(cfg, state, 0, {}, evaluate)
     for step in range(record.start + 1, cfg.training.steps + 1):
-        batch = pack(await sampled(), **cfg.shares)
+        episodes = await sampled()
+        credit.record_rollouts(episodes)
+        batch = pack(episodes, **cfg.shares)
         if cfg.colocated:
             await student.release.fanout()
         batch.ref_logprobs = await teacher.logprobs.route(batch)

@@ -33,7 +33,8 @@ class Services(Section):
     generator: Options = Options()
     trainer: Options = Options()
     ref_model: Options = Options()
-    reward: Options = Options()
+    reward: Options | None = Options()
+    """Null: in the controller's process."""
     dataset: Options | None = None
     """Null: in the controller's process."""
 

@@ -52,6 +52,7 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> Non
             await job.end_step(cfg, c.state, step, metrics, evaluate)
 
     async def train_step(groups: list[Group], version: int) -> dict[str, float]:
+        credit.record_rollouts(episode for group in groups for episode in group.episodes)
         overlong_penalty(groups, rollout_settings.max_tokens, rollout_settings.overlong_buffer)
         batch = credit.make_batch(groups, algorithm, version, **cfg.shares(algorithm))  # advantages, packing
         if cfg.colocated:

@@ -86,7 +86,8 @@ class Services(Section):
     trainer: Options = Options()
     critic: Options = Options()
     ref_model: Options = Options()
-    reward: Options = Options()
+    reward: Options | None = Options()
+    """Null: in the controller's process, for functions that are quick and sure to end."""
     dataset: Options | None = None
     """Null: in the controller's process."""
     replay_buffer: Options | None = None

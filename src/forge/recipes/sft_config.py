@@ -28,7 +28,8 @@ class Services(Section):
 
     generator: Options = Options()
     trainer: Options = Options()
-    reward: Options = Options()
+    reward: Options | None = Options()
+    """Null: in the controller's process."""
     dataset: Options | None = None
     """Null: in the controller's process."""
 

@@ -6,7 +6,7 @@ Batch + reference, critic  --assign-->  one number per token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,34 @@ from ..algorithms.terms import kl
 from ..data.packing import pack
 from ..observability import Reduce, phase, record_metric
 from ..types import Batch, Episode, Group
+
+
+def record_rollouts(episodes: Iterable[Episode]) -> None:
+    """Metrics of the sampled episodes that a step trains on: reward, accuracy and lengths, and of dialogues their turns
+    and calls. They are recorded here, not where episodes are sampled: sampling runs ahead of training, and evaluation
+    samples as well."""
+    tokens = 0
+    for episode in episodes:
+        info = episode.info
+        if episode.outcome is not None:
+            record_metric("reward", episode.outcome)
+            record_metric("reward", episode.outcome, Reduce.STD)
+        if info.get("correct") is not None:
+            record_metric("accuracy", info["correct"])
+        branches = (*episode.branches, episode)
+        turns = [(turn.end - turn.start, turn.finish) for branch in branches for turn in branch.turns]
+        for length, finish in turns or [(sum(episode.mask), info.get("finish", ""))]:
+            tokens += length
+            record_metric("generation/completion_length", length)
+            record_metric("generation/truncated", finish == "length")
+        if episode.turns:
+            record_metric("episode/turns", info["turns"])
+            record_metric("episode/tokens", sum(len(branch.tokens) for branch in branches))
+            record_metric("episode/calls", info["calls"])
+            record_metric("episode/unread_calls", info["unread_calls"])
+            for stop in ("terminated", "truncated", "max_turns", "max_tokens"):
+                record_metric(f"episode/{stop}", info["stop"] == stop)
+    record_metric("generation/tokens", tokens, Reduce.SUM)
 
 
 def make_batch(groups: Sequence[Group], algorithm: Algorithm, version: int, **shares: Any) -> Batch:
