@@ -72,7 +72,8 @@ def rows(folder: Path) -> list[dict]:
     ],
 )
 def test_grpo_leaves_a_whole_run(tmp_path, overrides):
-    code, output = finish(*command(tmp_path, *overrides, "--metrics.tensorboard", "true"))
+    whole = ["--metrics.rollouts", str(CONFIG["training"]["batch_size"])]
+    code, output = finish(*command(tmp_path, *overrides, *whole, "--metrics.tensorboard", "true"))
     assert code == 0, output
     folder = tmp_path / "runs/test"
     history = rows(tmp_path)
@@ -111,6 +112,12 @@ def test_grpo_leaves_a_whole_run(tmp_path, overrides):
     assert list((folder / "tensorboard").glob("events*"))
     rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert {"prompt", "response", "rewards", "step", "index"} <= set(rollouts[0])
+    for row in history[1:]:  # of the batch alone: nothing that was sampled for an evaluation or a later step
+        trained = [reward for rollout in rollouts if rollout["step"] == row["step"] for reward in rollout["rewards"]]
+        assert len(trained) == CONFIG["training"]["batch_size"] * CONFIG["grpo"]["n_samples"]
+        assert row["reward"] == pytest.approx(sum(trained) / len(trained), rel=1e-6)
+        assert row["generation/tokens"] == pytest.approx(len(trained) * row["generation/completion_length"])
+    assert not {"reward", "accuracy", "generation/completion_length"} & set(history[0])
     assert yaml.safe_load((folder / "config.yaml").read_text())["training"]["steps"] == 3
 
 
