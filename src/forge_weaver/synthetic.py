@@ -1,4 +1,4 @@
-"""Scores of made-up verifiers, with the truth known."""
+"""Synthetic score tables with known truth."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from .table import ScoreTable
 
 @dataclasses.dataclass
 class Truth:
-    """Args:
-    table: with all labels.
-    tpr, tnr: [verifiers] of the verifiers that give verdicts, NaN of the others.
-    groups: [verifiers] which of them share their noise.
+    """A table with the parameters that it was drawn from.
+
+    Args:
+        table: with all labels.
+        tpr, tnr: [verifiers] rates of the verdicts; NaN for scores.
+        groups: [verifiers] index of the group that shares noise.
     """
 
     table: ScoreTable
@@ -38,19 +40,18 @@ def generate(
     verdicts: bool = False,
     seed: int = 0,
 ) -> Truth:
-    """Latent Gaussian verifiers, of which a third give verdicts and the others scores on scales of their own.
+    """Latent Gaussian verifiers; a third give verdicts, the others scores on different scales.
 
-    A problem's share of right responses is Beta distributed about `balance`. Wrong responses of a problem tend to one
-    attractive wrong answer.
+    A problem's rate of right responses is Beta distributed around `balance`; its wrong responses favour one answer.
 
     Args:
-        correlation: of the noise within each of four groups of verifiers; half of the verifiers also favour the
-            attractive wrong answer the more, the higher it is.
-        query_shift: standard deviation of a verifier's shift from problem to problem, half of it shared by its group.
-        missing: share of scores missing; a further third of it, whole problems of a verifier.
-        bad: share of verifiers that are below chance.
-        areas: between these lie the verifiers' areas under the ROC curve.
-        verdicts: all verifiers say 0 or 1.
+        correlation: of the noise within each of four groups of verifiers; half of the verifiers also prefer the popular
+            wrong answer in proportion.
+        query_shift: standard deviation of a verifier's shift per problem, half of it shared by its group.
+        missing: fraction of missing scores; a third as much again is missing for whole problems of a verifier.
+        bad: fraction of verifiers below chance.
+        areas: range of the verifiers' AUC.
+        verdicts: all verifiers give 0 or 1.
     """
     rng = np.random.default_rng(seed)
     shape = (problems, responses)
@@ -108,12 +109,12 @@ def drift(
     first: int = 125,
     seed: int = 0,
 ) -> list[ScoreTable]:
-    """Tables of a policy that gets better, from one share of right responses to another, and learns to please.
+    """Tables of a policy that improves over `balance` and games the first `hacked` verifiers.
 
-    The first `hacked` verifiers lose their sight step by step, and give ever higher scores to all responses.
+    Those lose their discrimination linearly over the batches, and their scores rise for all responses.
 
     Args:
-        first: problems of the first table, from before anything moves.
+        first: problems of the first table, before the drift.
     """
     rng = np.random.default_rng(seed)
     distance = np.sqrt(2) * ndtri(rng.uniform(0.6, 0.8, verifiers))
