@@ -15,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m forge_envs.openenv", description="Serve an environment to OpenEnv's clients."
     )
-    parser.add_argument("make", help="module:name of what makes an environment, such as its class")
+    parser.add_argument("make", help="module:name of a callable that makes an environment, such as its class")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-sessions", type=int, default=32)
