@@ -1,4 +1,4 @@
-"""The program `bwrap` in place of namespaces of our own, where it may do what we may not."""
+"""`bwrap` in place of our own namespaces, where it has the permissions that we lack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .syscalls import die_with_parent, prctl
 def execute(
     settings: dict[str, Any], modules: dict[str, str], source: bytes, cells: Sequence[int] | None, told: int
 ) -> None:
-    """Become bwrap with a program in it, or with a session that reads its cells from and answers to `cells`."""
+    """Execute bwrap with a program, or with a session that uses the pipes `cells`."""
     try:
         os.setsid()
         places = readable(settings)
@@ -44,7 +44,7 @@ def execute(
 
 
 def main(given: int, header: dict[str, Any], source: bytes) -> None:
-    """In bwrap: the rest of what confines, then the program."""
+    """Inside bwrap: confine further, then run the program."""
     os.close(given)
     program_pid = os.fork()
     if program_pid:
@@ -62,8 +62,8 @@ def main(given: int, header: dict[str, Any], source: bytes) -> None:
 
 
 def _first(program_pid: int) -> None:
-    """Be the first process, to which signals mean nothing, so that the program need not be; end as it does."""
-    prctl(confine.DUMPABLE, 0)  # its memory and files are closed to the program
+    """Act as pid 1, which ignores signals, so that the program is not; exit with its status."""
+    prctl(confine.DUMPABLE, 0)  # the program may not access its memory and files
     confine.close_all_but()
     for descriptor in range(3):
         os.close(descriptor)

@@ -1,6 +1,6 @@
-"""The process above a program: reads what is to be run, forks it, watches it, answers, and ends.
+"""The parent of a program: reads the request, forks the program, monitors it, answers and exits.
 
-Each request has a keeper of its own, so that no program can find in its memory what others were or wrote.
+Each request has its own keeper, so that programs cannot find others' data in its memory.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from . import bubblewrap, confine, limits, program, wire
 from .place import Place
 from .syscalls import prctl
 
-_PATIENCE = 5.0  # seconds for processes that were killed to be gone
-_TICK = 0.05  # seconds from one look at what all processes have taken to the next
+_PATIENCE = 5.0  # seconds for killed processes to exit
+_TICK = 0.05  # seconds between checks of memory and CPU time
 _SUBREAPER = 36
 _NO_MEMORY = re.compile(r"^[\w.]*MemoryError\b")
 
 
 def keep(control: int, settings: dict[str, Any], place: Place, modules: dict[str, str]) -> None:
-    """Answer one request from `control`, or all those of a session; this process is to end then."""
+    """Serve one request from `control`, or a session; the caller then exits."""
     looks = place.own(settings) if settings["level"] == "namespaces" else settings["level"] != "landlock"
-    prctl(_SUBREAPER, 1)  # what a program leaves behind comes to this process
+    prctl(_SUBREAPER, 1)  # orphans are reparented to this process
     header, bodies = wire.unpack(lambda size: os.read(control, size))
     if header["kind"] == "run":
         running = Running(control, settings, place, modules, looks, bodies)
-        status = running.watch(header["time_limit"])
-        _answer(control, running, status)
-        return
+        return _answer(control, running, running.watch(header["time_limit"]))
     running = Running(control, settings, place, modules, looks, None)
     _send(control, {})
     while running.pid:
@@ -45,10 +43,11 @@ def keep(control: int, settings: dict[str, Any], place: Place, modules: dict[str
 
 
 class Running:
-    """A program, or a session without `given`, with what it writes.
+    """A program with its output, or a session if `given` is None.
 
     Attributes:
-        pid: 0 once it has ended. begun: it was confined.
+        pid: 0 after its end.
+        begun: confinement succeeded.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Running:
         self.texts[self.out], self.texts[self.error] = bytearray(), bytearray()
 
     def watch(self, limit: float, cell: bytes | None = None) -> str:
-        """Until it has exited ("exited"), has answered a cell ("0", "1"), or may not go on: it has ended then."""
+        """Wait until it has exited ("exited"), answered a cell ("0", "1"), or was killed for exceeding a limit."""
         deadline = self.began + limit
         waiting = b"" if cell is None else struct.pack("I", len(cell)) + cell
         poll = select.poll()
@@ -119,7 +118,7 @@ class Running:
             ready = {descriptor for descriptor, _ in poll.poll(1000 * (min(left, _TICK) if self.looks else left))}
             if self.control in ready:
                 self._end()
-                os._exit(0)  # whoever asked has gone, as nothing is sent while a program runs
+                os._exit(0)  # the caller is gone: it sends nothing while a program runs
             if self.cells in ready:
                 waiting = waiting[_write(self.cells, waiting[:4096]) :]
                 if not waiting:
@@ -142,7 +141,7 @@ class Running:
         return self._overrun() or status
 
     def _greed(self) -> str:
-        """What all its processes together have taken too much of."""
+        """Status for a limit exceeded by all its processes together, or ""."""
         processes = limits.below(os.getpid())
         memory, seconds = limits.taken(processes)
         if seconds > self.settings["cpu_seconds"]:
@@ -154,7 +153,7 @@ class Running:
         return "output" if max(len(self.texts[self.out]), len(self.texts[self.error])) > self.most else ""
 
     def _read(self, descriptor: int) -> bool:
-        """Take what is there, up to one byte more than may be. Whether there may be more to come."""
+        """Read what is available, up to one byte beyond the limit. False at the end."""
         try:
             part = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -170,13 +169,13 @@ class Running:
                 self._read(descriptor)
 
     def _reap(self) -> None:
-        with suppress(ChildProcessError):  # there are no more
+        with suppress(ChildProcessError):  # none left
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if found[0] == self.pid:
                     self.ended = found[1]
 
     def _end(self) -> None:
-        """Kill it with all that it started, and wait until nothing of it is left but what ends with this process."""
+        """Kill it with its descendants and wait for them; at other levels those die with this process."""
         until = time.monotonic() + _PATIENCE
         strays = self.settings["level"] in ("bubblewrap", "none")
         while True:
@@ -187,7 +186,7 @@ class Running:
             if time.monotonic() > until:
                 raise TimeoutError(f"a program was killed and has not ended within {_PATIENCE:g} s")
             for child in left:
-                with suppress(ProcessLookupError):  # it has just ended
+                with suppress(ProcessLookupError):  # it has just exited
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.0005)
         self.pid = 0
@@ -217,7 +216,7 @@ def _status(code: int, error: str, level: str) -> str:
     if code == 0:
         return "ok"
     if level == "bubblewrap" and 128 < code <= 128 + signal.SIGRTMAX:
-        code = 128 - code  # it tells of a signal as shells do
+        code = 128 - code  # bwrap reports signals as shells do
     if code == -signal.SIGXCPU:
         return "timeout"
     if code < 0:
@@ -231,7 +230,7 @@ def _cpu() -> float:
 
 
 def _sealed(content: bytes) -> int:
-    """A file in memory that cannot be written to any more."""
+    """A sealed, read-only memory file."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(content)
     while view:
@@ -253,7 +252,7 @@ def _write(descriptor: int, content: bytes) -> int:
         return os.write(descriptor, content)
     except BlockingIOError:
         return 0
-    except BrokenPipeError:  # it does not read any more: its end is told otherwise
+    except BrokenPipeError:  # it no longer reads: its end is noticed elsewhere
         return len(content)
 
 
