@@ -18,7 +18,7 @@ except ImportError as error:
 
 WRONG = {
     "complex_arithmetic": 'the answer "nan" scores 1',
-    "game_of_life_halting": "whatever cannot be read scores 1",
+    "game_of_life_halting": "unreadable answers score 1",
     "coin_flip": 'the answer "0" scores near 1',
 }
 _DIVISION = 'some labels of divisions are wrong; take operators=["+", "-", "*"]'

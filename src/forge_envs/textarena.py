@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from forge.envs.environment import Action, Environment, Step
@@ -50,11 +50,11 @@ class TextArenaEnvironment(Environment):
             raise ValueError(f"a game for {players} players needs an opponent for the other seats")
         self._raw, self._opponent, self._players, self._seat = raw, opponent, players, seat
         self._settings, self._game, self._random = settings, None, random.getstate()
-        self._told: dict[int, list[str]] = {}
+        self._unread: dict[int, list[str]] = {}
 
     async def reset(self, task: Any, *, seed: int) -> Step:
         """Begin a game, determined by the seed; the task is ignored."""
-        self._told = {seat: [] for seat in range(self._players)}
+        self._unread = {seat: [] for seat in range(self._players)}
 
         def begin() -> Any:
             random.seed(seed)
@@ -79,13 +79,14 @@ class TextArenaEnvironment(Environment):
         """Play until it is the policy's turn, or the game is over."""
         game: Any = self._game
         while not over:
-            seat, told = self._own(game.get_observation)
-            self._told[seat] += _lines(told, seat)
+            seat, messages = self._own(game.get_observation)
+            # Without the seat's own messages.
+            self._unread[seat] += [str(text).strip() for sender, text, _ in messages if sender != seat]
             if seat == self._seat:
-                news, self._told[seat] = "\n".join(self._told[seat]), []
+                news, self._unread[seat] = "\n".join(self._unread[seat]), []
                 return Step(({"role": "user", "content": news},))
             assert self._opponent is not None
-            said = self._opponent("\n".join(self._told[seat]))
+            said = self._opponent("\n".join(self._unread[seat]))
             over = self._say(await said if inspect.isawaitable(said) else said)
         rewards, about = self._own(game.close)
         self._game = None
@@ -110,8 +111,3 @@ class TextArenaEnvironment(Environment):
         finally:
             self._random = random.getstate()
             random.setstate(others)
-
-
-def _lines(told: Iterable[tuple[int, str, Any]], seat: int) -> list[str]:
-    """What others and the game said; what the seat said itself it knows."""
-    return [str(message).strip() for sender, message, _ in told if sender != seat]

@@ -177,16 +177,18 @@ class CodeVerifier:
         right = {check.case: True for check in checks}
         while checks:
             mark = secrets.token_hex(16)
-            result = await self._run(_harness(program, checks, mark), "", turn)
-            told = _read_marked(result.stdout, mark)
+            given = [(check.text.strip(), check.kind) for check in checks]
+            script = f"{_HARNESS}harness({program!r}, {given!r}, {mark!r})\n"
+            result = await self._run(script, "", turn)
+            reports = _read_marked(result.stdout, mark)
             # The first unanswered check may have run out of time or output used by earlier ones, unless it was first.
-            done = next((place for place in range(len(checks)) if place not in told), len(checks)) or 1
-            if _BEGUN not in told:
+            done = next((place for place in range(len(checks)) if place not in reports), len(checks)) or 1
+            if _BEGUN not in reports:
                 done = len(checks)
-            elif 0 not in told:
+            elif 0 not in reports:
                 _fits(json.dumps(checks[0].expected), result)
             for place, check in enumerate(checks[:done]):
-                if not _passes(check, told.get(place)):
+                if not _passes(check, reports.get(place)):
                     right[check.case] = False
                     if self._credit == "all":
                         return right
@@ -344,22 +346,17 @@ def harness(program, checks, mark):
 """.replace("BEGUN", str(_BEGUN))
 
 
-def _harness(program: str, checks: Sequence[_Check], mark: str) -> str:
-    given = [(check.text.strip(), check.kind) for check in checks]
-    return f"{_HARNESS}harness({program!r}, {given!r}, {mark!r})\n"
-
-
 def _read_marked(stdout: str, mark: str) -> dict[int, list[Any]]:
     """Reports of the harness by index of the check: empty if it raised, else one value, None if it has no form."""
-    told: dict[int, list[Any]] = {}
+    reports: dict[int, list[Any]] = {}
     for line in stdout.split("\n"):
         if line.startswith(mark):
             try:
                 place, _, report = line.removeprefix(mark).partition(" ")
-                told.setdefault(int(place), list(json.loads(report)))
+                reports.setdefault(int(place), list(json.loads(report)))
             except (ValueError, TypeError, RecursionError):
                 continue  # forged by the program
-    return told
+    return reports
 
 
 def _passes(check: _Check, report: list[Any] | None) -> bool:

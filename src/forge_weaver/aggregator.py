@@ -190,7 +190,7 @@ class Aggregator(ABC):
     def partial_fit(self, table: ScoreTable) -> Self:
         """Update on a further table; the first call is a fit. What the fit froze (scales, bins) stays.
 
-        A table without scores has no effect. ValueError: it cannot be learned from; the state is unchanged.
+        A table without scores has no effect. ValueError: nothing to learn from it; the state is unchanged.
         """
         if not hasattr(self, "report"):
             return self.fit(table)

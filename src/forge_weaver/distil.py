@@ -26,14 +26,8 @@ from .table import ScoreTable
 from .verifiers import DISTILLED
 
 READING = (
-    "prompt_template",
-    "chat_template",
-    "system_prompt",
-    "chat_options",
-    "as_pair",
-    "append_eos",
-    "truncate",
-    "max_tokens",
+    *("prompt_template", "chat_template", "system_prompt", "chat_options"),
+    *("as_pair", "append_eos", "truncate", "max_tokens"),
 )
 HELD_OUT = 0.2  # of the problems: half of them calibrate, half are reported
 
@@ -131,15 +125,8 @@ def distil(
         fits = np.array([0 < len(row.ids) <= reader.of.max_tokens for row in rows])
         where, rows = where[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
         train, calibrate, test = _divide([table.prompts[i] for i in where[:, 0]], seed)
-        taught = probabilities[tuple(where.T)]
-        _train(
-            *(reader, rows, taught, train),
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            seed=seed,
-            say=say,
-        )
+        targets = probabilities[tuple(where.T)]
+        _train(reader, rows, targets, train, epochs, batch_size, learning_rate, seed, say)
         with quiet_loading():
             reader.of.model.save_pretrained(aside)
 
@@ -149,19 +136,19 @@ def distil(
         logits[held] = reader.of.run([rows[i] for i in held], lambda batch: reader.logits(batch).tolist())
         spent = (time.process_time() - started) / len(held)
         scale = Recalibration()
-        if np.ptp(taught[calibrate]) > 0:
-            scale = Recalibration.fit(sigmoid(logits[calibrate]), taught[calibrate])
-        said = scale(sigmoid(logits[test]))
+        if np.ptp(targets[calibrate]) > 0:
+            scale = Recalibration.fit(sigmoid(logits[calibrate]), targets[calibrate])
+        student = scale(sigmoid(logits[test]))
         found = DistilReport(
             parameters=sum(weights.numel() for weights in reader.of.model.parameters()),
             trained=len(train),
             tested=len(test),
             left_out=int((~fits).sum()),
-            error=float(np.abs(said - taught[test]).mean()),
-            agreement=float(((said > 0.5) == (taught[test] > 0.5)).mean()),
-            gap=ece(said, taught[test]),
+            error=float(np.abs(student - targets[test]).mean()),
+            agreement=float(((student > 0.5) == (targets[test] > 0.5)).mean()),
+            gap=ece(student, targets[test]),
             cpu_seconds=spent,
-            truth=_truth(table, where[test], said, taught[test]),
+            truth=_truth(table, where[test], student, targets[test]),
         )
         settings = {"slope": scale.slope, "intercept": scale.intercept, "scale": "probability", **reading}
         (aside / DISTILLED).write_text(json.dumps({"reading": settings, "report": asdict(found)}, indent=1))
@@ -203,9 +190,8 @@ def _divide(prompts: list[str], seed: int) -> list[np.ndarray]:
 def _train(
     reader: RewardModel,
     rows: list[Any],
-    taught: np.ndarray,
+    targets: np.ndarray,
     train: np.ndarray,
-    *,
     epochs: int,
     batch_size: int,
     learning_rate: float,
@@ -214,7 +200,7 @@ def _train(
 ) -> None:
     """AdamW with linear warmup and decay on the rows `train`."""
     model, rng = reader.of.model.train().requires_grad_(True), np.random.default_rng(seed)
-    targets = torch.tensor(taught, dtype=torch.float32, device=reader.of.device)
+    goal = torch.tensor(targets, dtype=torch.float32, device=reader.of.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     steps = epochs * math.ceil(len(train) / batch_size)
     warmup = max(1, steps // 20)
@@ -226,7 +212,7 @@ def _train(
         order, total = rng.permutation(train), 0.0
         for at in range(0, len(order), batch_size):
             chosen = order[at : at + batch_size].tolist()
-            loss = binary_cross_entropy_with_logits(reader.logits(reader.of.pad(chosen, rows)), targets[chosen])
+            loss = binary_cross_entropy_with_logits(reader.logits(reader.of.pad(chosen, rows)), goal[chosen])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -237,7 +223,9 @@ def _train(
     model.eval().requires_grad_(False)
 
 
-def _truth(table: ScoreTable, where: np.ndarray, said: np.ndarray, taught: np.ndarray) -> dict[str, dict[str, float]]:
+def _truth(
+    table: ScoreTable, where: np.ndarray, student: np.ndarray, teacher: np.ndarray
+) -> dict[str, dict[str, float]]:
     if table.labels is None:
         return {}
     at = tuple(where.T)
@@ -252,5 +240,5 @@ def _truth(table: ScoreTable, where: np.ndarray, said: np.ndarray, taught: np.nd
         return {}
     return {
         name: {"auc": auc(p, labels), "selection": selection_accuracy(p, labels), "ece": ece(p, labels)}
-        for name, p in (("distilled", spread(said)), ("ensemble", spread(taught)))
+        for name, p in (("distilled", spread(student)), ("ensemble", spread(teacher)))
     }

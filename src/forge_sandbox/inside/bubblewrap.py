@@ -13,7 +13,7 @@ from .syscalls import die_with_parent, prctl
 
 
 def execute(
-    settings: dict[str, Any], modules: dict[str, str], source: bytes, cells: Sequence[int] | None, told: int
+    settings: dict[str, Any], modules: dict[str, str], source: bytes, cells: Sequence[int] | None, setup: int
 ) -> None:
     """Execute bwrap with a program, or with a session that uses the pipes `cells`."""
     try:
@@ -22,11 +22,11 @@ def execute(
         if not os.geteuid():
             confine.become_user(namespaces.NOBODY)
         die_with_parent()
-        header = {"modules": modules, "main": "bubblewrap", "settings": settings, "cells": cells, "told": told}
+        header = {"modules": modules, "main": "bubblewrap", "settings": settings, "cells": cells, "setup": setup}
         given = os.memfd_create("given")
         os.write(given, wire.pack(header, source))
         os.lseek(given, 0, os.SEEK_SET)
-        for descriptor in (given, told, *(cells or ())):
+        for descriptor in (given, setup, *(cells or ())):
             os.set_inheritable(descriptor, True)
         words = [settings["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
         words += ["--clearenv", "--cap-drop", "ALL"]
@@ -39,7 +39,7 @@ def execute(
         words += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8"]
         os.execv(words[0], [*words, "-c", settings["boot"], str(given)])
     except BaseException as error:
-        os.write(told, f"{type(error).__name__}: {error}".encode())
+        os.write(setup, f"{type(error).__name__}: {error}".encode())
         os._exit(confine.SETUP_FAILED)
 
 
@@ -58,7 +58,7 @@ def main(given: int, header: dict[str, Any], source: bytes) -> None:
         else:
             program.run_cells(*cells)
 
-    confine.confine(settings, None, cells or (), run, header["told"])
+    confine.confine(settings, None, cells or (), run, header["setup"])
 
 
 def _first(program_pid: int) -> None:

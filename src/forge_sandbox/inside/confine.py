@@ -15,7 +15,7 @@ DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
 
 
 def confine(
-    settings: dict[str, Any], rules: int | None, kept: Sequence[int], run: Callable[[], None], told: int
+    settings: dict[str, Any], rules: int | None, kept: Sequence[int], run: Callable[[], None], setup: int
 ) -> None:
     """Confine this process and run the program; never returns.
 
@@ -24,13 +24,13 @@ def confine(
         rules: landlock's, if used.
         kept: descriptors that stay open besides 0, 1 and 2.
         run: the program; exits the process.
-        told: descriptor for `BEGUN`, or for the error if confinement fails.
+        setup: descriptor for `BEGUN`, or for the error if confinement fails.
     """
     try:
         os.setsid()
         die_with_parent()
         level, processes = settings["level"], settings["processes"]
-        close_all_but(*kept, told, *(() if rules is None else (rules,)))
+        close_all_but(*kept, setup, *(() if rules is None else (rules,)))
         tasks = None
         if level == "namespaces":
             # No other processes of this user in the namespace; without root the three processes above count.
@@ -55,10 +55,10 @@ def confine(
             else:
                 seccomp.install(seccomp.program(forks=processes > 1))
     except BaseException as error:
-        os.write(told, f"{type(error).__name__}: {error}".encode())
+        os.write(setup, f"{type(error).__name__}: {error}".encode())
         os._exit(SETUP_FAILED)
-    os.write(told, BEGUN)
-    os.close(told)
+    os.write(setup, BEGUN)
+    os.close(setup)
     run()
     os._exit(0)
 

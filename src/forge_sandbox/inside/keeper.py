@@ -61,7 +61,7 @@ class Running:
     ) -> None:
         self.control, self.settings, self.looks = control, settings, looks
         self.most = settings["output_kb"] << 10
-        out, error, told, answers, cells = (os.pipe() for _ in range(5))
+        out, error, setup, answers, cells = (os.pipe() for _ in range(5))
         source, stdin = given or (b"", b"")
         self.began = time.monotonic()
         self.pid = os.fork()
@@ -71,7 +71,7 @@ class Running:
                     os.dup2(descriptor, number)
                 kept = (*place.kept, *(() if given else (cells[0], answers[1])))
                 if settings["level"] == "bubblewrap":
-                    bubblewrap.execute(settings, modules, source, None if given else kept, told[1])
+                    bubblewrap.execute(settings, modules, source, None if given else kept, setup[1])
 
                 def run() -> None:
                     if given:
@@ -79,22 +79,22 @@ class Running:
                     else:
                         program.run_cells(cells[0], answers[1])
 
-                confine.confine(settings, place.rules, kept, run, told[1])
+                confine.confine(settings, place.rules, kept, run, setup[1])
             finally:
                 os._exit(confine.SETUP_FAILED)
-        for descriptor in (out[1], error[1], told[1], answers[1], cells[0]):
+        for descriptor in (out[1], error[1], setup[1], answers[1], cells[0]):
             os.close(descriptor)
-        self.out, self.error, self.told, self.answers, self.cells = out[0], error[0], told[0], answers[0], cells[1]
-        for descriptor in (self.out, self.error, self.told, self.answers, self.cells):
+        self.out, self.error, self.setup, self.answers, self.cells = out[0], error[0], setup[0], answers[0], cells[1]
+        for descriptor in (self.out, self.error, self.setup, self.answers, self.cells):
             os.set_blocking(descriptor, False)
         self.exited = os.pidfd_open(self.pid)
-        self.texts = {self.out: bytearray(), self.error: bytearray(), self.told: bytearray()}
+        self.texts = {self.out: bytearray(), self.error: bytearray(), self.setup: bytearray()}
         self.ended: int | None = None
         self.cpu_before = 0.0
 
     @property
     def begun(self) -> bool:
-        return bytes(self.texts[self.told]) == confine.BEGUN
+        return bytes(self.texts[self.setup]) == confine.BEGUN
 
     def clear(self) -> None:
         self.began, self.cpu_before = time.monotonic(), _cpu()
@@ -195,7 +195,7 @@ class Running:
 def _answer(control: int, running: Running, status: str) -> None:
     seconds = time.monotonic() - running.began
     if not running.begun and status != "timeout":
-        texts = (running.texts[descriptor] for descriptor in (running.told, running.error))
+        texts = (running.texts[descriptor] for descriptor in (running.setup, running.error))
         _send(control, {"failed": b" ".join(texts).decode("utf-8", "replace") or f"{status} before it began"})
         running.pid = 0
         return

@@ -79,11 +79,11 @@ def prepare(settings: dict[str, Any]) -> Place:
     return Place()
 
 
-def _become_nobody() -> None:
+def _drop_root() -> None:
     for user in (_USERS + os.getpid(), namespaces.NOBODY):
         try:
             return confine.become_user(user)
-        except OSError:  # a container that has fewer users
+        except OSError:  # a container that maps fewer users
             continue
     with open("/proc/self/uid_map") as file:
         if "0" in file.read().split()[1::3]:
@@ -96,7 +96,7 @@ def _leave_root() -> tuple[int, ...]:
     if os.geteuid():
         return ()
     opened = {path: os.open(path, os.O_PATH) for path in sys.path if os.path.isdir(path)}
-    _become_nobody()
+    _drop_root()
     closed = {path: number for path, number in opened.items() if not os.access(path, os.R_OK | os.X_OK)}
     for path, number in opened.items():
         if path not in closed:
