@@ -93,24 +93,24 @@ class GymnasiumEnvironment(Environment):
             if number != len(self._names):
                 raise ValueError(f"{len(self._names)} names for the actions of {env.action_space}")
 
-    def _chosen(self, env: Env[Any, Any], said: str) -> Any:
+    def _chosen(self, env: Env[Any, Any], text: str) -> Any:
         """Parse an action. ValueError: invalid; describes the valid ones."""
         space = env.action_space
         if isinstance(space, spaces.Text):
-            if not space.contains(said):
+            if not space.contains(text):
                 raise ValueError(
                     f"an action is {space.min_length} to {space.max_length} characters of {space.characters}"
                 )
-            return said
+            return text
         assert isinstance(space, spaces.Discrete)
         if self._names is not None:
-            if said.casefold() not in self._names:
+            if text.casefold() not in self._names:
                 raise ValueError(f"an action is one of {', '.join(self._names)}")
-            return int(space.start) + self._names.index(said.casefold())
+            return int(space.start) + self._names.index(text.casefold())
         first, last = int(space.start), int(space.start + space.n - 1)
-        if not said.removeprefix("-").isdecimal() or not first <= int(said) <= last:
+        if not text.removeprefix("-").isdecimal() or not first <= int(text) <= last:
             raise ValueError(f"an action is a number from {first} to {last}")
-        return int(said)
+        return int(text)
 
     def _text(self, observation: Any) -> str:
         return self._to_text(observation) if self._to_text is not None else str(observation)

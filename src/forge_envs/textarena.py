@@ -86,8 +86,8 @@ class TextArenaEnvironment(Environment):
                 news, self._unread[seat] = "\n".join(self._unread[seat]), []
                 return Step(({"role": "user", "content": news},))
             assert self._opponent is not None
-            said = self._opponent("\n".join(self._unread[seat]))
-            over = self._say(await said if inspect.isawaitable(said) else said)
+            reply = self._opponent("\n".join(self._unread[seat]))
+            over = self._say(await reply if inspect.isawaitable(reply) else reply)
         rewards, about = self._own(game.close)
         self._game = None
         mine = (about or {}).get(self._seat, {})

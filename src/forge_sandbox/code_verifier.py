@@ -325,8 +325,8 @@ def harness(program, checks, mark):
         except Failure:
             return None
 
-    def tell(place, *said):
-        write(1, ("\n" + mark + show(place) + " " + dumps(said) + "\n").encode())
+    def tell(place, *report):
+        write(1, ("\n" + mark + show(place) + " " + dumps(report) + "\n").encode())
 
     code = compile(program, "program.py", "exec")
     module = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -67,9 +67,9 @@ def _why_not(settings: dict[str, Any], python: str, user: int | None) -> str:
         escaped = os.path.exists(beside := file.name + ".new")
         if escaped:
             os.unlink(beside)
-    out, said = (body.decode(errors="replace").strip() for body in bodies)
+    out, error_text = (body.decode(errors="replace").strip() for body in bodies)
     if header["status"] != "ok":
-        return f"a program could not run ({header['status']}: {said[-300:]})"
+        return f"a program could not run ({header['status']}: {error_text[-300:]})"
     if (out or escaped) and level != "none":
         return f"a program was not prevented from: {out or 'write'}"
     return ""

@@ -50,7 +50,7 @@ class Result:
     truncated: bool = False
 
 
-class _Asked:
+class _Pending:
     """A pending program and the worker that runs it, for cancellation."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _Asked:
             self._worker = worker
             return not self._given_up
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel the program."""
         with self._lock:
             self._given_up = True
@@ -167,12 +167,12 @@ class Sandbox:
         """
         bodies = _checked(time_limit, program, stdin)
         self._check_usable()
-        asked = _Asked()
-        future = self._threads.submit(self._run, bodies, time_limit, asked)
+        pending = _Pending()
+        future = self._threads.submit(self._run, bodies, time_limit, pending)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            asked.give_up()
+            pending.cancel()
             raise
 
     @asynccontextmanager
@@ -226,14 +226,14 @@ class Sandbox:
             self._started = True
         log.log(logging.WARNING if self.level == "none" else logging.INFO, "programs run at level %s", self.level)
 
-    def _run(self, bodies: list[bytes], time_limit: float, asked: _Asked) -> Result:
+    def _run(self, bodies: list[bytes], time_limit: float, pending: _Pending) -> Result:
         self._start()
         worker = self._idle.get()
         try:
             for last in (False, True):
                 try:
                     worker = worker or self._worker()
-                    if not asked.hold(worker):
+                    if not pending.hold(worker):
                         return Result("ended")  # cancelled
                     answer = worker.ask({"kind": "run", "time_limit": time_limit}, *bodies, limit=time_limit)
                     worker.settle()
@@ -249,7 +249,7 @@ class Sandbox:
                         raise
             raise AssertionError
         finally:
-            asked.hold(None)
+            pending.hold(None)
             if worker is not None and worker.interrupted:  # after its answer: no longer usable
                 self._give_up(worker)
                 worker = None

@@ -159,8 +159,8 @@ class Worker:
             return ""
         try:
             self._process.wait(_LEAVE)
-            said = self._stderr.fileno()
+            stderr = self._stderr.fileno()
         except (subprocess.TimeoutExpired, ValueError):  # ValueError: closed concurrently
             return ""
-        text = os.pread(said, 4096, max(0, os.fstat(said).st_size - 4096)).decode(errors="replace").strip()
+        text = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096)).decode(errors="replace").strip()
         return f": {text[-400:]}" if text else ""

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.weaver import drift
 from forge_weaver import BinnedDawidSkene, Online, ScoreTable, load
 from forge_weaver.calibration import brier, ece
-from forge_weaver.synthetic import drift
 
 
 def truth(tables: list[ScoreTable]) -> np.ndarray:

@@ -291,19 +291,19 @@ class Server:
         """JSON-RPC of OpenEnv's MCP clients: sessions, and `tools/list` and `tools/call` in them."""
         answer: Data = {"jsonrpc": "2.0", "id": None}
         try:
-            asked = json.loads(await request.text())
-            answer["id"], params = asked.get("id"), asked.get("params") or {}
-            if asked.get("method") == "openenv/session/create":
+            request_body = json.loads(await request.text())
+            answer["id"], params = request_body.get("id"), request_body.get("params") or {}
+            if request_body.get("method") == "openenv/session/create":
                 name = secrets.token_hex(16)
                 self._named[name] = self._begin()
                 self._of(name)
                 return web.json_response({**answer, "result": {"session_id": name}})
             name = str(params.get("session_id"))
             session = self._of(name)
-            if asked.get("method") == "openenv/session/close":
+            if request_body.get("method") == "openenv/session/close":
                 await self._end_named(name)
                 return web.json_response({**answer, "result": {"session_id": name, "closed": True}})
-            return web.json_response(text=_dumps((await session.answer("mcp", asked))[1]))
+            return web.json_response(text=_dumps((await session.answer("mcp", request_body))[1]))
         except ServedError as error:
             return web.json_response({**answer, "error": {"code": -32000, "message": str(error)}})
         except (ValueError, AttributeError) as error:

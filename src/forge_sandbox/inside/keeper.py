@@ -127,11 +127,11 @@ class Running:
                 if not self._read(descriptor):
                     poll.unregister(descriptor)
             status = self._overrun() or ("exited" if self.exited in ready else "")
-            if not status and self.answers in ready and (said := _read(self.answers, 1)):
+            if not status and self.answers in ready and (reply := _read(self.answers, 1)):
                 self._drain()
-                status = self._overrun() or ("memory" if said == b"m" else "")
+                status = self._overrun() or ("memory" if reply == b"m" else "")
                 if not status:
-                    return "0" if said == b"0" else "1"
+                    return "0" if reply == b"0" else "1"
             if self.looks and time.monotonic() > look:
                 look = time.monotonic() + _TICK
                 self._reap()

@@ -33,12 +33,12 @@ def run_program(source: str) -> None:
     os._exit(_flushed(code))
 
 
-def run_cells(asked: int, answered: int) -> None:
+def run_cells(source_pipe: int, answer_pipe: int) -> None:
     """Run length-prefixed cells from one pipe and answer each with a byte: "0" ok, "1" error, "m" out of memory. A cell
     that raises SystemExit ends the process. Cells share a namespace; the value of a final expression is printed."""
     module = _fresh()
     while True:
-        source = _exactly(asked, struct.unpack("I", _exactly(asked, 4))[0])
+        source = _exactly(source_pipe, struct.unpack("I", _exactly(source_pipe, 4))[0])
         try:
             code = _flushed(_execute(module, source.decode("utf-8", "surrogatepass"), show=True, leave=False))
             answer = b"1" if code else b"0"
@@ -47,7 +47,7 @@ def run_cells(asked: int, answered: int) -> None:
         except MemoryError:
             answer = b"m"
             _flushed(1)
-        os.write(answered, answer)
+        os.write(answer_pipe, answer)
 
 
 def _fresh() -> types.ModuleType:

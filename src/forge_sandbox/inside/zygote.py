@@ -68,13 +68,13 @@ def _serve(control: int, settings: dict[str, Any], modules: dict[str, str]) -> N
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    with socket.socket(fileno=control) as asked:
-        asked.sendall(wire.pack({}))
-        while asked.recv(1, socket.MSG_PEEK):
+    with socket.socket(fileno=control) as requests:
+        requests.sendall(wire.pack({}))
+        while requests.recv(1, socket.MSG_PEEK):
             status = _fork_keeper(control, settings, place, modules, own)
             if status:
                 raise OSError(f"the process above a program ended with {os.waitstatus_to_exitcode(status)}")
-            asked.sendall(wire.pack({"over": True}))
+            requests.sendall(wire.pack({"over": True}))
 
 
 def _fork_keeper(control: int, settings: dict[str, Any], place: Place, modules: dict[str, str], own: int | None) -> int:
