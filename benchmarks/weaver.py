@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.special import ndtri
 
 from forge_weaver import (
     Aggregator,
@@ -37,7 +38,7 @@ from forge_weaver import (
 )
 from forge_weaver.calibration import auc, bootstrap, brier, ece
 from forge_weaver.selection import selection_accuracy
-from forge_weaver.synthetic import SCENARIOS, drift, generate, scenario
+from forge_weaver.synthetic import SCENARIOS, generate, scenario
 
 Make = Callable[[float], Aggregator]
 
@@ -138,6 +139,41 @@ def scenarios(seeds: int) -> None:
             cells.setdefault(("logistic regression, half of the problems", case), []).append(found)
     names = dict.fromkeys(name for name, _ in cells)
     markdown(["method", *SCENARIOS], [[n, *(triple(cells[n, c]) for c in SCENARIOS)] for n in names])
+
+
+def drift(
+    batches: int = 40,
+    problems: int = 32,
+    responses: int = 8,
+    verifiers: int = 12,
+    *,
+    hacked: int = 3,
+    balance: tuple[float, float] = (0.2, 0.7),
+    first: int = 125,
+    seed: int = 0,
+) -> list[ScoreTable]:
+    """Tables of a policy that improves over `balance` and games the first `hacked` verifiers.
+
+    Those lose their discrimination linearly over the batches, and their scores rise for all responses.
+
+    Args:
+        first: problems of the first table, before the drift.
+    """
+    rng = np.random.default_rng(seed)
+    distance = np.sqrt(2) * ndtri(rng.uniform(0.6, 0.8, verifiers))
+    judges = np.arange(verifiers) % 3 == 2
+    cuts = rng.normal(0.3, 0.5, verifiers)
+    names = tuple(f"{'judge' if judges[v] else 'model'}_{v}" for v in range(verifiers))
+    tables = []
+    for batch in range(batches + 1):
+        t = batch / batches
+        rate = balance[0] + t * (balance[1] - balance[0])
+        shape = (problems if batch else first, responses)
+        right = rng.random(shape) < rng.beta(3 * rate, 3 * (1 - rate), shape[0])[:, None]
+        spoilt = t * (np.arange(verifiers) < hacked)
+        latent = distance * (1 - spoilt) * right[..., None] + 2 * spoilt + rng.normal(size=(*shape, verifiers))
+        tables.append(ScoreTable(np.where(judges, latent > cuts, latent), names, labels=right.astype(float)))
+    return tables
 
 
 def drifting(seeds: int) -> None:

@@ -1,4 +1,4 @@
-"""What MCP servers say, as models are told it."""
+"""MCP tools and results in the form that models read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def function_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as MCP describes it, as OpenAI does."""
+    """An MCP tool as an OpenAI function schema."""
     parameters = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
     about = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
     return {"type": "function", "function": about}
 
 
 def text_of(result: Mapping[str, Any]) -> str:
-    """The content blocks of a result, each on lines of its own; what is no text is named."""
+    """The content blocks of a result, one per line; blocks other than text are named."""
     blocks = result.get("content") or []
     structured = result.get("structuredContent", result.get("structured_content"))
     if not blocks and structured is not None:

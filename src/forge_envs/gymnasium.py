@@ -1,4 +1,4 @@
-"""Gymnasium environments whose actions and observations are, or can be written as, text."""
+"""Gymnasium environments with text actions and observations."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ except ImportError as error:
 
 
 class GymnasiumEnvironment(Environment):
-    """A turn is an action: text of a `Text` space, or the number or the name of one of a `Discrete` space.
+    """A turn is an action: text of a `Text` space, or the number or name of an action of a `Discrete` space.
 
-    A turn that is no action is answered by what one is, and does not count as a step. The task of an episode, if it is
-    a mapping, is the `options` of the environment's reset.
+    An invalid turn is answered with the valid actions and does not count as a step. A task that is a mapping becomes
+    the `options` of the environment's reset.
 
     Args:
-        make: the environment, made when it is first needed, such as `lambda: gymnasium.make("FrozenLake-v1")`.
-        prompt: said before the first observation.
-        actions: names of the actions of a `Discrete` space, from its first.
-        to_text: an observation as text; by default those of `Text` and `Discrete` spaces are what they are.
-        timeout: seconds for one call of it; more is an InfrastructureError. After that, or a call that was cancelled,
-            another is made.
+        make: makes the environment on first use, such as `lambda: gymnasium.make("FrozenLake-v1")`.
+        prompt: precedes the first observation.
+        actions: names of the actions of a `Discrete` space.
+        to_text: formats observations; by default `str`, for `Text` and `Discrete` spaces.
+        timeout: seconds for one call; InfrastructureError beyond it. The environment is replaced after a timeout or
+            a cancelled call.
 
     Raises:
-        ImportError: gymnasium is not installed. ValueError, at the first reset: a space that is no text.
+        ImportError: gymnasium is not installed.
+        ValueError: at the first reset, an unsupported space.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GymnasiumEnvironment(Environment):
         )
 
     async def close(self) -> None:
-        """Close the environment; another reset makes a new one."""
+        """Close the environment; the next reset makes a new one."""
         env, self._env = self._env, None
         if env is not None:
             await self._call(env.close, "close")
@@ -92,24 +93,24 @@ class GymnasiumEnvironment(Environment):
             if number != len(self._names):
                 raise ValueError(f"{len(self._names)} names for the actions of {env.action_space}")
 
-    def _chosen(self, env: Env[Any, Any], said: str) -> Any:
-        """The action. ValueError: it is none; says what one is."""
+    def _chosen(self, env: Env[Any, Any], text: str) -> Any:
+        """Parse an action. ValueError: invalid; describes the valid ones."""
         space = env.action_space
         if isinstance(space, spaces.Text):
-            if not space.contains(said):
+            if not space.contains(text):
                 raise ValueError(
                     f"an action is {space.min_length} to {space.max_length} characters of {space.characters}"
                 )
-            return said
+            return text
         assert isinstance(space, spaces.Discrete)
         if self._names is not None:
-            if said.casefold() not in self._names:
+            if text.casefold() not in self._names:
                 raise ValueError(f"an action is one of {', '.join(self._names)}")
-            return int(space.start) + self._names.index(said.casefold())
+            return int(space.start) + self._names.index(text.casefold())
         first, last = int(space.start), int(space.start + space.n - 1)
-        if not said.removeprefix("-").isdecimal() or not first <= int(said) <= last:
+        if not text.removeprefix("-").isdecimal() or not first <= int(text) <= last:
             raise ValueError(f"an action is a number from {first} to {last}")
-        return int(said)
+        return int(text)
 
     def _text(self, observation: Any) -> str:
         return self._to_text(observation) if self._to_text is not None else str(observation)
@@ -118,7 +119,7 @@ class GymnasiumEnvironment(Environment):
         try:
             return await in_thread(function, limit=self._timeout, what=f"{what} of a Gymnasium environment")
         except asyncio.CancelledError:
-            self._env = None  # the thread may still be in it
+            self._env = None  # the thread may still be using it
             raise
         except Unscored as late:
             self._env = None

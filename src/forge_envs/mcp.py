@@ -1,11 +1,10 @@
-"""Tools of MCP servers, by the official SDK: programs that speak over standard input and output, and HTTP servers.
+"""Tools of MCP servers over stdio and streamable HTTP, with the official SDK.
 
     tools = StdioTools(["python", "server.py"])
     await tools.open()
     toolbox = Toolbox(servers=[tools])
 
-Both kinds have `open`, `schemas`, `call` and `close`, as `forge.envs.tools.ToolServer`. They need the SDK:
-pip install 'torchforge[mcp]'.
+Both implement `forge.envs.tools.ToolServer`. They need the SDK: pip install 'torchforge[mcp]'.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
 from forge.envs.environment import InfrastructureError
@@ -40,8 +38,8 @@ __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 
 LONGEST = 64 << 20  # bytes of one line
 PING_TIMEOUT = 5.0  # seconds
-_TIMED_OUT = 408  # the SDK's code of a request without an answer in time
-_FAILED = -32099  # our code of a request that the HTTP server did not answer in MCP
+_TIMED_OUT = 408  # the SDK's error code of a timeout
+_FAILED = -32099  # our error code of an HTTP response that is not MCP
 
 
 class MCPTools(ABC):
@@ -103,7 +101,7 @@ class MCPTools(ABC):
         """
         if (session := self._session) is None:
             lost, self._lost = self._lost, ""
-            if lost:  # not yet reported: the caller may rely on state that the server had
+            if lost:  # report the loss once: the caller may rely on the server's state
                 raise InfrastructureError(lost)
             await self.open()
             session = self._session
@@ -122,7 +120,7 @@ class MCPTools(ABC):
             raise ToolError(error.error.message) from None
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise await self._gone() from None
-        except RuntimeError as error:  # a result that the tool's own output schema does not allow
+        except RuntimeError as error:  # the result violates the tool's output schema
             raise ToolError(str(error)) from None
         text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
         if result.isError:
@@ -130,7 +128,7 @@ class MCPTools(ABC):
         return text
 
     async def close(self) -> None:
-        """Disconnect. It may be repeated, and `open` may follow."""
+        """Disconnect; idempotent. `open` reconnects."""
         self._session, task, self._task = None, self._task, None
         self._lost = ""
         self._stop.set()
@@ -140,7 +138,7 @@ class MCPTools(ABC):
             await asyncio.wait([task])
 
     async def _run(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
-        """Hold the connection: the SDK's contexts must be left by the task that entered them."""
+        """Hold the connection: the SDK's contexts must be exited by the task that entered them."""
         why = f"{self.name} has gone"
         try:
             async with self._connect() as (read, write), ClientSession(read, write) as session:
@@ -180,19 +178,17 @@ class MCPTools(ABC):
 
     @abstractmethod
     def _connect(self) -> Any:
-        """An async context of a stream to read from and one to write to."""
+        """Async context manager of a read stream and a write stream."""
 
     def _why(self) -> str:
-        """What is known of the end of the connection."""
+        """Details on the end of the connection, for an error."""
         return ""
 
     async def __aenter__(self) -> Self:
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -200,17 +196,17 @@ class StdioTools(MCPTools):
     """The tools of a program, which runs from `open` to `close` and ends with this process, even if that is killed.
 
     After a call that timed out or was cancelled the program is pinged. If it does not answer, it is restarted, and the
-    call that found out is a `ToolError` that says so.
+    current call raises `ToolError`.
 
     Args:
-        command: its words.
-        cwd: where it runs.
-        env: variables in addition to those of this process.
+        command: program and arguments.
+        cwd: working directory.
+        env: variables added to those of this process.
         timeout: seconds for one call.
-        start_timeout: seconds until its tools are known.
+        start_timeout: seconds for initialize and tools/list.
 
     Raises:
-        ValueError: a limit that is not above 0, or a command that is one text.
+        ValueError: a timeout that is not positive, or a command that is a string.
     """
 
     def __init__(
@@ -235,7 +231,7 @@ class StdioTools(MCPTools):
                 self._late = False
                 try:
                     async with asyncio.timeout(PING_TIMEOUT):
-                        with suppress(McpError):  # a server without pings, but it answers
+                        with suppress(McpError):  # pings are unsupported, but it answers
                             await self._session.send_ping()
                 except TimeoutError:
                     await self.close()
@@ -255,7 +251,7 @@ class StdioTools(MCPTools):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Any]:
-        # Not the SDK's own process: that one outlives this process if this is killed, and hides its exit code.
+        # Not the SDK's stdio client: its process outlives this one if this is killed, and its exit code is hidden.
         self._end = ""
         program = self._program = await Program.start(
             self._command, pipes=True, line_limit=LONGEST, cwd=self._cwd, env=self._env
@@ -271,7 +267,7 @@ class StdioTools(MCPTools):
                     try:
                         message = JSONRPCMessage.model_validate_json(line)
                     except ValueError:
-                        continue  # a server that prints
+                        continue  # the server prints to stdout
                     await to_session.send(SessionMessage(message))
 
         async def writing() -> None:
@@ -304,18 +300,18 @@ class StdioTools(MCPTools):
 
 
 class HTTPTools(MCPTools):
-    """The tools of a server over streamable HTTP. It belongs to the event loop in which it is opened.
+    """The tools of a server over streamable HTTP, bound to the event loop in which it is opened.
 
-    A status that is no answer in MCP fails its own call alone; a lost connection or session ends all calls.
+    An HTTP error status fails only its own call; a lost connection or session ends all calls.
 
     Args:
         url: of its endpoint, such as http://127.0.0.1:8000/mcp.
         headers: sent with every request, such as an authorization.
         timeout: seconds for one call.
-        start_timeout: seconds until its tools are known.
+        start_timeout: seconds for initialize and tools/list.
 
     Raises:
-        ValueError: a limit that is not above 0, or a url of another scheme.
+        ValueError: a timeout that is not positive, or an unsupported scheme.
     """
 
     def __init__(
@@ -343,7 +339,7 @@ class HTTPTools(MCPTools):
 
 
 class _Isolated(httpx.AsyncHTTPTransport):
-    """Answers that are none in MCP become errors of their own request; the SDK would end the whole session."""
+    """Turns invalid responses into errors of their own request; the SDK would end the whole session."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -370,7 +366,7 @@ class _Isolated(httpx.AsyncHTTPTransport):
             return httpx.Response(200, json=answer, headers=headers, request=request)
         if response.status_code < 400:
             return self._failed(number, f"{self._name} answered with no JSON: {text[:500]!r}", lost=False)
-        # Of a session that it does not know a server says 404, or 400 in many an implementation.
+        # An unknown session is 404, in many implementations 400.
         status = response.status_code
         lost = status == 404 or (status == 400 and "session" in text.lower())
         return self._failed(number, f"{self._name} answered with status {status}: {text[:500]}", lost)

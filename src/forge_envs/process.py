@@ -1,4 +1,4 @@
-"""A program of its own that ends, with all that it started, when it is stopped or when this process ends."""
+"""Subprocesses that end, with their process group, when stopped or when this process ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import tempfile
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import IO, Self
 
 from forge.envs.environment import InfrastructureError
@@ -18,10 +17,10 @@ from forge.envs.environment import InfrastructureError
 TAIL = 2000  # characters of a log that an error shows
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 
-# It stands between this process and the program. The write end of its lifeline is open in this process and in none that
-# it executes: whatever way this process ends, even SIGKILL, the lifeline then ends too, and the program's process group
-# is killed. A fork of this process keeps it open, though, so once a second the keeper looks whose child it is. Its own
-# death kills the program: the kernel tells the death of a parent's thread, and this one has but one.
+# A keeper process stands between this process and the program. The write end of its lifeline pipe is open only in this
+# process: however this process ends, even by SIGKILL, the keeper sees the end of the pipe and kills the process group.
+# A fork of this process also holds the pipe, so the keeper checks its parent once a second. If the keeper dies, so does
+# the program, by PR_SET_PDEATHSIG (1).
 _KEEPER = """
 import ctypes, os, select, signal, subprocess, sys
 lifeline, parent, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
@@ -50,8 +49,8 @@ sys.exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 
 
 class Program:
-    """A running program. With `pipes` its input and output are `stdin`, `stdout`; the rest of what it says is its log,
-    a temporary file of any length. What it leaves running in its process group when it ends is killed."""
+    """A running program. With `pipes` its `stdin` and `stdout` are streams; other output is logged to a temporary file.
+    When it ends, the rest of its process group is killed."""
 
     def __init__(self, process: Process, name: str, lifeline: int, log: IO[bytes]) -> None:
         self.name, self._process, self._lifeline, self._log = name, process, lifeline, log
@@ -68,9 +67,16 @@ class Program:
         cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Self:
-        """`env` is added to this process's own; `line_limit` is the longest line in bytes that `stdout` reads.
+        """Start a program; one that does not exist ends at once with exit code 1.
 
-        InfrastructureError: no process can be had. A program that is not there ends at once with exit code 1.
+        Args:
+            pipes: connect `stdin` and `stdout`.
+            line_limit: longest line of `stdout` in bytes.
+            cwd: working directory.
+            env: variables added to those of this process.
+
+        Raises:
+            InfrastructureError: no process could be started.
         """
         log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it is closed with the program
         reading, lifeline = os.pipe()
@@ -98,35 +104,37 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Of the process group, which the program and what it starts belong to unless they leave it."""
+        """Of the process group of the program and its children."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; 128 + n if signal n ended it."""
+        """None while running; 128 + n after signal n."""
         return self._process.returncode
 
     def ended(self) -> str:
-        """How it ended and what it said last, for an error."""
+        """Exit code and end of the log, for an error."""
         code = self.returncode
-        how = "still runs" if code is None else f"ended with exit code {code}" if code <= 128 else _ending(code)
+        how = "is still running" if code is None else f"ended with exit code {code}"
+        with suppress(ValueError):  # not a signal
+            how = f"was ended by {signal.Signals((code or 0) - 128).name}"
         return f"{self.name} {how}; its log ends with:\n{self.tail() or '(nothing)'}"
 
     def tail(self) -> str:
-        """The end of its log."""
+        """The end of its log, at most TAIL bytes."""
         if self._log.closed:
             return "(closed)"
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace").strip()
 
     async def wait(self, limit: float) -> None:
-        """Until it has ended, for at most `limit` seconds."""
+        """Wait until it has ended, at most `limit` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 await self._process.wait()
 
     async def stop(self, grace: float = GRACE) -> None:
-        """SIGTERM to the process group, and SIGKILL to what is left of it after `grace` seconds. It may be repeated."""
+        """SIGTERM to the process group, SIGKILL after `grace` seconds; idempotent."""
         if self._lifeline < 0:
             return
         lifeline, self._lifeline = self._lifeline, -1
@@ -145,32 +153,23 @@ class Program:
     async def _sweep(self) -> None:
         await self._process.wait()
         self._signal(signal.SIGKILL)
-        self._gone = True  # from now on the group's number may become another's
+        self._gone = True  # from now on the id may be reused
 
     def _signal(self, number: int) -> None:
         if self._gone:
             return
-        with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS says so of a group of zombies
+        with suppress(ProcessLookupError, PermissionError):  # PermissionError: zombies on macOS
             os.killpg(self._process.pid, number)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
 
 def words(command: Sequence[str]) -> list[str]:
-    """The words of a command. ValueError: it is one text, or nothing."""
+    """A copy of a command. ValueError: it is a string, or empty."""
     if not command or isinstance(command, str):
         raise ValueError(f"a command must be a list of its words, got {command!r}")
     return list(command)
-
-
-def _ending(code: int) -> str:
-    try:
-        return f"was ended by {signal.Signals(code - 128).name}"
-    except ValueError:
-        return f"ended with exit code {code}"

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: a question, one answer, a score."""
+"""reasoning-gym tasks: one question, one answer, a score."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ImportError as error:
 
 WRONG = {
     "complex_arithmetic": 'the answer "nan" scores 1',
-    "game_of_life_halting": "whatever cannot be read scores 1",
+    "game_of_life_halting": "unreadable answers score 1",
     "coin_flip": 'the answer "0" scores near 1',
 }
 _DIVISION = 'some labels of divisions are wrong; take operators=["+", "-", "*"]'
@@ -28,23 +28,23 @@ _SCORING = 10.0  # seconds for one score
 
 
 class ReasoningGymEnvironment(Environment):
-    """The task of an episode is the number of a question, or None for the one that the seed picks.
+    """The task of an episode is the index of a question, or None to pick one by the seed.
 
-    An answer is scored by the family's own scorer, but: "nan" and "inf" score 0 where they are not right; one that the
-    scorer fails on scores 0 if it reads the right answer; if it fails on that as well, scores nonsense, gives no number
-    in [0, 1], or takes more than 10 s, the episode has no reward, and `info["unscored"]` says why.
+    Answers are scored by the family's scorer, with guards: "nan" and "inf" score 0 unless they are right; an answer
+    that breaks the scorer scores 0 if the right answer does not. If that breaks it too, or the scorer accepts
+    nonsense, leaves [0, 1] or takes more than 10 s, the episode has no reward and `info["unscored"]` has the reason.
 
     Args:
-        family: of tasks, such as "gcd".
-        size, seed: how many questions, and which.
-        prompt: the question that is asked, from an entry of the dataset; by default its "question". Small models do
-            better with the payload alone.
-        answer: what of a turn is the answer; by default all of it, without spaces around it.
-        allow_wrong: take a family that is known to score wrong answers.
+        family: such as "gcd".
+        size, seed: of the dataset.
+        prompt: formats a dataset entry; by default its "question". Small models do better with the payload alone.
+        answer: extracts the answer from a turn; by default the stripped turn.
+        allow_wrong: allow a family known to reward wrong answers.
         settings: of the family.
 
     Raises:
-        ImportError: reasoning-gym is not installed. ValueError: there is no such family, or it scores wrong answers.
+        ImportError: reasoning-gym is not installed.
+        ValueError: unknown family or invalid settings, or it rewards wrong answers.
     """
 
     def __init__(
@@ -58,21 +58,27 @@ class ReasoningGymEnvironment(Environment):
         allow_wrong: bool = False,
         **settings: Any,
     ) -> None:
+        families = reasoning_gym.factory.DATASETS
+        if family not in families:
+            raise ValueError(f"reasoning-gym has no family {family!r}: it has {', '.join(families)}")
+        try:
+            dataset: Any = reasoning_gym.create_dataset(family, size=size, seed=seed, **settings)
+        except (AssertionError, TypeError) as error:
+            raise ValueError(f"{family}: {error}") from error
         why = WRONG.get(family)
-        dataset = _dataset(family, size, seed, settings)
         if family == "basic_arithmetic" and "/" in dataset.config.operators:
             why = _DIVISION
         if why is not None and not allow_wrong:
-            raise ValueError(f"{family} is off: {why}. Say allow_wrong=True to have it all the same")
+            raise ValueError(f"{family} is off: {why}. Set allow_wrong=True to use it anyway")
         self._family, self._dataset, self._prompt, self._answer = family, dataset, prompt, answer
         self._entry: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
-        """How many questions there are."""
+        """Number of questions."""
         return len(self._dataset)
 
     async def reset(self, task: int | None, *, seed: int) -> Step:
-        """Ask a question. IndexError: there is none of this number."""
+        """Ask a question. IndexError: index out of range."""
         number = seed % len(self) if task is None else task
         if not 0 <= number < len(self):
             raise IndexError(f"{self._family} has questions 0 to {len(self) - 1}, not {number}")
@@ -115,12 +121,3 @@ class ReasoningGymEnvironment(Environment):
             return float(self._dataset.score_answer(answer, entry)) > 0.5
         except Exception:
             return False
-
-
-def _dataset(family: str, size: int, seed: int, settings: Mapping[str, Any]) -> Any:
-    if family not in reasoning_gym.factory.DATASETS:
-        raise ValueError(f"reasoning-gym has no family {family!r}: it has {', '.join(reasoning_gym.factory.DATASETS)}")
-    try:
-        return reasoning_gym.create_dataset(family, size=size, seed=seed, **settings)
-    except (AssertionError, TypeError) as error:
-        raise ValueError(f"{family}: {error}") from error

@@ -1,10 +1,10 @@
-"""Games of TextArena, for one player, or against an opponent of one's own."""
+"""TextArena games for one player, or against an opponent function."""
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from forge.envs.environment import Action, Environment, Step
@@ -19,28 +19,28 @@ Opponent = Callable[[str], str | Awaitable[str]]
 
 
 class TextArenaEnvironment(Environment):
-    """What is said to a player is what is new since its last turn; the reward comes at the end of the game.
+    """An observation is the messages since the player's last turn; the reward comes at the end of the game.
 
-    Games draw from Python's one random generator. Each has its own state of it, so that those played at the same time
-    do not disturb each other or anyone else in this thread, and a seed gives one game. For as long as a call of a game
-    takes, its state is the generator's: another thread that draws meanwhile changes the game, and gets its numbers. A
-    game is played in this thread, without a limit of time: where one may hang, serve it (`forge_envs.openenv`).
+    Games use Python's global random generator. Each game swaps in a generator state of its own during its calls, so a
+    seed determines a game and concurrent games do not interfere; other threads that draw meanwhile do. Games run in
+    the calling thread without a timeout: serve those that may hang (`forge_envs.openenv`).
 
     Args:
-        game: its id, such as "GuessTheNumber-v0". Some load word lists when they are made, which TextArena downloads.
-        opponent: takes the other seats of a game for several: from all that its seat was told, what it says.
-        players: of the game.
+        game: id, such as "GuessTheNumber-v0". Some games download word lists.
+        opponent: plays the other seats: maps all messages to its seat to an action.
+        players: number of players.
         seat: of the policy.
         settings: of the game.
 
     Raises:
-        ImportError: textarena is not installed. ValueError: there is no such game or seat, or no opponent for others.
+        ImportError: textarena is not installed.
+        ValueError: unknown game, invalid seat, or no opponent for the other seats.
     """
 
     def __init__(
         self, game: str, *, opponent: Opponent | None = None, players: int = 1, seat: int = 0, **settings: Any
     ) -> None:
-        # Without its wrappers, which say the whole history again in each turn.
+        # Without its wrappers, which repeat the whole history in each turn.
         raw = game if game.endswith("-raw") else f"{game}-raw"
         if raw not in textarena.envs.registration.ENV_REGISTRY:
             raise ValueError(f"TextArena has no game {game!r}: see textarena.pprint_registry_detailed()")
@@ -50,11 +50,11 @@ class TextArenaEnvironment(Environment):
             raise ValueError(f"a game for {players} players needs an opponent for the other seats")
         self._raw, self._opponent, self._players, self._seat = raw, opponent, players, seat
         self._settings, self._game, self._random = settings, None, random.getstate()
-        self._told: dict[int, list[str]] = {}
+        self._unread: dict[int, list[str]] = {}
 
     async def reset(self, task: Any, *, seed: int) -> Step:
-        """Begin a game. The task says nothing: games differ by their seed."""
-        self._told = {seat: [] for seat in range(self._players)}
+        """Begin a game, determined by the seed; the task is ignored."""
+        self._unread = {seat: [] for seat in range(self._players)}
 
         def begin() -> Any:
             random.seed(seed)
@@ -72,31 +72,32 @@ class TextArenaEnvironment(Environment):
         return await self._until_turn(self._say(action.content or action.text.strip()))
 
     async def close(self) -> None:
-        """Forget the game."""
+        """Discard the game."""
         self._game = None
 
     async def _until_turn(self, over: bool) -> Step:
         """Play until it is the policy's turn, or the game is over."""
         game: Any = self._game
         while not over:
-            seat, told = self._own(game.get_observation)
-            self._told[seat] += _lines(told, seat)
+            seat, messages = self._own(game.get_observation)
+            # Without the seat's own messages.
+            self._unread[seat] += [str(text).strip() for sender, text, _ in messages if sender != seat]
             if seat == self._seat:
-                news, self._told[seat] = "\n".join(self._told[seat]), []
+                news, self._unread[seat] = "\n".join(self._unread[seat]), []
                 return Step(({"role": "user", "content": news},))
             assert self._opponent is not None
-            said = self._opponent("\n".join(self._told[seat]))
-            over = self._say(await said if inspect.isawaitable(said) else said)
+            reply = self._opponent("\n".join(self._unread[seat]))
+            over = self._say(await reply if inspect.isawaitable(reply) else reply)
         rewards, about = self._own(game.close)
         self._game = None
         mine = (about or {}).get(self._seat, {})
         reward = (rewards or {}).get(self._seat)
-        if not isinstance(reward, int | float):  # some games mistake the text of an invalid move for it
+        if not isinstance(reward, int | float):  # in some games the text of an invalid move
             return Step(reward=None, terminated=True, info={**mine, "unscored": f"the game's reward is {reward!r}"})
         return Step(reward=float(reward), terminated=True, info=mine)
 
     def _say(self, text: str) -> bool:
-        """Whether that ended the game. Actions stand in brackets, which are put around one that has none."""
+        """Take an action; True if it ended the game. Brackets are added to an action without them."""
         game: Any = self._game
         action = text if "[" in text and "]" in text else f"[{text}]"
         return bool(self._own(lambda: game.step(action))[0])
@@ -110,8 +111,3 @@ class TextArenaEnvironment(Environment):
         finally:
             self._random = random.getstate()
             random.setstate(others)
-
-
-def _lines(told: Iterable[tuple[int, str, Any]], seat: int) -> list[str]:
-    """What others and the game said; what the seat said itself it knows."""
-    return [str(message).strip() for sender, message, _ in told if sender != seat]

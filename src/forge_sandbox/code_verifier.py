@@ -1,4 +1,4 @@
-"""Programs in responses, run on tests in a sandbox."""
+"""Verify programs in responses by running tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import operator
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -24,7 +25,7 @@ _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*
 
 
 class Ended(Protocol):
-    """How a program ended: the part of `forge_sandbox.Result` that is read here."""
+    """The part of `forge_sandbox.Result` used here."""
 
     @property
     def status(self) -> str: ...
@@ -35,20 +36,19 @@ class Ended(Protocol):
 
 @runtime_checkable
 class Runner(Protocol):
-    """Runs untrusted programs, as `forge_sandbox.Sandbox`. What `run` raises is its own failure, not the program's."""
+    """Runs untrusted programs, as `forge_sandbox.Sandbox`. Exceptions are failures of the runner, not the program."""
 
     async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Ended: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test of a program: what it prints for an input, or the value of an expression once it has run, or statements
-    that must not raise. One of the three.
+    """One test of a program: expected stdout for an input, or the value of an expression after the program has run, or
+    statements that must not raise. Exactly one of the three.
 
-    Expected output and value stay outside the sandbox, and so do the constants of a test that is nothing but asserts
-    that compare with them (`assert f(2) == 2 ** 10 and abs(f(3) - 1.5) < 1e-3`). Other comparisons run inside it, where
-    a program made to cheat could see them, or return what says that it equals everything; so do all statements of a
-    test that has others than asserts.
+    Expected output and values stay outside the sandbox, as do constants in a test of asserts only
+    (`assert f(2) == 2 ** 10 and abs(f(3) - 1.5) < 1e-3`). Other comparisons, and tests with other statements, run
+    inside it: a cheating program could see them, or return an object that equals everything.
     """
 
     stdin: str | None = None
@@ -64,49 +64,45 @@ class Case:
 
 
 def read_cases(target: str) -> list[Case]:
-    """Cases from JSON: a list of objects with the fields of `Case`. ValueError: it is no such list, or empty."""
+    """Cases from a JSON list of objects with the fields of `Case`. ValueError: another form, or an empty list."""
     try:
         cases = [Case(**row) for row in json.loads(target)]
     except (ValueError, TypeError) as error:
-        raise ValueError(f"the target is no list of test cases ({error}): {target[:80]!r}") from None
+        raise ValueError(f"the target is not a list of test cases ({error}): {target[:80]!r}") from None
     if not cases:
         raise ValueError("the target has no test case")
     return cases
 
 
 def code_block(response: str) -> str | None:
-    """The last fenced block of Python, or of no language said; None where there is none."""
+    """The last fenced block in Python or without a language; None if there is none."""
     blocks = _BLOCK.findall(response)
     return blocks[-1] if blocks else None
 
 
 class CodeVerifier:
-    """Whether the program of a response passes its tests: 1 if all, else 0, or the share that it passes.
+    """Scores the program in a response by its tests: 1 if all pass, else 0; or the fraction that passes.
 
-    A response without a program, and a program that fails, ends in error or takes too long, has passed nothing: 0. If
-    the sandbox fails, there are no tests, or what is expected is longer than the output that the sandbox lets through,
-    there is no score. A value that is longer than that where it should not be is wrong.
+    No program, an error or a timeout scores 0. Unscored (NaN) if the sandbox fails, there are no tests, or the expected
+    output exceeds the sandbox's output limit; a program's own output beyond the limit is wrong.
 
     Args:
-        sandbox: runs the programs: a `forge_sandbox.Sandbox`, its settings, or any object with such a `run`. It starts
-            with the first program.
+        sandbox: a `forge_sandbox.Sandbox`, its settings, or any `Runner`. It starts with the first program.
         name: of the column.
         credit: "all" or "share".
-        cases: the tests from the target of a call.
-        program: the program from a response, None where it has none.
-        time_limit: seconds for an execution: of a case with input, or of all calls and statements together. Where time
-            or output were not enough for all, those that had no answer are executed again: each of them has failed
-            only if it had none when it came first.
-        concurrency: most cases of a call at a time.
-        version: a text that changes when the sandbox would end a program otherwise, or the functions of cases and
-            programs read otherwise. Without it nothing is cached, except that settings of a sandbox give one.
+        cases: parses tests from the target of a call.
+        program: extracts the program from a response, None for none.
+        time_limit: seconds per execution: of a case with input, or of all calls and statements together. Those left
+            unanswered at a time or output limit are executed again; one fails only if it was first and unanswered.
+        concurrency: maximum concurrent executions per call.
+        version: cache key; change it when the sandbox, `cases` or `program` behave differently. Without it results are
+            not cached, unless `sandbox` is given by settings and the parsers are the default ones.
 
     Attributes:
-        progress: executions that have ended, in time or by their limit, or that the sandbox failed at; not those that
-            were cancelled.
+        progress: number of executions that ended or failed, not counting cancelled ones.
 
     Raises:
-        ValueError: a setting that cannot be; says which.
+        ValueError: an invalid setting.
     """
 
     def __init__(
@@ -142,7 +138,7 @@ class CodeVerifier:
         self.progress = 0
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """One number for each response, in [0, 1]. `target` holds the tests."""
+        """[responses, 1] in [0, 1]; `target` holds the tests."""
         if target is None:
             return Scores.none(len(responses), 1, "there is no target with tests")
         try:
@@ -153,13 +149,17 @@ class CodeVerifier:
         return await collect([self._passed(response, cases, turn) for response in responses], 1)
 
     async def close(self) -> None:
-        """Closes the sandbox, if it can be."""
+        """Close the sandbox, if it has a `close`."""
         if hasattr(self._sandbox, "close"):
             await self._sandbox.close()
 
     async def _passed(self, response: str, cases: Sequence[Case], turn: asyncio.Semaphore) -> float:
         program = self._program(response)
-        if program is None or not _writable(program):
+        if program is None:
+            return 0.0
+        try:
+            program.encode()
+        except UnicodeEncodeError:  # lone surrogates
             return 0.0
         right = await self._checked(program, cases, turn)
         for number, case in enumerate(cases):
@@ -172,22 +172,23 @@ class CodeVerifier:
         return float(all(right.values())) if self._credit == "all" else sum(right.values()) / len(cases)
 
     async def _checked(self, program: str, cases: Sequence[Case], turn: asyncio.Semaphore) -> dict[int, bool]:
-        """Which cases with calls and statements pass; with credit for all of them alone, the first that does not is the
-        last that is known."""
+        """Results of the cases with calls and statements; with credit "all" up to the first failure."""
         checks = [check for number, case in enumerate(cases) for check in _checks(number, case)]
         right = {check.case: True for check in checks}
         while checks:
             mark = secrets.token_hex(16)
-            result = await self._run(_harness(program, checks, mark), "", turn)
-            told = _told(result.stdout, mark)
-            # The first that was not told may have had too little left, unless it came first.
-            done = next((place for place in range(len(checks)) if place not in told), len(checks)) or 1
-            if _BEGUN not in told:
+            given = [(check.text.strip(), check.kind) for check in checks]
+            script = f"{_HARNESS}harness({program!r}, {given!r}, {mark!r})\n"
+            result = await self._run(script, "", turn)
+            reports = _read_marked(result.stdout, mark)
+            # The first unanswered check may have run out of time or output used by earlier ones, unless it was first.
+            done = next((place for place in range(len(checks)) if place not in reports), len(checks)) or 1
+            if _BEGUN not in reports:
                 done = len(checks)
-            elif 0 not in told:
+            elif 0 not in reports:
                 _fits(json.dumps(checks[0].expected), result)
             for place, check in enumerate(checks[:done]):
-                if not _passes(check, told.get(place)):
+                if not _passes(check, reports.get(place)):
                     right[check.case] = False
                     if self._credit == "all":
                         return right
@@ -207,8 +208,15 @@ class CodeVerifier:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """A part of a case: what is executed or evaluated, what is told of it (a key of `kinds` in the harness), and
-    whether that is right. A value that cannot be written is `_OTHER`."""
+    """A part of a case.
+
+    Args:
+        case: its index.
+        text: executed if `kind` is "nothing", else evaluated.
+        kind: what the harness reports (a key of its `kinds`).
+        right: whether the reported value is right; it is `_OTHER` if it has no literal form.
+        expected: text of the expected value.
+    """
 
     case: int
     text: str
@@ -218,8 +226,7 @@ class _Check:
 
 
 _OTHER = object()
-_Operator = Callable[[Any, Any], Any]
-_OPERATORS: dict[type[ast.cmpop], _Operator] = {
+_OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -235,60 +242,48 @@ def _checks(number: int, case: Case) -> list[_Check]:
     if case.call is not None:
         expected = (case.value or "").strip()
         if (known := literal(expected)) is not None:
-            return [_Check(number, case.call, "value", partial(_equal, known[0]), expected)]
-        return [_Check(number, case.call, "text", partial(_equal, expected), expected)]
+            return [_Check(number, case.call, "value", lambda value: bool(value == known[0]), expected)]
+        return [_Check(number, case.call, "text", lambda value: bool(value == expected), expected)]
     if case.test is None:
         return []
-    try:
+    with suppress(SyntaxError, ValueError, MemoryError, RecursionError):  # then it raises inside the sandbox, too
         body = ast.parse(case.test).body
         tests = [statement.test for statement in body if isinstance(statement, ast.Assert)]
         if tests and len(tests) == len(body):
-            return [check for test in tests for check in _asserted(number, test)]
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        body = []  # it will fail there
-    return [_Check(number, case.test, "nothing", lambda said: said is None)]
+            return [check for test in tests for check in _assert_checks(number, test)]
+    return [_Check(number, case.test, "nothing", lambda value: value is None)]
 
 
-def _asserted(number: int, test: ast.expr) -> list[_Check]:
-    """An expression that should be true: comparisons with a constant so that it need not go into the sandbox."""
+def _assert_checks(number: int, test: ast.expr) -> list[_Check]:
+    """Checks of an asserted expression, which keep constants on one side of a comparison out of the sandbox."""
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
-            return [check for value in values for check in _asserted(number, value)]
+            return [check for value in values for check in _assert_checks(number, value)]
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return [_Check(number, ast.unparse(operand), "truth", lambda value: value is False)]
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
-            holds = _OPERATORS[type(op)]
-            for node, constant, turned in ((left, right, False), (right, left, True)):
-                if (known := literal(constant)) is not None:
-                    return [_compared(number, node, partial(_holds, holds, turned, known[0]), ast.unparse(constant))]
+            compare = _OPERATORS[type(op)]
+            if (known := literal(right)) is not None:
+                return [_compared(number, left, lambda value: bool(compare(value, known[0])), ast.unparse(right))]
+            if (first := literal(left)) is not None:
+                return [_compared(number, right, lambda value: bool(compare(first[0], value)), ast.unparse(left))]
     return [_Check(number, ast.unparse(test), "truth", lambda value: value is True)]
 
 
 def _compared(number: int, node: ast.expr, right: Callable[[Any], bool], expected: str) -> _Check:
-    """Of a value, or of its distance from a constant."""
+    """A check of a value; for `abs(value - constant)` the constant stays out of the sandbox, too."""
     match node:
         case ast.Call(func=ast.Name("abs"), args=[ast.BinOp(left=one, op=ast.Sub(), right=other)], keywords=[]):
             for value, constant in ((one, other), (other, one)):
                 if (known := literal(constant)) is not None:
-                    return _Check(number, ast.unparse(value), "value", partial(_near, right, known[0]), expected)
+                    near = partial(lambda centre, value: right(abs(value - centre)), known[0])
+                    return _Check(number, ast.unparse(value), "value", near, expected)
     return _Check(number, ast.unparse(node), "value", right, expected)
 
 
-def _equal(expected: Any, value: Any) -> bool:
-    return bool(value == expected)
-
-
-def _holds(holds: _Operator, turned: bool, constant: Any, value: Any) -> bool:
-    return bool(holds(constant, value) if turned else holds(value, constant))
-
-
-def _near(right: Callable[[Any], bool], constant: Any, value: Any) -> bool:
-    return right(abs(value - constant))
-
-
 _BEGUN = -1
-# What it needs is bound before the program runs, which may exchange anything by name. Values are written by the methods
-# of Python's own types, whatever those of a subclass say, and compared outside. A class of the program is never true.
+# Everything it uses is bound before the program runs, which may replace any global. Values are formatted by the methods
+# of the built-in types, whatever a subclass overrides, and compared outside. Objects of the program are never true.
 _HARNESS = r"""
 def harness(program, checks, mark):
     import json, os, sys, types
@@ -330,8 +325,8 @@ def harness(program, checks, mark):
         except Failure:
             return None
 
-    def tell(place, *said):
-        write(1, ("\n" + mark + show(place) + " " + dumps(said) + "\n").encode())
+    def tell(place, *report):
+        write(1, ("\n" + mark + show(place) + " " + dumps(report) + "\n").encode())
 
     code = compile(program, "program.py", "exec")
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -351,28 +346,23 @@ def harness(program, checks, mark):
 """.replace("BEGUN", str(_BEGUN))
 
 
-def _harness(program: str, checks: Sequence[_Check], mark: str) -> str:
-    given = [(check.text.strip(), check.kind) for check in checks]
-    return f"{_HARNESS}harness({program!r}, {given!r}, {mark!r})\n"
-
-
-def _told(stdout: str, mark: str) -> dict[int, list[Any]]:
-    """What was said behind the mark: nothing where a check has failed, else what its kind says, if it can be said."""
-    told: dict[int, list[Any]] = {}
+def _read_marked(stdout: str, mark: str) -> dict[int, list[Any]]:
+    """Reports of the harness by index of the check: empty if it raised, else one value, None if it has no form."""
+    reports: dict[int, list[Any]] = {}
     for line in stdout.split("\n"):
         if line.startswith(mark):
             try:
-                place, _, said = line.removeprefix(mark).partition(" ")
-                told.setdefault(int(place), list(json.loads(said)))
+                place, _, report = line.removeprefix(mark).partition(" ")
+                reports.setdefault(int(place), list(json.loads(report)))
             except (ValueError, TypeError, RecursionError):
-                continue  # the program's own invention
-    return told
+                continue  # forged by the program
+    return reports
 
 
-def _passes(check: _Check, said: list[Any] | None) -> bool:
-    if not said:
+def _passes(check: _Check, report: list[Any] | None) -> bool:
+    if not report:
         return False
-    value = said[0]
+    value = report[0]
     if check.kind == "value":
         read = literal(value, fold=False) if isinstance(value, str) else None
         value = _OTHER if read is None else read[0]
@@ -380,24 +370,16 @@ def _passes(check: _Check, said: list[Any] | None) -> bool:
         value = value.strip()
     try:
         return check.right(value)
-    except (TypeError, ValueError, OverflowError):  # such values cannot be compared
+    except (TypeError, ValueError, OverflowError):  # not comparable
         return False
 
 
 def _fits(expected: str, result: Ended) -> None:
-    """Unscored: so much as is expected cannot come out of the sandbox."""
+    """Unscored: the expected output exceeds the sandbox's limit."""
     if result.status == "output" and len(expected) > len(result.stdout):
-        raise Unscored(f"{len(expected)} characters are expected, and the sandbox lets {len(result.stdout)} through")
-
-
-def _writable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        raise Unscored(f"{len(expected)} characters are expected, the sandbox's output limit is {len(result.stdout)}")
 
 
 def _lines(text: str) -> list[str]:
-    """What is compared: white space at the ends of lines and of the whole does not count."""
+    """Lines without trailing white space, which is not compared."""
     return [line.rstrip() for line in text.strip().splitlines()]

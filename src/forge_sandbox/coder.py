@@ -1,4 +1,4 @@
-"""Programs of a policy, run in a sandbox, as a service."""
+"""The sandbox as a Forge service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .sandbox import Result, Sandbox
 
 
 class SandboxedPythonCoder(ForgeActor):
-    """Sandboxes in processes of their own; several replicas share the programs.
+    """Runs programs in the sandboxes of its replicas.
 
     coder = await SandboxedPythonCoder.options(num_replicas=2).as_service(memory_mb=1024)
     result = await coder.execute.route("print(6 * 7)")
@@ -27,12 +27,12 @@ class SandboxedPythonCoder(ForgeActor):
 
     @endpoint
     async def execute(self, code: str, stdin: str = "", time_limit: float = 5.0) -> Result:
-        """Run a program, for so many seconds at most. Raises as `Sandbox.run` does."""
+        """Run a program; see `Sandbox.run`."""
         return await self.sandbox.run(code, stdin, time_limit)
 
     @endpoint
     async def level(self) -> str:
-        """The level that holds programs back, see docs/sandbox.md."""
+        """The isolation level in use, see docs/sandbox.md."""
         return self.sandbox.level
 
     async def teardown(self) -> None:

@@ -1,4 +1,4 @@
-"""What a text of Python writes down."""
+"""Python literals in text."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def literal(text: str | ast.expr, fold: bool = True) -> tuple[Any] | None:
-    """The value that a text or an expression writes; None if it is no literal.
+    """The value in a 1-tuple; None if it is not a literal.
 
     Args:
-        fold: it may also be `float("inf")`, and arithmetic of small numbers.
+        fold: also accept `float("inf")` and arithmetic on small numbers.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body if isinstance(text, str) else copy.deepcopy(text)
@@ -35,7 +35,7 @@ def literal(text: str | ast.expr, fold: bool = True) -> tuple[Any] | None:
 
 
 class _Named(ast.NodeTransformer):
-    """`inf`, as Python writes it."""
+    """`inf`, the repr of infinity."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(math.inf) if node.id == "inf" else node
@@ -52,7 +52,7 @@ class _Folded(_Named):
         one, other = ast.literal_eval(self.visit(node.left)), ast.literal_eval(self.visit(node.right))
         holds = _ARITHMETIC.get(type(node.op))
         if holds is None or not all(isinstance(number, int | float | complex) for number in (one, other)):
-            raise ValueError("no arithmetic of numbers")
+            raise ValueError("not arithmetic on numbers")
         if isinstance(node.op, ast.Pow) and (abs(one) > 1e9 or abs(other) > 1024):
             raise ValueError("this power may be large")
         return ast.Constant(holds(one, other))

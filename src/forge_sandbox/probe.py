@@ -1,4 +1,4 @@
-"""Which level holds on this machine: found out by a program that tries what it must not be able to do."""
+"""Selects the isolation level: a canary program tries what must be blocked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(*(name for name, what in tried.items() if works(what)), *(sorted({{*os.env
 
 
 def holding(levels: Sequence[str], settings: dict[str, Any], python: str, user: int | None) -> str:
-    """The first of these levels at which a canary is held back. SandboxError: there is none; says why for each."""
+    """The first of these levels that confines the canary. SandboxError: none does; with the reason for each."""
     reasons = []
     for level in levels:
         reason = _why_not(settings | {"level": level}, python, user)
@@ -41,9 +41,8 @@ def holding(levels: Sequence[str], settings: dict[str, Any], python: str, user: 
             return level
         reasons.append(f"{level}: {reason}")
     raise SandboxError(
-        f"programs cannot be held back here. {'; '.join(reasons)}. Allow user namespaces, use a kernel with landlock "
-        "(Linux 6.2), install bubblewrap, or accept with level='none' and allow_unsafe=True that programs can do all "
-        "that you can"
+        f"no isolation level works here. {'; '.join(reasons)}. Allow user namespaces, use a kernel with landlock "
+        "(Linux 6.2), install bubblewrap, or run programs with all your rights by level='none' and allow_unsafe=True"
     )
 
 
@@ -53,7 +52,7 @@ def _why_not(settings: dict[str, Any], python: str, user: int | None) -> str:
         return "bwrap is not installed"
     with tempfile.NamedTemporaryFile() as file:
         os.chmod(file.name, 0o644)
-        # Many times what it may have, and none of it touched.
+        # Far beyond its limit, and untouched.
         memory = (settings["memory_mb"] << 20) * 4
         canary = _CANARY.format(parent=os.getpid(), file=file.name, memory=memory)
         try:
@@ -68,9 +67,9 @@ def _why_not(settings: dict[str, Any], python: str, user: int | None) -> str:
         escaped = os.path.exists(beside := file.name + ".new")
         if escaped:
             os.unlink(beside)
-    out, said = (body.decode(errors="replace").strip() for body in bodies)
+    out, error_text = (body.decode(errors="replace").strip() for body in bodies)
     if header["status"] != "ok":
-        return f"a program could not run ({header['status']}: {said[-300:]})"
+        return f"a program could not run ({header['status']}: {error_text[-300:]})"
     if (out or escaped) and level != "none":
-        return f"a program was not held back from: {out or 'write'}"
+        return f"a program was not prevented from: {out or 'write'}"
     return ""

@@ -1,4 +1,4 @@
-"""A sandbox for Python programs that nobody trusts."""
+"""A sandbox for untrusted Python programs."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from .worker import SandboxError, Worker
 A = TypeVar("A")
 log = logging.getLogger(__name__)
 
-_LONGEST = 64 << 20  # bytes of a program with its input
+_LONGEST = 64 << 20  # bytes of a program and its input
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a program ended.
+    """Outcome of a program.
 
     `status` is one of
 
-    - "ok": it came to its end with exit code 0;
+    - "ok": exit code 0;
     - "error": another exit code, or an exception;
     - "timeout": of wall or CPU time;
-    - "memory": a MemoryError that it did not catch, or more memory than all its processes together may have;
-    - "output": more than may be written to stdout or stderr, which are cut off there (`truncated`);
-    - "killed": by a signal, as at a crash;
-    - "ended": of a session's cell that never ran, as the session was over.
+    - "memory": an uncaught MemoryError, or its processes together exceeded the limit;
+    - "output": stdout or stderr exceeded the limit and was cut (`truncated`);
+    - "killed": by a signal, as in a crash;
+    - "ended": a cell that did not run because the session was over.
 
-    `exit_code` is minus the number of the signal that ended it, if one did (128 and the number at bubblewrap). What is
-    not UTF-8 in the output is replaced.
+    `exit_code` is the negative signal number for a signal (128 + number at bubblewrap). Invalid UTF-8 is replaced.
     """
 
     status: str
@@ -51,21 +50,21 @@ class Result:
     truncated: bool = False
 
 
-class _Asked:
-    """A program that somebody waits for, and the worker that has it, if one does."""
+class _Pending:
+    """A pending program and the worker that runs it, for cancellation."""
 
     def __init__(self) -> None:
         self._lock, self._given_up = Lock(), False
         self._worker: Worker | None = None
 
     def hold(self, worker: Worker | None) -> bool:
-        """Exchange the worker. Whether anybody still waits."""
+        """Set the worker. False if the program was cancelled."""
         with self._lock:
             self._worker = worker
             return not self._given_up
 
-    def give_up(self) -> None:
-        """Nobody waits any more."""
+    def cancel(self) -> None:
+        """Cancel the program."""
         with self._lock:
             self._given_up = True
             if self._worker is not None:
@@ -73,28 +72,28 @@ class _Asked:
 
 
 class Sandbox:
-    """Runs programs, each in a process of its own that is forked from one kept for that; see docs/sandbox.md.
+    """Runs each program in a process forked from a warm one; see docs/sandbox.md.
 
-    It starts with the first program, or with `start` or `async with`, and belongs to no event loop.
+    It starts with the first program, `start` or `async with`, and is not bound to an event loop.
 
     Args:
-        level: "namespaces", "landlock" or "bubblewrap"; "auto" is the first of these that holds here; "none" is none of
-            them, and takes `allow_unsafe`.
-        workers: programs at once; each session takes one for itself besides.
-        memory_mb: of address space for a process, and of memory for all of a program together.
-        cpu_seconds: for a process, and for all of a program together.
-        processes: of a program, threads among them. At landlock all of them are threads.
-        file_mb: of all files that it writes to /tmp. At landlock and bubblewrap it can write none.
+        level: "namespaces", "landlock" or "bubblewrap"; "auto" takes the first that works here; "none" isolates
+            nothing and requires `allow_unsafe`.
+        workers: concurrent programs; each session has a worker of its own besides.
+        memory_mb: address space of a process, and memory of a program's processes together.
+        cpu_seconds: per process, and for a program's processes together.
+        processes: of a program, including threads. At landlock only threads.
+        file_mb: total size of files in /tmp. At landlock and bubblewrap there are none.
         output_kb: of each of stdout and stderr.
-        imports: modules that are imported once for all programs. Those that Python does not come with: see `path`.
-        path: folders to import from, which programs may read.
-        readable: further files and folders that they may read.
-        python: the interpreter; by default the one that runs this.
-        user: the id of the user whose processes these are, for root alone.
-        allow_unsafe: "none" may be the level, also of "auto" where nothing holds.
+        imports: modules imported once for all programs; add their folders to `path` unless in the standard library.
+        path: folders to import from; readable.
+        readable: further readable files and folders.
+        python: the interpreter; by default the running one.
+        user: user id of the processes; requires root.
+        allow_unsafe: allow level "none", also for "auto" as the last resort.
 
     Raises:
-        ValueError: a setting that cannot be; says which.
+        ValueError: an invalid setting.
     """
 
     def __init__(
@@ -117,16 +116,14 @@ class Sandbox:
         if level not in ("auto", *LEVELS):
             raise ValueError(f"level must be auto, {', '.join(LEVELS)}, not {level!r}")
         if level == "none" and not allow_unsafe:
-            raise ValueError("level none holds programs back from nothing: set allow_unsafe if that is what you want")
+            raise ValueError("level none isolates nothing: set allow_unsafe to accept that")
         limits = {"workers": workers, "memory_mb": memory_mb, "cpu_seconds": cpu_seconds, "processes": processes}
         limits |= {"file_mb": file_mb, "output_kb": output_kb}
         if wrong := [name for name, value in limits.items() if not isinstance(value, int) or value < 1]:
             raise ValueError(f"{', '.join(wrong)} must be at least 1, and whole numbers")
         places = {place: os.path.realpath(place) for place in (*path, *readable)}
         if hidden := [place for place, real in places.items() if os.path.commonpath([real, "/tmp"]) == real]:
-            raise ValueError(
-                f"{', '.join(hidden)} cannot be readable: programs have a /tmp of their own. Name what is in it"
-            )
+            raise ValueError(f"{', '.join(hidden)}: programs have a /tmp of their own, name single paths in it")
         self.level = level
         self._levels = (*AUTO, *(("none",) if allow_unsafe else ())) if level == "auto" else (level,)
         self._settings: dict[str, Any] = limits | {
@@ -142,7 +139,7 @@ class Sandbox:
             self._idle.put(None)
         self._lock = Lock()
         self._started = self._closed = False
-        self._process = 0  # that it started in
+        self._process = 0  # in which it was started
         self._all: set[Worker] = set()
 
     async def __aenter__(self) -> Sandbox:
@@ -153,35 +150,35 @@ class Sandbox:
         await self.close()
 
     async def start(self) -> None:
-        """Find out which level holds here. SandboxError: none does; says what is missing."""
+        """Select the level. SandboxError: none works here; with the reasons."""
         self._check_usable()
         await asyncio.wrap_future(self._threads.submit(self._start))
 
     async def run(self, program: str, stdin: str = "", time_limit: float = 5.0) -> Result:
-        """Run a program to its end. Who stops waiting for it ends it.
+        """Run a program; cancelling the call kills it.
 
         Args:
-            time_limit: seconds.
+            time_limit: wall-clock seconds.
 
         Raises:
-            ValueError: it is too long, cannot be written as UTF-8, or has no time.
-            SandboxError: the sandbox has failed, and again with a new process.
-            RuntimeError: it is closed, or was started in the process that this one was forked from.
+            ValueError: too long, not encodable as UTF-8, or an invalid time limit.
+            SandboxError: the sandbox failed, also on a retry with a new process.
+            RuntimeError: closed, or started before a fork of this process.
         """
         bodies = _checked(time_limit, program, stdin)
         self._check_usable()
-        asked = _Asked()
-        future = self._threads.submit(self._run, bodies, time_limit, asked)
+        pending = _Pending()
+        future = self._threads.submit(self._run, bodies, time_limit, pending)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            asked.give_up()
+            pending.cancel()
             raise
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
-        """A process that keeps its names from one `run` to the next, as a notebook does. Limits of memory, CPU time,
-        processes and files hold for all of it, those of output for each cell. Raises as `run` does."""
+        """A process whose namespace persists over `run` calls, like a notebook. The limits apply to the whole session,
+        that of output to each cell. Raises as `run`."""
         await self.start()
         thread = ThreadPoolExecutor(1, "sandbox session")
         starting = thread.submit(self._worker)
@@ -192,18 +189,18 @@ class Sandbox:
                 yield session
             finally:
                 session.close()
-                # Whoever stops waiting for the end does not stop it.
+                # Shielded: cancellation must not interrupt the cleanup.
                 await asyncio.shield(asyncio.wrap_future(thread.submit(self._give_up, session.worker)))
         except asyncio.CancelledError:
-            thread.submit(lambda: self._give_up(starting.result()))  # it may have been starting
+            thread.submit(lambda: self._give_up(starting.result()))  # it may still have been starting
             raise
         finally:
             thread.shutdown(wait=False)
 
     async def close(self) -> None:
-        """End all that runs. It cannot be used again; this may be called twice."""
+        """Kill all programs and close for good; idempotent."""
         if self._process not in (0, os.getpid()):
-            return  # what runs is the parent's
+            return  # the workers belong to the parent process
         with self._lock:
             self._closed = True
             workers = list(self._all)
@@ -229,15 +226,15 @@ class Sandbox:
             self._started = True
         log.log(logging.WARNING if self.level == "none" else logging.INFO, "programs run at level %s", self.level)
 
-    def _run(self, bodies: list[bytes], time_limit: float, asked: _Asked) -> Result:
+    def _run(self, bodies: list[bytes], time_limit: float, pending: _Pending) -> Result:
         self._start()
         worker = self._idle.get()
         try:
             for last in (False, True):
                 try:
                     worker = worker or self._worker()
-                    if not asked.hold(worker):
-                        return Result("ended")  # for nobody
+                    if not pending.hold(worker):
+                        return Result("ended")  # cancelled
                     answer = worker.ask({"kind": "run", "time_limit": time_limit}, *bodies, limit=time_limit)
                     worker.settle()
                     return _result(*answer)
@@ -252,8 +249,8 @@ class Sandbox:
                         raise
             raise AssertionError
         finally:
-            asked.hold(None)
-            if worker is not None and worker.interrupted:  # after its answer: it is of no use to others
+            pending.hold(None)
+            if worker is not None and worker.interrupted:  # after its answer: no longer usable
                 self._give_up(worker)
                 worker = None
             self._idle.put(worker)
@@ -273,7 +270,7 @@ class Sandbox:
 
 
 class Session:
-    """Cells that share their names; see `Sandbox.session`."""
+    """Cells with a shared namespace; see `Sandbox.session`."""
 
     def __init__(self, thread: ThreadPoolExecutor, worker: Worker) -> None:
         self.worker, self._thread = worker, thread
@@ -283,11 +280,12 @@ class Session:
         await self._in_thread(lambda: self.worker.ask({"kind": "session"}, limit=0.0))
 
     async def run(self, cell: str, time_limit: float = 5.0) -> Result:
-        """Run a cell; the value of a last expression is printed. One that ends with anything but "ok" or "error", or
-        asks to exit, ends the session; later ones have the status "ended", and why in `stderr`.
+        """Run a cell; the value of a final expression is printed. A status other than "ok" and "error", or an exit,
+        ends the session; later cells have the status "ended" with the reason in `stderr`.
 
         Raises:
-            ValueError: as of `Sandbox.run`. SandboxError: the sandbox has failed, and the session is lost.
+            ValueError: as `Sandbox.run`.
+            SandboxError: the sandbox failed; the session is lost.
         """
         body = _checked(time_limit, cell)[0]
         if self._over:
@@ -328,7 +326,7 @@ def _checked(time_limit: float, *texts: str) -> list[bytes]:
     try:
         bodies = [text.encode() for text in texts]
     except UnicodeEncodeError as error:
-        raise ValueError(f"a program and its input must be text that UTF-8 can write: {error}") from None
+        raise ValueError(f"a program and its input must be encodable as UTF-8: {error}") from None
     if sum(map(len, bodies)) > _LONGEST:
-        raise ValueError(f"a program with its input may have {_LONGEST} bytes, not {sum(map(len, bodies))}")
+        raise ValueError(f"a program with its input may have {_LONGEST} bytes, got {sum(map(len, bodies))}")
     return bodies

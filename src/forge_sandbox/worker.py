@@ -1,4 +1,4 @@
-"""A process that runs programs, as the one that started it sees it."""
+"""The caller's side of a sandbox process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from forge.envs.environment import InfrastructureError
 
 from .inside import wire
 
-_START = 60.0  # seconds to begin, with all imports
-_GRACE = 30.0  # seconds beyond a program's own limit to answer
-_LEAVE = 5.0  # seconds to end by itself
+_START = 60.0  # seconds to start, with all imports
+_GRACE = 30.0  # seconds to answer, beyond a program's time limit
+_LEAVE = 5.0  # seconds to exit by itself
 _MODULES = (
     *("syscalls", "wire", "seccomp", "landlock", "namespaces", "limits", "program", "confine", "place", "bubblewrap"),
     *("keeper", "zygote"),
 )
-# It is told what is in the files: its user, or its root, may not have them. Nor may ours later, so read at once.
+# The modules are sent as text: the process may not be able to read the files after a change of user or root.
 _FOLDER = Path(__file__).parent / "inside"
 _TEXTS = {name: (_FOLDER / f"{name}.py").read_text("utf-8") for name in _MODULES}
 _BOOT = """
@@ -52,25 +52,27 @@ else:
 
 
 class SandboxError(InfrastructureError):
-    """The sandbox has failed, not a program in it."""
+    """The sandbox failed, not a program in it."""
 
 
 class Worker:
-    """One program at a time. Its methods block, and belong into a thread; `kill` may come from another one.
+    """A process that runs one program at a time. Methods block and are called in one thread, except `kill`.
 
     Args:
-        settings: as of `forge_sandbox.Sandbox`.
-        python: the interpreter. user: whose process it is, for root alone.
+        settings: of `forge_sandbox.Sandbox`.
+        python: the interpreter.
+        user: user id of the process; requires root.
 
-    SandboxError: it cannot be started; says why.
+    Raises:
+        SandboxError: it failed to start.
     """
 
     def __init__(self, settings: dict[str, Any], python: str, user: int | None) -> None:
         whose: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
         self.interrupted = False
         self._socket, other = socket.socketpair()
-        # A file: a pipe that nobody reads would stop imports that say much.
-        self._said = open(os.memfd_create("stderr"), "rb")  # noqa: SIM115
+        # A file, since a pipe that is not read would block verbose imports.
+        self._stderr = open(os.memfd_create("stderr"), "rb")  # noqa: SIM115
         with other:
             words = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(other.fileno())]
             try:
@@ -81,14 +83,14 @@ class Worker:
                     cwd="/",
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=self._said,
+                    stderr=self._stderr,
                     pass_fds=(other.fileno(),),
                     start_new_session=True,
                 )
             except OSError as error:
                 self._socket.close()
-                self._said.close()
-                raise SandboxError(f"{python} cannot be started: {error}") from error
+                self._stderr.close()
+                raise SandboxError(f"{python} could not be started: {error}") from error
         try:
             header = {"modules": _TEXTS, "main": "zygote", "settings": settings | {"boot": _BOOT}}
             self.ask(header, limit=_START - _GRACE)
@@ -101,7 +103,7 @@ class Worker:
         return self._process.pid
 
     def ask(self, header: dict[str, Any], *bodies: bytes, limit: float) -> tuple[dict[str, Any], list[bytes]]:
-        """The answer. SandboxError: it failed, or said nothing in time; it is of no use any more then."""
+        """Send a request and return the answer. SandboxError: it failed or timed out and must be killed."""
         self._deadline = time.monotonic() + limit + _GRACE
         try:
             self._socket.settimeout(limit + _GRACE)
@@ -111,27 +113,27 @@ class Worker:
             raise SandboxError(f"the sandbox's process gave no answer within {limit + _GRACE:g} s") from None
         except (EOFError, ConnectionError):
             raise SandboxError(f"the sandbox's process has ended{self._last_words()}") from None
-        except (OSError, ValueError) as error:  # it was closed meanwhile
+        except (OSError, ValueError) as error:  # closed concurrently
             raise SandboxError(f"the sandbox's process was ended ({error})") from error
 
     def settle(self) -> None:
-        """Wait until nothing is left of the last program. SandboxError: as of `ask`."""
+        """Wait until all processes of the last program are gone. SandboxError: as `ask`."""
         self._deadline = time.monotonic() + _GRACE
         try:
             answer, _ = self._hear()
         except (OSError, EOFError) as error:
             raise SandboxError(f"the sandbox's process has ended ({error})") from error
         if not answer.get("over"):
-            raise SandboxError(f"the sandbox's process said {answer} where a program was to be over")
+            raise SandboxError(f"the sandbox's process sent {answer} instead of the end of a program")
 
     def interrupt(self) -> None:
-        """Let it end soon, and with it all that it started; whoever waits for an answer gets a SandboxError."""
+        """Ask it to end with all that it started; a pending `ask` raises SandboxError. Thread-safe."""
         self.interrupted = True
-        with suppress(OSError):  # it has ended by itself
+        with suppress(OSError):  # already ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
-        """End it, and with it all that it started; returns once it has ended."""
+        """End it with all that it started, and wait for it."""
         self.interrupt()
         try:
             self._process.wait(_LEAVE)
@@ -139,7 +141,7 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._socket.close()
-        self._said.close()
+        self._stderr.close()
 
     def _hear(self) -> tuple[dict[str, Any], list[bytes]]:
         def read(size: int) -> bytes:
@@ -148,19 +150,17 @@ class Worker:
 
         header, bodies = wire.unpack(read)
         if "failed" in header:
-            raise SandboxError(f"a program could not be confined: {header['failed']}")
+            raise SandboxError(f"confining a program failed: {header['failed']}")
         return header, bodies
 
     def _last_words(self) -> str:
+        """The end of its stderr, once it has exited."""
         if self.interrupted:
             return ""
         try:
             self._process.wait(_LEAVE)
-        except subprocess.TimeoutExpired:
+            stderr = self._stderr.fileno()
+        except (subprocess.TimeoutExpired, ValueError):  # ValueError: closed concurrently
             return ""
-        try:
-            said = self._said.fileno()
-        except ValueError:  # it was closed meanwhile
-            return ""
-        text = os.pread(said, 4096, max(0, os.fstat(said).st_size - 4096)).decode(errors="replace").strip()
+        text = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096)).decode(errors="replace").strip()
         return f": {text[-400:]}" if text else ""

@@ -1,4 +1,4 @@
-"""Many weak verifiers made into one good one, without labels or with a handful."""
+"""Combine weak verifiers into one, without labels or with a few."""
 
 try:
     import scipy as _scipy  # noqa: F401

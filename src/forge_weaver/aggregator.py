@@ -6,10 +6,7 @@ import copy
 import dataclasses
 import json
 import math
-import os
 import warnings
-import zipfile
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,25 +14,30 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from forge.files import written_aside
+
+from .formats import reading_npz, write_npz
 from .table import ScoreTable
 
 
 @dataclasses.dataclass
 class FitReport:
-    """Attributes:
-    method: the aggregator's name.
-    problems, responses: how many it was fitted on.
-    class_balance: the share of right responses, given or estimated; None where the method needs none.
-    coverage: the share of responses that at least one verifier scored.
-    verifiers: for each one its coverage, weight (0 if dropped) and what else the method estimates: `tpr`, `tnr` (shares
-        of right responses accepted, of wrong ones rejected) or `separation` (mean of the right less mean of the
-        wrong, in standard deviations of the verifier).
-    dropped: verifiers left out, and why.
-    residual_correlation: root mean square of the correlations between verifiers within a class, less what chance
-        makes; near 0 where they are conditionally independent. None where it was not computed.
-    correlation: those correlations, a row for each of `correlated`.
-    details: what only this method has to say, such as the penalty it chose.
-    warnings, alarms: in words. Alarms name verifiers that are being gamed.
+    """Result of a fit.
+
+    Args:
+        method: the aggregator's name.
+        problems, responses: number fitted on.
+        class_balance: fraction of right responses, given or estimated; None where the method needs none.
+        coverage: fraction of responses scored by at least one verifier.
+        verifiers: for each one its coverage, weight (0 if dropped) and what else the method estimates: `tpr`, `tnr`, or
+            `separation` (mean of right less mean of wrong responses, in standard deviations of the verifier).
+        dropped: verifiers left out, with reasons.
+        residual_correlation: root mean square of the correlations between verifiers within a class, corrected for
+            chance; near 0 for conditionally independent verifiers. None if not computed.
+        correlation: those correlations, a row for each of `correlated`.
+        details: values specific to the method, such as the selected penalty.
+        warnings: messages.
+        alarms: messages naming verifiers that are being gamed.
     """
 
     method: str
@@ -53,7 +55,7 @@ class FitReport:
     alarms: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        """For people: what to beware of, then a line for each verifier."""
+        """Summary: warnings, then a line for each verifier."""
         lines = [f"{self.method}, {self.responses} responses to {self.problems} problems"]
         if self.class_balance is not None:
             lines[0] += f", {self.class_balance:.3f} of them right"
@@ -61,13 +63,13 @@ class FitReport:
             lines[0] += f", residual correlation {self.residual_correlation:.3f}"
         lines += [f"alarm: {text}" for text in self.alarms] + [f"warning: {text}" for text in self.warnings]
         lines += [f"left out: {name}, {why}" for name, why in self.dropped.items()]
-        for name, found in self.verifiers.items():
+        for name, entry in self.verifiers.items():
             if name not in self.dropped:
-                lines.append(f"{name}: {', '.join(f'{what} {value:.3f}' for what, value in found.items())}")
+                lines.append(f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in entry.items())}")
         return "\n".join(lines)
 
     def grow(self, verifiers: Sequence[str], problems: int, known: np.ndarray) -> None:
-        """Count further problems, whose [responses, verifiers] scores are known or not."""
+        """Count further problems; known: [responses, verifiers] whether there is a score."""
         self.problems += problems
         self.responses += len(known)
         share = len(known) / self.responses
@@ -93,21 +95,19 @@ def _plain(value: Any) -> Any:
 
 FORMAT = "forge_weaver 1"
 AGGREGATOR = "aggregator.npz"  # in the folder of an ensemble
-# What zip files that are damaged raise, besides OSError, EOFError and ValueError.
-BROKEN = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 @dataclasses.dataclass
 class Data:
-    """A table as the algorithms see it: one row a response that was scored, one column a verifier that is used.
+    """A table as seen by the algorithms: one row per scored response, one column per verifier in use.
 
     Args:
-        x: [responses, verifiers], NaN where missing.
-        problem: [responses] its number in the table, rising; problems may be left out.
+        x: [responses, verifiers], NaN for missing.
+        problem: [responses] index in the table, non-decreasing; problems may be absent.
         labels: [responses] 1, 0, NaN.
-        rows: [responses] their numbers among the present ones of the table.
-        table: where it came from.
-        columns: [verifiers] their numbers in the table.
+        rows: [responses] indices among the table's present responses.
+        table: the source.
+        columns: [verifiers] indices in the table.
     """
 
     x: np.ndarray
@@ -123,47 +123,46 @@ class Data:
 
     @property
     def unscored(self) -> np.ndarray:
-        """[problems of the table] responses that are not here because nothing scored them."""
+        """[problems of the table] number of responses left out because no verifier scored them."""
         return self.table.present.sum(1) - np.bincount(self.problem, minlength=len(self.table))
 
     def take(self, mask: np.ndarray) -> Data:
-        """Some of the responses."""
+        """The responses selected by a mask."""
         return dataclasses.replace(
             self, x=self.x[mask], problem=self.problem[mask], labels=self.labels[mask], rows=self.rows[mask]
         )
 
 
 def check_balance(balance: float | None) -> None:
-    """ValueError: it is given and is no share."""
+    """ValueError: `class_balance` is given and not between 0 and 1."""
     if balance is not None and not 0 < balance < 1:
-        raise ValueError(f"class_balance is the share of right responses, between 0 and 1: it is {balance}")
+        raise ValueError(f"class_balance is the share of right responses, between 0 and 1: got {balance}")
 
 
 class Aggregator(ABC):
-    """Many weak verifiers made into one probability of being right.
+    """Combines weak verifiers into one probability of being right.
 
-    A subclass is a dataclass: its fields are settings, saved as JSON. What it learns are arrays, named in `LEARNED`, or
-    other aggregators. It has `learn`, `update` and `posterior`.
+    A subclass is a dataclass whose fields are its settings, saved as JSON. Learned state is in arrays or further
+    aggregators, named in `LEARNED`.
 
     Attributes:
-        report: what the fit found.
-        verifiers: the columns that the fit saw, by name. `predict_proba` finds them by name, in any order.
+        report: result of the fit.
+        verifiers: names of the columns at the fit. `predict_proba` matches columns by name, in any order.
     """
 
     LEARNED: ClassVar[tuple[str, ...]] = ()
-    # Whether it goes by the verifiers' scores.
-    SCORES: ClassVar[bool] = True
+    SCORES: ClassVar[bool] = True  # whether it uses the verifiers' scores
     report: FitReport
     verifiers: tuple[str, ...]
     columns: np.ndarray
 
     def fit(self, table: ScoreTable) -> Self:
-        """Learn from a table. Verifiers that are constant or never gave a score are left out and reported, and so are
-        responses that nothing scored. Where it fails, what was there before stays.
+        """Learn from a table. Verifiers that are constant or gave no score are dropped and reported; responses without
+        any score are skipped. On failure the previous state is kept.
 
         Raises:
-            ValueError: no verifier is left, the method lacks something that it needs (answers, labels), or
-                `class_balance` is no share.
+            ValueError: no verifier is left, the method lacks what it needs (answers, labels), or an invalid
+                `class_balance`.
         """
         check_balance(getattr(self, "class_balance", None))
         fresh = copy.copy(self)
@@ -174,25 +173,24 @@ class Aggregator(ABC):
     def _fit(self, table: ScoreTable) -> None:
         self.verifiers = table.verifiers
         self.report = FitReport(type(self).__name__, problems=len(table), responses=int(table.present.sum()))
-        flat = table.flat
-        known = ~np.isnan(flat)
-        for name, column, some in zip(table.verifiers, flat.T, known.T, strict=True):
-            self.report.verifiers[name] = {"coverage": float(some.mean()), "weight": 0.0}
-            if not some.any():
+        for name, column in zip(table.verifiers, table.flat.T, strict=True):
+            known = column[~np.isnan(column)]
+            self.report.verifiers[name] = {"coverage": len(known) / len(column), "weight": 0.0}
+            if not len(known):
                 self.report.dropped[name] = "it never gave a score"
-            elif np.ptp(column[some]) == 0:
-                self.report.dropped[name] = f"it always said {column[some][0]:g}"
+            elif np.ptp(known) == 0:
+                self.report.dropped[name] = f"it always said {known[0]:g}"
         self.columns = np.array([v for v, n in enumerate(self.verifiers) if n not in self.report.dropped], dtype=int)
         if self.SCORES and not len(self.columns):
-            raise ValueError("no verifier is left: each never gave a score or always the same one")
+            raise ValueError("no verifier is left: each gave no score, or a constant one")
         data = self._data(table)
-        self.report.coverage = len(data.x) / len(flat)
+        self.report.coverage = len(data.x) / self.report.responses
         self.learn(data)
 
     def partial_fit(self, table: ScoreTable) -> Self:
-        """Go on learning from a further table; the first one is a fit. What was frozen then (scales, bins) stays so.
+        """Update on a further table; the first call is a fit. What the fit froze (scales, bins) stays.
 
-        A table without any score changes nothing, and so does one that cannot be learned from (ValueError).
+        A table without scores has no effect. ValueError: nothing to learn from it; the state is unchanged.
         """
         if not hasattr(self, "report"):
             return self.fit(table)
@@ -206,10 +204,10 @@ class Aggregator(ABC):
         return self
 
     def predict_proba(self, table: ScoreTable) -> np.ndarray:
-        """[problems, responses] probability of being right; NaN where not present or where no verifier gave a score.
+        """[problems, responses] probability of being right; NaN where absent or not scored by any verifier.
 
         Raises:
-            ValueError: not fitted, or other verifiers than those of the fit.
+            ValueError: not fitted, or the verifiers differ from those of the fit.
         """
         table = self._matched(table)
         data = self._data(table)
@@ -220,46 +218,38 @@ class Aggregator(ABC):
 
     @abstractmethod
     def learn(self, data: Data) -> None:
-        """From a table, for the first time."""
+        """Fit on the first table."""
 
-    @abstractmethod
-    def update(self, data: Data) -> None:
-        """Go on from what was learned."""
+    def update(self, data: Data) -> None:  # noqa: B027 - the default of methods that only learn frozen scales
+        """Update the learned state; by default nothing."""
 
     @abstractmethod
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probabilities."""
 
     def scored(self, data: Data) -> np.ndarray:
-        """[responses] whether there is anything to judge by."""
+        """[responses] whether a probability can be given."""
         return (~np.isnan(data.x)).any(1)
 
     def warn(self, message: str) -> None:
-        """Say it now and in the report."""
+        """Issue a warning and record it in the report."""
         self.report.warnings.append(message)
         warnings.warn(message, stacklevel=5)
 
     def save(self, path: str | Path) -> None:
-        """Write one .npz file, aside and renamed; `load` reads it anywhere."""
+        """Write one .npz file atomically; read by `load`."""
         state = self.state_dict()
-        header, arrays = state["header"], state["arrays"]
-        path = Path(path)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with aside.open("wb") as file:
-                np.savez_compressed(file, header=np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with written_aside(Path(path)) as aside:
+            write_npz(aside, {"header": state["header"]}, state["arrays"])
 
     def state_dict(self) -> dict[str, Any]:
-        """`header`, plain values, and `arrays`: what `restored` makes an aggregator of again."""
+        """`header` (plain values) and `arrays`, as read by `restored`."""
         self._require_fit()
         arrays: dict[str, np.ndarray] = {}
         return {"header": {"format": FORMAT, **self._pack("", arrays)}, "arrays": arrays}
 
     def _pack(self, prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Put the arrays in, return the rest."""
+        """Add the arrays to `arrays`; return the header."""
         parts: dict[str, Any] = {}
         for name in ("columns", *self.LEARNED):
             value = getattr(self, name)
@@ -279,7 +269,7 @@ class Aggregator(ABC):
 
     @classmethod
     def unpack(cls, header: dict[str, Any], prefix: str, arrays: dict[str, np.ndarray]) -> Self:
-        """The inverse of what `save` packs; takes its arrays out. KeyError or ValueError where they do not fit."""
+        """Inverse of `_pack`; pops its arrays. KeyError, ValueError: they do not match the header."""
         made = cls(**header["settings"])
         made.verifiers = tuple(header["verifiers"])
         made.report = FitReport(**header["report"])
@@ -291,7 +281,7 @@ class Aggregator(ABC):
             else:
                 setattr(made, name, kind(part["kind"]).unpack(part, f"{prefix}{name}/", arrays))
         if not np.isin(made.columns, np.arange(len(made.verifiers))).all():
-            raise ValueError(f"its columns {made.columns} are not of its {len(made.verifiers)} verifiers")
+            raise ValueError(f"columns {made.columns} out of range for {len(made.verifiers)} verifiers")
         return made
 
     def _data(self, table: ScoreTable) -> Data:
@@ -305,8 +295,8 @@ class Aggregator(ABC):
         extra = [name for name in table.verifiers if name not in self.verifiers]
         missing = [name for name in self.verifiers if name not in table.verifiers]
         if extra or missing:
-            said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"also has {', '.join(extra)}"] * bool(extra)
-            raise ValueError(f"the table {' and '.join(said)}: use table.select(aggregator.verifiers)")
+            parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"also has {', '.join(extra)}"] * bool(extra)
+            raise ValueError(f"the table {' and '.join(parts)}: use table.select(aggregator.verifiers)")
         return table if table.verifiers == self.verifiers else table.select(self.verifiers)
 
     def _require_fit(self) -> None:
@@ -315,35 +305,24 @@ class Aggregator(ABC):
 
 
 def load(path: str | Path) -> Aggregator:
-    """Read what `save` wrote, whichever kind it is; of an ensemble's folder, its aggregator.
+    """Read a saved aggregator of any kind, or that of an ensemble's folder.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is something else, or broken.
+        ValueError: not a saved aggregator, or damaged.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / AGGREGATOR
+    path = Path(path) / AGGREGATOR if Path(path).is_dir() else Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no such aggregator: {path}")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is not a saved aggregator: it is no .npz file")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        found = restored({"header": json.loads(arrays.pop("header").tobytes()), "arrays": arrays})
-    except KeyError as error:
-        raise ValueError(f"{path} is not a saved aggregator: it lacks {error}") from error
-    except (TypeError, AttributeError, ValueError, OSError, EOFError, *BROKEN) as error:
-        raise ValueError(f"{path} is not a saved aggregator: {error}") from error
-    return found
+    with reading_npz(path, "saved aggregator") as arrays:
+        return restored({"header": json.loads(arrays.pop("header").tobytes()), "arrays": arrays})
 
 
 def restored(state: dict[str, Any]) -> Aggregator:
-    """The aggregator of a `state_dict`. KeyError, TypeError, AttributeError or ValueError where it is none."""
+    """The aggregator of a `state_dict`. KeyError, TypeError, AttributeError, ValueError: not a valid state."""
     header, arrays = state["header"], dict(state["arrays"])
     if header["format"] != FORMAT:
-        raise ValueError(f"its format is {header['format']!r}, this reads {FORMAT!r}")
+        raise ValueError(f"unsupported format {header['format']!r}, expected {FORMAT!r}")
     found = kind(header["kind"]).unpack(header, "", arrays)
     if arrays:
         raise ValueError(f"it also has {', '.join(arrays)}")
@@ -351,7 +330,7 @@ def restored(state: dict[str, Any]) -> Aggregator:
 
 
 def kind(name: str) -> type[Aggregator]:
-    """The aggregator of this class name."""
+    """The aggregator class of this name."""
     import forge_weaver
 
     found = getattr(forge_weaver, name, None)

@@ -1,4 +1,4 @@
-"""Logistic regression from a handful of labelled problems."""
+"""Logistic regression on a few labelled problems."""
 
 from __future__ import annotations
 
@@ -18,35 +18,30 @@ PENALTIES = tuple(10.0**e for e in (-0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3))
 
 @dataclasses.dataclass
 class AnchoredLogistic(Aggregator):
-    """Ridge logistic regression on normal scores, around the rank mean: logit = b + c mean(z) + w z.
+    """Ridge logistic regression on normal scores, anchored at the rank mean: logit = b + c mean(z) + w z.
 
-    The penalty holds w alone, so with few labels the answer is the calibrated rank mean, and moves away from it as the
-    labels allow. The scales are those of all responses, labelled or not. The penalty is the one with the least log loss
-    over folds that keep problems whole; a fold without which only one class is left is not judged, and where none is,
-    the penalty is the largest. A missing score counts as its verifier's mean.
-
-    `held_out` has, for each labelled response that was scored, the log loss in nats of a fit without its fold; NaN
-    where that was not judged.
+    Only w is penalised, so with few labels the result is the calibrated rank mean. Scales are those of all responses,
+    labelled or not; a missing score counts as its verifier's mean. The penalty minimises the log loss of
+    cross-validation over whole problems; folds whose complement has one class are skipped, and if all are, the penalty
+    is the largest.
 
     Args:
-        penalties: to choose from.
-        folds: at most.
+        penalties: candidates.
+        folds: maximum number.
+
+    Attributes:
+        held_out: [labelled, scored responses] cross-validated log loss in nats; NaN where skipped.
 
     Raises:
-        ValueError: fewer than two labelled problems, or labels of one class only.
+        ValueError: fewer than two labelled problems, or labels of one class.
     """
 
     penalties: tuple[float, ...] = PENALTIES
     folds: int = 10
 
     LEARNED: ClassVar[tuple[str, ...]] = (
-        "values",
-        "heights",
-        "line",
-        "seen",
-        "seen_labels",
-        "seen_problems",
-        "held_out",
+        *("values", "heights", "line"),
+        *("seen", "seen_labels", "seen_problems", "held_out"),
     )
 
     def learn(self, data: Data) -> None:
@@ -54,12 +49,9 @@ class AnchoredLogistic(Aggregator):
         self.values, self.heights = normal.values, normal.heights
         self.seen = np.empty((0, len(data.columns) + 2))
         self.seen_labels, self.seen_problems = np.empty(0), np.empty(0, dtype=int)
-        self._take_in(data)
+        self.update(data)
 
     def update(self, data: Data) -> None:
-        self._take_in(data)
-
-    def _take_in(self, data: Data) -> None:
         known = ~np.isnan(data.labels)
         first = self.seen_problems.max(initial=-1) + 1
         self.seen = np.concatenate([self.seen, self._design(data.x[known])])
@@ -68,21 +60,21 @@ class AnchoredLogistic(Aggregator):
         groups = np.unique(self.seen_problems, return_inverse=True)[1]
         if not len(groups) or groups.max() < 1 or np.ptp(self.seen_labels) == 0:
             raise ValueError("logistic regression needs at least two labelled problems, with right and wrong responses")
-        penalty, self.held_out = self._choose(groups)
-        judged = self.held_out[~np.isnan(self.held_out)]
+        penalty, self.held_out = self._cross_validate(groups)
         self.line = ridge_logistic(self.seen, self.seen_labels, penalty)
         self.report.class_balance = float(self.seen_labels.mean())
         self.report.details.update(
             penalty=penalty,
-            log_loss=float(judged.mean()) if len(judged) else None,
+            log_loss=None if np.isnan(self.held_out).all() else float(np.nanmean(self.held_out)),
             labelled_problems=int(groups.max() + 1),
         )
         weights = self.line[2:] + self.line[1] / len(data.columns)
-        separation = self._separation()
+        z, right = self.seen[:, 2:], self.seen_labels == 1
+        separation = (z[right].mean(0) - z[~right].mean(0)) / (z.std(0) + 1e-12)
         for name, weight, distance in zip(data.names, weights, separation, strict=True):
             self.report.verifiers[name].update(weight=float(weight), separation=float(distance))
 
-    def _choose(self, groups: np.ndarray) -> tuple[float, np.ndarray]:
+    def _cross_validate(self, groups: np.ndarray) -> tuple[float, np.ndarray]:
         """The penalty with the least log loss on held-out problems, and that loss of each response."""
         fold = groups % min(self.folds, groups.max() + 1)
         losses = np.full((len(self.penalties), len(fold)), np.nan)
@@ -90,18 +82,14 @@ class AnchoredLogistic(Aggregator):
             out = fold == held
             if np.ptp(self.seen_labels[~out]) == 0:
                 continue
-            for column, penalty in enumerate(self.penalties):
+            for row, penalty in enumerate(self.penalties):
                 line = ridge_logistic(self.seen[~out], self.seen_labels[~out], penalty)
                 score = (2 * self.seen_labels[out] - 1) * (self.seen[out] @ line)
-                losses[column, out] = np.logaddexp(0, -score)
+                losses[row, out] = np.logaddexp(0, -score)
         if np.isnan(losses).all():
             return max(self.penalties), losses[0]
         best = int(np.nansum(losses, axis=1).argmin())
         return self.penalties[best], losses[best]
-
-    def _separation(self) -> np.ndarray:
-        z, right = self.seen[:, 2:], self.seen_labels == 1
-        return (z[right].mean(0) - z[~right].mean(0)) / (z.std(0) + 1e-12)
 
     def _design(self, x: np.ndarray) -> np.ndarray:
         z = NormalScores(self.values, self.heights)(x)
@@ -112,7 +100,7 @@ class AnchoredLogistic(Aggregator):
 
 
 def ridge_logistic(x: np.ndarray, labels: np.ndarray, penalty: float) -> np.ndarray:
-    """Of [responses, columns], the first constant and free, the second the anchor, held by a penalty of at most 1."""
+    """Fit [responses, columns]: the first column is the unpenalised constant, the second the anchor (penalty <= 1)."""
     pull = np.full(x.shape[1], penalty)
     pull[:2] = 1e-6, min(1.0, penalty)
     return logistic_regression(x, labels, pull, np.zeros(x.shape[1]))

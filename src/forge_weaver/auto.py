@@ -1,4 +1,4 @@
-"""The aggregator to take when nothing more is known, and all of them by name."""
+"""The default aggregator, which selects a method, and all methods by name."""
 
 from __future__ import annotations
 
@@ -18,35 +18,33 @@ from .normalise import NormalScores
 from .table import ScoreTable
 from .verdict_models import MedianTriplets, PublishedWeaver
 
-# So many verifiers must agree before anything follows from it, and so many before a covariance says what they share.
+# Fewest verifiers for inference without labels, and for estimating a covariance without labels.
 FEWEST, FEWEST_TOGETHER = 3, 6
 MORE_SHRINK = 0.1
 
 
 @dataclasses.dataclass
 class Auto(Aggregator):
-    """Chooses by what the table allows. Without labels:
+    """Selects a method by what the table supports. Without labels:
 
     - one or two verifiers: `RankMean`, with a warning; with `one_right` the mixture;
-    - verifiers that are conditionally independent as far as one can tell: `BinnedDawidSkene`, or with `one_right` the
-      mixture, which knows what to make of that;
-    - else, with a warning, `CorrelatedMixture`, where it may help and passes for sound: there are at least six
-      verifiers, their mean does not tell two heaps of responses apart by itself, the mixture orders the responses to a
-      problem much as the mean does, and the problems themselves do not move the scores. With `one_right` only the
-      order matters;
-    - else, with a warning, `RankMean`, families counted as one, with the mean probability at pi.
+    - verifiers whose residuals look conditionally independent: `BinnedDawidSkene`, or with `one_right` the mixture;
+    - else, with a warning, `CorrelatedMixture` if it passes these checks: at least six verifiers, a rank mean that does
+      not separate two clusters by itself, an order within problems close to that of the mean, and no strong effect of
+      the problem on the scores. With `one_right` only the order is checked;
+    - else, with a warning, `RankMean` with families counted as one and mean probability pi.
 
-    With labels of at least `labelled` problems: `AnchoredLogistic`, if it predicts those of them that can be held out,
-    of both classes, better than what was chosen without labels does.
+    With labels of at least `labelled` problems: `AnchoredLogistic`, if its held-out log loss on them, both classes
+    present, is no worse than that of the selection without labels.
 
     Args:
-        class_balance: the share of right responses where it is known.
-        one_right: exactly one response of each problem is right. Say it if it is so: it is worth many labels.
+        class_balance: the fraction of right responses, if known.
+        one_right: exactly one response of each problem is right. Set it where it holds: it is worth many labels.
         labelled: fewest labelled problems.
-        gate: largest residual correlation (root mean square, after the binned model's fit) that passes as independence.
-        heaps: largest slope of the rank mean, logits per standard deviation, that leaves the mixture something to do.
+        gate: largest residual correlation (root mean square, after the binned model's fit) that counts as independent.
+        heaps: largest slope of the rank mean, in logits per standard deviation, for the mixture.
         agreement: least correlation, within problems, of the mixture's evidence with the rank mean.
-        problem_effect: largest correlation, between responses to one problem, of what the mixture does not explain.
+        problem_effect: largest intraclass correlation of the mixture's residuals within problems.
     """
 
     class_balance: float | None = None
@@ -81,50 +79,45 @@ class Auto(Aggregator):
             if len(np.unique(labels[judged])) < 2:
                 self.warn("too few labelled problems have right responses, or wrong ones, to hold any out: not used")
             else:
-                # On the same responses: losses of different problems say nothing about which method is better.
-                losses = {"AnchoredLogistic": float(supervised.held_out[judged].mean())}
+                # Both losses on the same responses: problems differ in difficulty.
                 name = type(self.chosen).__name__
-                losses[name] = log_loss(self.chosen.posterior(data)[known][judged], labels[judged])
+                unsupervised = log_loss(self.chosen.posterior(data)[known][judged], labels[judged])
+                losses = {"AnchoredLogistic": float(supervised.held_out[judged].mean()), name: unsupervised}
                 self.report.details["log_loss_of_labels"] = losses
-                if losses["AnchoredLogistic"] <= losses[name]:
+                if losses["AnchoredLogistic"] <= unsupervised:
                     self.chosen, warning = supervised, None
                 else:
                     self.warn(f"labels of {labelled} problems are not used: {name} predicts them better without")
         if warning is not None:
             self.warn(warning)
-        self._tell(rms, matrix, data.names)
+        self._merge_report(rms, matrix, data.names)
 
     def _without_labels(
         self, data: Data, normal: np.ndarray, independent: BinnedDawidSkene, rms: float
     ) -> tuple[Aggregator, str | None]:
-        """What to take, and what to beware of."""
+        """The selected aggregator, fitted, and a warning."""
         m = len(data.columns)
         if m < FEWEST:
             if self.one_right:
                 return self._mixture(data, normal)[0], None
-            warning = f"of {m} verifier{'s' * (m > 1)} nothing can be told without labels: the rank mean is taken"
+            warning = f"of {m} verifier{'s' * (m > 1)} nothing can be inferred without labels: the rank mean is taken"
             return self._rank_mean(data, 0.5, warning)
-        if not rms > self.gate:
-            warning = "too few responses to tell whether the verifiers are conditionally independent: taken to be"
-            chosen = self._mixture(data, normal)[0] if self.one_right and not np.isnan(rms) else independent
-            return chosen, warning if np.isnan(rms) else None
+        if np.isnan(rms):
+            return independent, "too few responses to test conditional independence of the verifiers: it is assumed"
+        if rms <= self.gate:
+            return self._mixture(data, normal)[0] if self.one_right else independent, None
         warning = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
         mixture, agreement = self._mixture(data, normal)
-        found = {
-            "agreement": agreement,
-            "heaps": likeliest_slope(unheaped(data, family_numbers(data))),
-            "problem_effect": mixture.report.details["problem_effect"],
-        }
+        heaps = likeliest_slope(unheaped(data, family_numbers(data)))
+        effect = mixture.report.details["problem_effect"]
+        self.report.details.update(agreement=agreement, heaps=heaps, problem_effect=effect)
         sound = agreement >= self.agreement
         if not self.one_right:
-            sound &= m >= FEWEST_TOGETHER and found["heaps"] <= self.heaps
-            # One response of each problem leaves it unknown, NaN.
-            sound &= not found["problem_effect"] > self.problem_effect
-        self.report.details.update(found)
+            # The effect is NaN, and not tested, if each problem has one response.
+            sound &= m >= FEWEST_TOGETHER and heaps <= self.heaps and not effect > self.problem_effect
         if sound:
             return mixture, f"{warning}: the correlated mixture is taken; labels of a few problems would be safer"
-        warning = f"{warning}: the rank mean is taken"
-        return self._rank_mean(data, independent.report.class_balance, warning, found["heaps"])
+        return self._rank_mean(data, independent.report.class_balance, f"{warning}: the rank mean is taken", heaps)
 
     def _rank_mean(
         self, data: Data, guess: float | None, warning: str, slope: float | None = None
@@ -142,8 +135,8 @@ class Auto(Aggregator):
     def _mixture(self, data: Data, normal: np.ndarray) -> tuple[CorrelatedMixture, float]:
         """The mixture, and the correlation of its evidence with the rank mean within problems.
 
-        Of many verifiers and few problems it may take what the verifiers share for the truth. Where one response of
-        each is right it is tried again then, with a covariance that is held closer to its diagonal.
+        With many verifiers and few problems it may fit shared noise instead of the truth. With `one_right` it is then
+        retried with a covariance that is shrunk further.
         """
         for shrink in (CorrelatedMixture.shrink, MORE_SHRINK):
             mixture = CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance, shrink=shrink)
@@ -154,17 +147,18 @@ class Auto(Aggregator):
 
     def update(self, data: Data) -> None:
         self.chosen.partial_fit(data.table)
-        self._tell(self.report.residual_correlation, np.array(self.report.correlation), self.report.correlated)
+        report = self.report
+        self._merge_report(report.residual_correlation, np.array(report.correlation), report.correlated)
 
     def posterior(self, data: Data) -> np.ndarray:
         return self.chosen.posterior(data)
 
-    def _tell(self, rms: float | None, matrix: np.ndarray, names: list[str]) -> None:
+    def _merge_report(self, rms: float | None, matrix: np.ndarray, names: list[str]) -> None:
         inner = self.chosen.report
         self.report = dataclasses.replace(
             inner,
             method=f"Auto: {inner.method}",
-            verifiers=copy.deepcopy(inner.verifiers),  # each counts its coverage
+            verifiers=copy.deepcopy(inner.verifiers),  # coverage is updated in both reports
             details={**self.report.details, **inner.details},
             warnings=self.report.warnings + [text for text in inner.warnings if text not in self.report.warnings],
             residual_correlation=rms,
@@ -193,21 +187,23 @@ def check_one_right(table: ScoreTable) -> None:
     """ValueError: by the table's labels, problems have none or several right responses."""
     if table.labels is None:
         return
-    several = np.nansum(table.labels, axis=1) > 1
-    none = (np.nansum(table.labels, axis=1) == 0) & ~(np.isnan(table.labels) & table.present).any(1)
-    if wrong := int((several | none).sum()):
+    right = np.nansum(table.labels, axis=1)
+    unknown = (np.isnan(table.labels) & table.present).any(1)
+    if wrong := int(((right > 1) | ((right == 0) & ~unknown)).sum()):
         raise ValueError(f"{wrong} problems have none or several right responses by their labels, not one")
 
 
 def make(method: str, class_balance: float | None = None, one_right: bool = False, labelled: int = 0) -> Aggregator:
-    """An aggregator that is still to be fitted.
+    """An unfitted aggregator.
 
     Args:
-        class_balance: the share of right responses, where it is known.
+        method: a key of METHODS.
+        class_balance: the fraction of right responses, if known.
         one_right: exactly one response of each problem is right.
-        labelled: of how many problems it is going to see labels.
+        labelled: number of problems whose labels the fit will see.
 
-    ValueError: no such method, or it has no use for what is given.
+    Raises:
+        ValueError: unknown method, or an argument that it does not use.
     """
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}: take one of {', '.join(METHODS)}")
@@ -215,11 +211,11 @@ def make(method: str, class_balance: float | None = None, one_right: bool = Fals
         raise ValueError(f"method {method} does not look at labels: leave labelled out")
     check_balance(class_balance)
     if class_balance is not None and one_right:
-        raise ValueError("one right response of each problem is a share of its own: leave the share out")
+        raise ValueError("one_right implies the class balance: leave class_balance out")
     given = {"class_balance": class_balance} if class_balance is not None else {"one_right": True} if one_right else {}
     known = {field.name for field in dataclasses.fields(METHODS[method])}  # type: ignore[arg-type]
-    if idle := given.keys() - known:
-        raise ValueError(f"method {method} does not use {min(idle)}: leave it out")
+    if unused := given.keys() - known:
+        raise ValueError(f"method {method} does not use {min(unused)}: leave it out")
     return METHODS[method](**given)
 
 
@@ -231,10 +227,10 @@ def fit_table(
     one_right: bool = False,
     labelled: int = 0,
 ) -> Aggregator:
-    """The aggregator that `make` gives, fitted; it sees the labels of the first `labelled` problems and no others.
+    """Fit the aggregator that `make` returns, with the labels of the first `labelled` problems only.
 
     Raises:
-        ValueError: the table has none of these labels or contradicts `one_right`, or what `make` and the fit refuse.
+        ValueError: the table has none of these labels or contradicts `one_right`, or `make` or the fit fails.
     """
     aggregator = make(method, class_balance, one_right, labelled)
     if one_right:
@@ -246,20 +242,16 @@ def fit_table(
         raise ValueError(f"labelled is {labelled}, and there are no labels of these problems")
     aggregator.fit(shown)
     if isinstance(aggregator, BinnedDawidSkene):
-        _tell_dependence(aggregator, shown)
+        # Report the dependence that `Auto` selects by, which these methods ignore.
+        report = aggregator.report
+        names = [name for name in aggregator.verifiers if name not in report.dropped]
+        p, scores = aggregator.predict_proba(shown)[shown.present], shown.select(names).flat
+        scored = ~np.isnan(p)
+        rms, matrix = residual_correlation(NormalScores.fit(scores)(scores)[scored], p[scored])
+        report.residual_correlation, report.correlated, report.correlation = rms, names, matrix.tolist()
+        if rms > Auto.gate:
+            aggregator.warn(
+                f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {Auto.gate:.2f}), "
+                "but this method assumes independence: its probabilities are overconfident; use auto"
+            )
     return aggregator
-
-
-def _tell_dependence(aggregator: BinnedDawidSkene, table: ScoreTable) -> None:
-    """What `Auto` would choose by, of a method that was asked for by name."""
-    names = [name for name in aggregator.verifiers if name not in aggregator.report.dropped]
-    p, scores = aggregator.predict_proba(table)[table.present], table.select(names).flat
-    scored = ~np.isnan(p)
-    rms, matrix = residual_correlation(NormalScores.fit(scores)(scores)[scored], p[scored])
-    report = aggregator.report
-    report.residual_correlation, report.correlated, report.correlation = rms, names, matrix.tolist()
-    if rms > Auto.gate:
-        aggregator.warn(
-            f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {Auto.gate:.2f}), and "
-            "this method takes it that they do not: its probabilities are too sure; auto would take another"
-        )

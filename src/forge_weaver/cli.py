@@ -1,4 +1,4 @@
-"""`forge weaver`: from responses to one verifier, a file at each step."""
+"""`forge weaver`: score, fit, predict and distil, with a file after each step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-# What is imported further down takes seconds to load.
+# Imports within the steps take seconds.
 
-COLUMN = "weaver"  # of the probabilities
+COLUMN = "weaver"  # holds the probabilities
 
 
 def add_to(commands: Any) -> None:
@@ -66,10 +66,10 @@ def _step(steps: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser
     )
 
     def guarded(args: argparse.Namespace) -> None:
-        sys.path.insert(0, os.getcwd())  # as `python -m` has it: rules are modules of the user's
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: rules are modules of the user
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what a fit warns of is in its report
+                warnings.simplefilter("ignore")  # they are in the report
                 run(args)
         except (ValueError, OSError, ImportError) as error:
             raise SystemExit(f"error: {error}") from None
@@ -91,7 +91,7 @@ def _score(args: argparse.Namespace) -> None:
     verifiers = read(VerifiersConfig, Path(args.verifiers))
     verifiers.check_sources()
     if COLUMN in verifiers.names:
-        raise ValueError(f"a verifier cannot be named {COLUMN}: that is the column that predict adds")
+        raise ValueError(f"invalid verifier name {COLUMN}: it is the column that predict adds")
     check_path(args.out, verifiers.names)
     panel = verifiers.panel()
 
@@ -117,7 +117,7 @@ def _fit(args: argparse.Namespace) -> None:
     if verifiers is not None:
         verifiers.check_sources()
     if args.out is None and args.report is None:
-        raise ValueError("nothing would be left: set --out, --report, or both")
+        raise ValueError("no output: set --out, --report, or both")
     if verifiers is not None and args.out is None:
         raise ValueError("--verifiers does nothing without --out")
     if args.out is not None and args.out.endswith(".npz") == (verifiers is not None):
@@ -141,7 +141,7 @@ def _fit(args: argparse.Namespace) -> None:
 
 
 def _scores(path: str) -> Any:
-    """The table. ValueError: the ensemble's own column is among its verifiers."""
+    """Load the table. ValueError: it already has the ensemble's column."""
     from . import ScoreTable
 
     table = ScoreTable.load(path)

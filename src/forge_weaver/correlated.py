@@ -1,4 +1,4 @@
-"""Verifiers that err together: how much they do, and a model of it."""
+"""Verifiers with correlated errors: a measure and a model of the correlation."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import ClassVar
 import numpy as np
 
 from .aggregator import Aggregator, Data
-from .em import STARTS, Prior, first_guess, thinned
+from .em import STARTS, TOLERANCE, Prior, first_guess, thinned
 from .normalise import NormalScores, imputed, scattered
 
 FEWEST = 30
 
 
 def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.ndarray]:
-    """Correlations between verifiers within the classes, and their root mean square less what chance makes.
+    """Correlations between verifiers within the classes.
 
     Responses are weighted by their posterior. If a conditionally independent model is right, the expectation of every
     weighted product within a class is 0, however uncertain the posteriors are.
 
     Args:
-        normal: [responses, verifiers] normal scores, NaN where missing.
+        normal: [responses, verifiers] normal scores, NaN for missing.
         r: [responses] posterior of being right.
 
     Returns:
-        The root mean square off the diagonal, and the matrix; NaN of pairs with fewer than FEWEST common responses,
-        and NaN altogether where no pair has more.
+        The off-diagonal root mean square corrected for chance, and the matrix [verifiers, verifiers], NaN for pairs
+        with fewer than FEWEST common responses. The former is NaN if all pairs are.
     """
     known = ~np.isnan(normal)
     x = np.where(known, normal, 0.0)
@@ -48,7 +48,7 @@ def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.n
 
 
 def within_problems(a: np.ndarray, b: np.ndarray, problem: np.ndarray) -> float:
-    """The correlation of two values per response once each problem's mean is taken off; 0 where one does not vary."""
+    """Correlation of two values per response after subtracting each problem's mean; 0 if one does not vary."""
     sizes = np.bincount(problem)
     a, b = (x - (np.bincount(problem, x) / np.maximum(sizes, 1))[problem] for x in (a, b))
     spread = np.sqrt((a @ a) * (b @ b))
@@ -56,9 +56,9 @@ def within_problems(a: np.ndarray, b: np.ndarray, problem: np.ndarray) -> float:
 
 
 def problem_correlation(residual: np.ndarray, problem: np.ndarray) -> float:
-    """The intraclass correlation of [responses, verifiers] residuals within problems, the median over verifiers.
+    """Median over verifiers of the intraclass correlation of residuals [responses, verifiers] within problems.
 
-    0 where the responses to a problem are alike in nothing but how many are right; NaN where each problem has one.
+    0 if responses to one problem share nothing but their rate of being right; NaN if each problem has one response.
     """
     sizes = np.bincount(problem)
     pairs = (sizes * (sizes - 1)).sum()
@@ -70,27 +70,24 @@ def problem_correlation(residual: np.ndarray, problem: np.ndarray) -> float:
     return float(np.median(between / (square / len(residual) + 1e-12)))
 
 
-TOLERANCE = 1e-3
-
-
 @dataclasses.dataclass
 class CorrelatedMixture(Aggregator):
-    """Normal scores of right and of wrong responses are Gaussian with two means and one full covariance.
+    """Normal scores are Gaussian with a mean per class and one full covariance (linear discriminant, unsupervised).
 
-    Verifiers that repeat each other share one weight, and what they share without being right about it is subtracted:
-    a weight may be negative. Expectation maximisation starts at the rank mean, and no verifier's mean may be lower for
-    right responses, so the classes cannot swap. Labels are not looked at.
+    Redundant verifiers share one weight; shared noise is subtracted, so weights may be negative. Expectation
+    maximisation starts at the rank mean, and no verifier's mean may be lower for right responses, so the classes
+    cannot swap.
 
-    What tells the classes apart where errors are correlated is that problems differ in their rate of right responses,
-    or that one response of each is right. If the difficulty of a problem moves all its scores, rates by problem are
-    no guide, and the result may be worse than chance. `report.details["problem_effect"]` is the correlation, between
-    responses to one problem, of what the model leaves unexplained, which it takes to be 0; `Auto` looks at it first.
+    With correlated errors the classes are identified by the rate of right responses varying between problems, or by
+    one response of each being right. If a problem's difficulty shifts all its scores, these rates mislead, and the
+    result may be worse than chance: `report.details["problem_effect"]` is the intraclass correlation of the residuals
+    within problems, 0 under the model; `Auto` checks it first.
 
     Args:
-        one_right: exactly one response of each problem is right, as among the options of a choice.
-        class_balance: the share of right responses where it is known; not with `one_right`.
-        shrink: of the covariance towards its diagonal.
-        steps: most steps.
+        one_right: exactly one response of each problem is right, as in multiple choice.
+        class_balance: the fraction of right responses, if known; not with `one_right`.
+        shrink: shrinkage of the covariance towards its diagonal.
+        steps: maximum steps.
         most: fit on at most this many responses, whole problems drawn by `seed`.
         seed: also breaks ties of scores.
     """
@@ -103,17 +100,8 @@ class CorrelatedMixture(Aggregator):
     seed: int = 0
 
     LEARNED: ClassVar[tuple[str, ...]] = (
-        "values",
-        "heights",
-        "precision",
-        "line",
-        "offset",
-        "rates",
-        "weights",
-        "tally",
-        "mass",
-        "sums",
-        "moments",
+        *("values", "heights", "precision", "line", "offset"),
+        *("rates", "weights", "tally", "mass", "sums", "moments"),
     )
 
     def learn(self, data: Data) -> None:
@@ -123,45 +111,41 @@ class CorrelatedMixture(Aggregator):
             raise ValueError("one_right needs problems of several responses: each has one")
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
-        kept = self._sample(data.problem)
+        # Whole problems, in random order, up to `most` responses.
+        drawn = np.random.default_rng(self.seed).permutation(np.unique(data.problem))
+        sizes = np.bincount(data.problem)[drawn]
+        kept = np.isin(data.problem, drawn[: max(1, (np.cumsum(sizes) <= self.most).sum())])
         unscored, data = data.unscored, data.take(kept)
         x, self.precision = imputed(scattered(data.x, data.names, self.seed))
         problem, m = data.problem, x.shape[1]
         past = np.zeros(2), np.zeros((2, m)), np.zeros((m, m))
 
-        def begun(some: np.ndarray, balance: float) -> tuple[np.ndarray, Prior]:
-            guess, prior = first_guess(x[some].mean(1), balance), Prior.start(balance, by_problem=True)
-            return self._maximise(x[some], problem[some], past, (guess, prior), unscored)
+        def from_balance(some: np.ndarray, balance: float) -> tuple[np.ndarray, Prior]:
+            start = first_guess(x[some].mean(1), balance), Prior.start(balance, by_problem=True)
+            return self._maximise(x[some], problem[some], past, start, unscored)
 
-        if self.one_right:
-            r, _ = begun(np.ones(len(x), dtype=bool), len(data.table) / data.table.present.sum())
-        elif self.class_balance is not None:
-            r, _ = begun(np.ones(len(x), dtype=bool), self.class_balance)
+        balance = len(data.table) / data.table.present.sum() if self.one_right else self.class_balance
+        if balance is not None:
+            r, _ = from_balance(np.ones(len(x), dtype=bool), balance)
         else:
-            # One start may end far from the truth where nearly all responses are wrong or right.
+            # A single start can be far off under extreme balances.
             some, found = thinned(problem), []
             for balance in STARTS:
-                _, prior = begun(some, balance)
+                _, prior = from_balance(some, balance)
                 likelihood = self._log_likelihood(x[some], problem[some], prior)
                 found.append((likelihood, self._judge(x @ self.line - self.offset, problem, prior, unscored)))
             r, prior = max(found, key=lambda pair: pair[0])[1]
-            start = r, Prior(prior.rates, prior.weights)
-            r, _ = self._maximise(x, problem, past, start, unscored)
-        self._tell(data.names)
+            r, _ = self._maximise(x, problem, past, (r, Prior(prior.rates, prior.weights)), unscored)
+        self._report_weights(data.names)
         residual = x - np.stack([r, 1 - r], axis=1) @ (self.sums / (self.mass[:, None] + 1e-9))
         self.report.details["problem_effect"] = problem_correlation(residual, problem)
-
-    def _sample(self, problem: np.ndarray) -> np.ndarray:
-        drawn = np.random.default_rng(self.seed).permutation(np.unique(problem))
-        sizes = np.bincount(problem)[drawn]
-        return np.isin(problem, drawn[: max(1, (np.cumsum(sizes) <= self.most).sum())])
 
     def update(self, data: Data) -> None:
         x, _ = imputed(NormalScores(self.values, self.heights)(data.x), self.precision)
         prior, past = Prior(self.rates, self.weights, self.tally), (self.mass, self.sums, self.moments)
-        r, _ = self._judge(x @ self.line - self.offset, data.problem, prior, data.unscored)
-        self._maximise(x, data.problem, past, (r, prior), data.unscored)
-        self._tell(data.names)
+        start = self._judge(x @ self.line - self.offset, data.problem, prior, data.unscored)[0], prior
+        self._maximise(x, data.problem, past, start, data.unscored)
+        self._report_weights(data.names)
 
     def _maximise(
         self,
@@ -171,7 +155,12 @@ class CorrelatedMixture(Aggregator):
         start: tuple[np.ndarray, Prior],
         unscored: np.ndarray,
     ) -> tuple[np.ndarray, Prior]:
-        """From [responses, verifiers] without gaps, what earlier responses sum to, and probabilities to start from."""
+        """Expectation maximisation on x [responses, verifiers] without NaN.
+
+        Args:
+            past: mass, sums and moments of earlier responses.
+            start: initial probabilities and prior.
+        """
         r, prior = start
         self.moments = past[2] + x.T @ x
         step, moved = 0, np.inf
@@ -190,16 +179,16 @@ class CorrelatedMixture(Aggregator):
         return r, prior
 
     def _model(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Means of the right and of the wrong [2, verifiers], how far apart, never below 0, and the covariance."""
+        """Means of right and wrong [2, verifiers], their distance (at least 0) [verifiers], and the covariance."""
         means = self.sums / (self.mass[:, None] + 1e-9)
         covariance = (self.moments - means.T @ self.sums) / self.mass.sum()
         shrunk = (1 - self.shrink) * covariance + self.shrink * np.diag((np.sqrt(np.diag(covariance)) + 1e-6) ** 2)
         return means, np.maximum(means[0] - means[1], 0.0), shrunk
 
     def _log_likelihood(self, x: np.ndarray, problem: np.ndarray, prior: Prior) -> float:
-        """Of the scores, but for a constant."""
+        """Log likelihood of the scores, up to a constant."""
         means, distance, covariance = self._model()
-        # The evidence is that of two means about the middle of those found; this is the way from the lower one.
+        # From the lower mean, with the distance clipped as in the evidence.
         away = x - means.mean(0) + distance / 2
         squares = (away * np.linalg.solve(covariance, away.T).T).sum()
         evidence = x @ self.line - self.offset
@@ -207,7 +196,7 @@ class CorrelatedMixture(Aggregator):
             prior.log_likelihood(evidence, problem) - (squares + len(x) * np.linalg.slogdet(covariance)[1]) / 2
         )
 
-    def _tell(self, names: list[str]) -> None:
+    def _report_weights(self, names: list[str]) -> None:
         _, distance, covariance = self._model()
         for name, weight, apart in zip(names, self.line, distance / np.sqrt(np.diag(covariance)), strict=True):
             self.report.verifiers[name].update(weight=float(weight), separation=float(apart))
@@ -232,11 +221,11 @@ class CorrelatedMixture(Aggregator):
 
 
 def one_of_each(evidence: np.ndarray, problem: np.ndarray, unscored: np.ndarray) -> np.ndarray:
-    """[responses] probabilities that sum to 1 over each problem, with those of the responses that nothing scored.
+    """[responses] softmax of the evidence over each problem, including its unscored responses.
 
     Args:
-        evidence, problem: [responses], `problem` rising.
-        unscored: [problems] how many further responses there are, with evidence 0.
+        evidence, problem: [responses], `problem` non-decreasing.
+        unscored: [problems] number of further responses, with evidence 0.
     """
     starts = np.flatnonzero(np.diff(problem, prepend=-1))
     sizes = np.diff(np.append(starts, len(problem)))

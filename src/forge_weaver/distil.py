@@ -1,4 +1,4 @@
-"""One small model in place of an ensemble: it learns the ensemble's probabilities from prompts and responses alone."""
+"""Distil an ensemble into one small sequence classifier on prompts and responses."""
 
 from __future__ import annotations
 
@@ -26,31 +26,24 @@ from .table import ScoreTable
 from .verifiers import DISTILLED
 
 READING = (
-    "prompt_template",
-    "chat_template",
-    "system_prompt",
-    "chat_options",
-    "as_pair",
-    "append_eos",
-    "truncate",
-    "max_tokens",
+    *("prompt_template", "chat_template", "system_prompt", "chat_options"),
+    *("as_pair", "append_eos", "truncate", "max_tokens"),
 )
 HELD_OUT = 0.2  # of the problems: half of them calibrate, half are reported
 
 
 @dataclass(frozen=True)
 class DistilReport:
-    """What became of a distillation, by responses to problems that were never trained on.
+    """Evaluation of a distilled model on held-out problems.
 
     Args:
         parameters: of the model.
-        trained, tested: responses; `left_out` are longer than the model reads, or empty.
-        error: mean difference to the ensemble's probability.
-        agreement: share of responses that both put on the same side of 1/2.
-        gap: expected calibration error, with the ensemble's probability as the truth.
-        cpu_seconds: of a response, scored in batches.
-        truth: `auc`, `selection` and `ece` of the model, and of the ensemble on the same responses, where labels are
-            known.
+        trained, tested: number of responses; `left_out` are empty or exceed the model's context.
+        error: mean absolute difference to the ensemble's probability.
+        agreement: fraction of responses on the same side of 1/2 as by the ensemble.
+        gap: expected calibration error against the ensemble's probability.
+        cpu_seconds: per response, scored in batches.
+        truth: `auc`, `selection` and `ece` against known labels, for the model and for the ensemble.
     """
 
     parameters: int
@@ -64,14 +57,13 @@ class DistilReport:
     truth: dict[str, dict[str, float]]
 
     def __str__(self) -> str:
-        """For people."""
         lines = [
             f"{self.parameters / 1e6:.2f}M parameters, trained on {self.trained} responses, {self.left_out} left out",
             f"on {self.tested} others: {self.agreement:.3f} on the ensemble's side of 1/2, mean difference "
             f"{self.error:.3f}, calibration error {self.gap:.3f}, {1e3 * self.cpu_seconds:.2f} CPU-ms a response",
         ]
         for name, found in self.truth.items():
-            lines.append(f"{name} against the truth: {', '.join(f'{what} {x:.3f}' for what, x in found.items())}")
+            lines.append(f"{name} against the truth: {', '.join(f'{key} {value:.3f}' for key, value in found.items())}")
         return "\n".join(lines)
 
 
@@ -88,25 +80,24 @@ def distil(
     say: Callable[[str], None] = lambda line: None,
     **reading: Any,
 ) -> DistilReport:
-    """Train a sequence classifier of one class on the probabilities, calibrate it and leave it in `folder`; made aside
-    and renamed, so that what fails leaves nothing.
+    """Train a one-class sequence classifier on the probabilities, calibrate it and save it to `folder`, atomically.
 
-    The loss is the cross-entropy to the ensemble's probability, as section 6 of the Weaver paper (Saad-Falcon et al.
-    2025) has it. Problems are divided before anything is seen, those of one prompt together: most train, some fit the
-    calibration (two numbers on the logit, Platt 1999), some are reported. Responses without a probability, and those
-    that the model cannot read, are left out.
+    The loss is the cross-entropy to the ensemble's probability (Saad-Falcon et al. 2025, section 6). Prompts are split
+    at random: most train, some fit the calibration (Platt 1999), some are reported on. Responses without a probability
+    or outside the model's context are left out.
 
     Args:
-        table: with prompts and responses. Its labels, if it has any, are used for the report alone.
-        probabilities: [problems, responses], NaN where there is none.
-        model: folder or hub id of an encoder, or any model that transformers can give a sequence classification head.
-        say: told how it goes, a line an epoch.
-        **reading: how prompt and response become one text, and `max_tokens` (READING), as of
+        table: with prompts and responses. Labels are used only for the report.
+        probabilities: [problems, responses], NaN for none.
+        model: folder or hub id of a model with a transformers sequence classification head, usually an encoder.
+        folder: must be empty or absent.
+        say: called with a log line per epoch.
+        **reading: how prompt and response become one text, and `max_tokens` (READING); see
             `forge.verifiers.RewardModel`.
 
     Raises:
-        ValueError: no texts, shapes that differ, what is no probability, too few prompts, settings that cannot be, or a
-            folder with something in it.
+        ValueError: no texts, mismatched shapes, values outside [0, 1], too few prompts, invalid settings, or a folder
+            that is not empty.
     """
     if table.prompts is None or table.responses is None:
         raise ValueError("distillation needs a table with prompts and responses: these are scores alone")
@@ -115,14 +106,14 @@ def distil(
     if ((probabilities < 0) | (probabilities > 1)).any():
         raise ValueError("probabilities must be from 0 to 1, or NaN where there is none")
     if unknown := sorted(reading.keys() - set(READING)):
-        raise ValueError(f"unknown {', '.join(unknown)}: how texts are read is told by {', '.join(READING)}")
+        raise ValueError(f"unknown {', '.join(unknown)}: how texts are read is set by {', '.join(READING)}")
     if min(epochs, batch_size) < 1 or learning_rate <= 0:
         raise ValueError("epochs and batch_size must be at least 1, and learning_rate above 0")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose another folder for the distilled verifier")
     where = np.argwhere(table.present & ~np.isnan(probabilities))
-    _divide([table.prompts[i] for i in where[:, 0]], seed)  # too few are found out before anything is loaded
+    _divide([table.prompts[i] for i in where[:, 0]], seed)  # fail early, before loading the model
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
@@ -134,8 +125,8 @@ def distil(
         fits = np.array([0 < len(row.ids) <= reader.of.max_tokens for row in rows])
         where, rows = where[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
         train, calibrate, test = _divide([table.prompts[i] for i in where[:, 0]], seed)
-        taught = probabilities[tuple(where.T)]
-        _train(reader, rows, taught, train, epochs, batch_size, learning_rate, seed, say)
+        targets = probabilities[tuple(where.T)]
+        _train(reader, rows, targets, train, epochs, batch_size, learning_rate, seed, say)
         with quiet_loading():
             reader.of.model.save_pretrained(aside)
 
@@ -145,19 +136,19 @@ def distil(
         logits[held] = reader.of.run([rows[i] for i in held], lambda batch: reader.logits(batch).tolist())
         spent = (time.process_time() - started) / len(held)
         scale = Recalibration()
-        if np.ptp(taught[calibrate]) > 0:
-            scale = Recalibration.fit(sigmoid(logits[calibrate]), taught[calibrate])
-        said = scale(sigmoid(logits[test]))
+        if np.ptp(targets[calibrate]) > 0:
+            scale = Recalibration.fit(sigmoid(logits[calibrate]), targets[calibrate])
+        student = scale(sigmoid(logits[test]))
         found = DistilReport(
             parameters=sum(weights.numel() for weights in reader.of.model.parameters()),
             trained=len(train),
             tested=len(test),
             left_out=int((~fits).sum()),
-            error=float(np.abs(said - taught[test]).mean()),
-            agreement=float(((said > 0.5) == (taught[test] > 0.5)).mean()),
-            gap=ece(said, taught[test]),
+            error=float(np.abs(student - targets[test]).mean()),
+            agreement=float(((student > 0.5) == (targets[test] > 0.5)).mean()),
+            gap=ece(student, targets[test]),
             cpu_seconds=spent,
-            truth=_truth(table, where[test], said, taught[test]),
+            truth=_truth(table, where[test], student, targets[test]),
         )
         settings = {"slope": scale.slope, "intercept": scale.intercept, "scale": "probability", **reading}
         (aside / DISTILLED).write_text(json.dumps({"reading": settings, "report": asdict(found)}, indent=1))
@@ -166,25 +157,26 @@ def distil(
 
 
 def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
-    """Leave it in the folder with its head of one class, or with a new one made from the seed. A decoder tells the last
-    token of a row by what pads it, so that it needs a token which does nothing else."""
+    """Save the model with its head of one class, or a new head initialised from the seed.
+
+    A decoder's head finds the last token by the padding, which needs a token of its own.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
     torch.manual_seed(seed)
     with quiet_loading():
         made = AutoModelForSequenceClassification.from_pretrained(
             model, num_labels=1, dtype=torch.float32, ignore_mismatched_sizes=True
         )
-    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-        tokenizer.add_special_tokens({"pad_token": "<pad>"})
-        made.resize_token_embeddings(max(len(tokenizer), made.get_input_embeddings().num_embeddings))
-    made.config.pad_token_id = tokenizer.pad_token_id
-    with quiet_loading():
+        if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+            tokenizer.add_special_tokens({"pad_token": "<pad>"})
+            made.resize_token_embeddings(max(len(tokenizer), made.get_input_embeddings().num_embeddings))
+        made.config.pad_token_id = tokenizer.pad_token_id
         made.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _divide(prompts: list[str], seed: int) -> list[np.ndarray]:
-    """Numbers of the responses that train, calibrate and test, by prompt."""
+    """Indices of the training, calibration and test responses, split by prompt."""
     found, of = np.unique(prompts, return_inverse=True)
     drawn = np.random.default_rng(seed).permutation(len(found))
     part = int(len(found) * HELD_OUT / 2)
@@ -198,7 +190,7 @@ def _divide(prompts: list[str], seed: int) -> list[np.ndarray]:
 def _train(
     reader: RewardModel,
     rows: list[Any],
-    taught: np.ndarray,
+    targets: np.ndarray,
     train: np.ndarray,
     epochs: int,
     batch_size: int,
@@ -206,8 +198,9 @@ def _train(
     seed: int,
     say: Callable[[str], None],
 ) -> None:
+    """AdamW with linear warmup and decay on the rows `train`."""
     model, rng = reader.of.model.train().requires_grad_(True), np.random.default_rng(seed)
-    targets = torch.tensor(taught, dtype=torch.float32, device=reader.of.device)
+    goal = torch.tensor(targets, dtype=torch.float32, device=reader.of.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     steps = epochs * math.ceil(len(train) / batch_size)
     warmup = max(1, steps // 20)
@@ -219,7 +212,7 @@ def _train(
         order, total = rng.permutation(train), 0.0
         for at in range(0, len(order), batch_size):
             chosen = order[at : at + batch_size].tolist()
-            loss = binary_cross_entropy_with_logits(reader.logits(reader.of.pad(chosen, rows)), targets[chosen])
+            loss = binary_cross_entropy_with_logits(reader.logits(reader.of.pad(chosen, rows)), goal[chosen])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -230,16 +223,22 @@ def _train(
     model.eval().requires_grad_(False)
 
 
-def _truth(table: ScoreTable, where: np.ndarray, said: np.ndarray, taught: np.ndarray) -> dict[str, dict[str, float]]:
+def _truth(
+    table: ScoreTable, where: np.ndarray, student: np.ndarray, teacher: np.ndarray
+) -> dict[str, dict[str, float]]:
     if table.labels is None:
         return {}
-    labels = np.full(table.present.shape, np.nan)
-    labels[tuple(where.T)] = table.labels[tuple(where.T)]
+    at = tuple(where.T)
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        out = np.full(table.present.shape, np.nan)
+        out[at] = values
+        return out
+
+    labels = spread(table.labels[at])
     if np.isnan(labels).all():
         return {}
-    found = {}
-    for name, values in (("distilled", said), ("ensemble", taught)):
-        p = np.full(labels.shape, np.nan)
-        p[tuple(where.T)] = values
-        found[name] = {"auc": auc(p, labels), "selection": selection_accuracy(p, labels), "ece": ece(p, labels)}
-    return found
+    return {
+        name: {"auc": auc(p, labels), "selection": selection_accuracy(p, labels), "ece": ece(p, labels)}
+        for name, p in (("distilled", spread(student)), ("ensemble", spread(teacher)))
+    }

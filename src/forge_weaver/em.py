@@ -1,4 +1,4 @@
-"""Expectation maximisation of Dawid and Skene (1979) over binned scores with gaps, and the prior of being right."""
+"""Expectation maximisation (Dawid & Skene 1979) on binned scores with missing values."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from scipy.optimize import brentq, isotonic_regression
 from scipy.special import expit as sigmoid
 from scipy.special import logit, softmax
 
+TOLERANCE = 1e-3
 RATES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
 FARTHEST = 500.0
-# Problems a rate that are made up, so that a rate which has died out can come back.
+# Pseudo-problems per rate, so that a rate whose weight vanished can recover.
 FLOOR = 0.01
 
 
 @dataclasses.dataclass
 class Prior:
-    """Each problem has a rate of right responses, drawn from a few values. One value is one rate for all.
+    """Discrete prior on each problem's rate of right responses; a single value is one rate for all problems.
 
     The weights are a nonparametric maximum likelihood estimate (Kiefer & Wolfowitz 1956; Laird 1978) by expectation
-    maximisation. A problem whose responses all look bad then makes each of them look worse; the order within a
-    problem is that of the evidence, whatever the weights.
+    maximisation. Responses to one problem inform each other; the order within a problem is that of the evidence.
 
     Args:
         rates, weights: [values]
-        past: [values] problems of each rate among earlier responses; of one rate, [2] right and wrong responses.
-        counts: the same with those of the last step; empty before one.
+        past: [values] earlier problems at each rate; for a single rate, [2] earlier right and wrong responses.
+        counts: the same including the last step; empty before it.
     """
 
     rates: np.ndarray
@@ -41,7 +41,7 @@ class Prior:
             return cls(np.array([balance]), np.ones(1))
         rates = RATES
         if not rates[0] <= balance <= rates[-1]:
-            # A mean beyond the values needs one that is farther out.
+            # The mean must lie within the range of the rates.
             rates = np.sort(np.append(rates, balance / 2 if balance < 0.5 else (1 + balance) / 2))
         return cls(rates, _tilted(np.full(len(rates), 1 / len(rates)), rates, balance))
 
@@ -55,12 +55,12 @@ class Prior:
 
         Args:
             evidence: [responses] log P(scores | right) / P(scores | wrong).
-            problem: [responses] its number, rising.
+            problem: [responses] index, non-decreasing.
         """
         return self._infer(evidence, problem)[0]
 
     def step(self, evidence: np.ndarray, problem: np.ndarray, balance: float | None) -> tuple[np.ndarray, Prior]:
-        """The posterior, and the prior that explains it better; its mean stays at `balance` where that is given."""
+        """The posterior and the updated prior, whose mean is held at `balance` if given."""
         r, found, _ = self._infer(evidence, problem)
         counts = self.past + found
         if len(self.rates) == 1:
@@ -73,7 +73,7 @@ class Prior:
         return r, Prior(self.rates, weights, self.past, counts)
 
     def log_likelihood(self, evidence: np.ndarray, problem: np.ndarray) -> float:
-        """Of the scores, less that of all responses' being wrong."""
+        """Log likelihood of the scores, relative to all responses being wrong."""
         return self._infer(evidence, problem)[2]
 
     def _infer(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
@@ -83,7 +83,7 @@ class Prior:
             fit = np.logaddexp(evidence + np.log(rate), np.log1p(-rate)).sum()
             return r, np.array([r.sum(), len(r) - r.sum()]), float(fit)
         evidence = np.clip(evidence, -FARTHEST, FARTHEST)
-        # Split so that nothing overflows: the larger of the two likelihoods is taken out.
+        # The larger of the two likelihoods is factored out, against overflow.
         up, down = np.exp(np.minimum(evidence, 0)), np.exp(-np.maximum(evidence, 0))
         right = up[:, None] * self.rates
         both = right + down[:, None] * (1 - self.rates)
@@ -100,24 +100,23 @@ class Prior:
 
 
 def _tilted(weights: np.ndarray, rates: np.ndarray, balance: float) -> np.ndarray:
-    """The weights times exp(c rate), c such that the mean rate is `balance`."""
+    """Exponential tilting: weights times exp(c rate), with c such that the mean rate is `balance`."""
     logs = np.log(weights + 1e-12)
     return softmax(logs + brentq(lambda c: softmax(logs + c * rates) @ rates - balance, -1e5, 1e5) * rates)
 
 
-TOLERANCE = 1e-3
-# Shares of right responses to start from, and on how many responses, about, the best start is chosen.
+# Initial class balances, and about how many responses the best one is selected on.
 STARTS = (0.05, 0.5, 0.95)
 SAMPLE = 4000
 
 
 @dataclasses.dataclass
 class Counts:
-    """How often each bin was seen among right and among wrong responses, in expectation.
+    """Expected counts of each bin among right and among wrong responses.
 
     Args:
         right, wrong: [verifiers, bins]
-        balance: [2] right and wrong responses in all.
+        balance: [2] total right and wrong responses.
     """
 
     right: np.ndarray
@@ -126,13 +125,13 @@ class Counts:
 
     @classmethod
     def of(cls, codes: np.ndarray, bins: int, r: np.ndarray) -> Counts:
-        """Args: codes [verifiers, responses], `bins` where missing; r [responses] probability of being right."""
+        """From codes [verifiers, responses], `bins` for missing, and probabilities of being right r [responses]."""
         right = np.stack([np.bincount(code, r, bins + 1)[:bins] for code in codes])
         every = np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes])
         return cls(right, every - right, np.array([r.sum(), len(r) - r.sum()]))
 
     def plus(self, other: Counts, decay: float = 1.0) -> Counts:
-        """These, fading by `decay`, and others."""
+        """Add counts to these, which are multiplied by `decay`."""
         return Counts(
             decay * self.right + other.right, decay * self.wrong + other.wrong, decay * self.balance + other.balance
         )
@@ -142,8 +141,8 @@ def log_ratios(counts: Counts, shrink: float, monotone: bool) -> np.ndarray:
     """[verifiers, bins + 1] log P(bin | right) / P(bin | wrong); the last is 0, for missing.
 
     Args:
-        shrink: pseudo-responses a bin, spread as the verifier's scores are over both classes: they pull towards 0.
-        monotone: a higher bin never speaks against a response more than a lower one does (isotonic regression).
+        shrink: pseudo-responses per bin, distributed like the verifier's scores: they shrink towards 0.
+        monotone: non-decreasing in the bin (isotonic regression).
     """
     right, wrong = log_shares(counts, shrink)
     found = right - wrong
@@ -163,27 +162,26 @@ def log_shares(counts: Counts, shrink: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def evidence(codes: np.ndarray, ratios: np.ndarray) -> np.ndarray:
-    """[responses] the sum of the verifiers' log ratios."""
-    total = np.zeros(codes.shape[1])
-    for code, ratio in zip(codes, ratios, strict=True):
-        total += ratio[code]
-    return total
+    """[responses] sum of the verifiers' log ratios."""
+    return sum((ratio[code] for code, ratio in zip(codes, ratios, strict=True)), np.zeros(codes.shape[1]))
 
 
 def first_guess(rank_mean: np.ndarray, balance: float) -> np.ndarray:
-    """[responses] soft labels to start from: the share `balance` of highest rank means is likelier right than not."""
+    """[responses] initial soft labels: above 1/2 for the fraction `balance` of highest rank means."""
     return sigmoid(4 * (rank_mean - np.quantile(rank_mean, 1 - balance)) / (rank_mean.std() + 1e-9))
 
 
 @dataclasses.dataclass
 class Solution:
-    """Args:
-    r: [responses] probability of being right.
-    ratios: [verifiers, bins + 1]
-    counts: those of the last step, with the past's.
-    prior: of being right.
-    steps: until no probability moved by TOLERANCE, or all that were allowed.
-    converged: whether it was the former.
+    """Result of expectation maximisation.
+
+    Args:
+        r: [responses] probability of being right.
+        ratios: [verifiers, bins + 1]
+        counts: of the last step, earlier responses included.
+        prior: of being right.
+        steps: number of steps.
+        converged: whether no probability moved by TOLERANCE in the last step.
     """
 
     r: np.ndarray
@@ -208,21 +206,20 @@ def solve(
     decay: float = 1.0,
     steps: int = 200,
 ) -> Solution:
-    """Alternate between the bins' frequencies in each class and each response's class.
+    """Expectation maximisation: alternate between bin frequencies per class and class probabilities.
 
     Args:
-        codes: [verifiers, responses], `bins` where missing.
-        problem: [responses] its number, rising.
-        r: [responses] where to start.
-        balance: the share of right responses where it is given.
-        past: counts of earlier responses, that count `decay` each.
+        codes: [verifiers, responses], `bins` for missing.
+        problem: [responses] index, non-decreasing.
+        r: [responses] initial probabilities.
+        balance: the fraction of right responses, if known.
+        past: counts of earlier responses, weighted by `decay`.
     """
     step, moved = 0, np.inf
     while step < steps and moved >= TOLERANCE:
         step += 1
         counts = Counts.of(codes, bins, r)
-        if past is not None:
-            counts = past.plus(counts, decay)
+        counts = counts if past is None else past.plus(counts, decay)
         ratios = log_ratios(counts, shrink, monotone)
         last = r
         r, prior = prior.step(evidence(codes, ratios), problem, balance)
@@ -242,26 +239,26 @@ def search(
     by_problem: bool = True,
     steps: int = 200,
 ) -> Solution:
-    """`solve` from the rank mean. Where the balance is not given, from each of STARTS on some problems: one start may
-    end far from the truth where nearly all responses are wrong or right. The whole begins at the likeliest result.
+    """`solve` from the rank mean. Without a known balance it is run from each of STARTS on a sample of problems, since
+    a single start can be far off under extreme balances; the most likely result initialises the full run.
 
     Args:
-        codes, bins, problem, shrink, monotone, balance, steps: as of `solve`.
+        codes, bins, problem, shrink, monotone, balance, steps: as in `solve`.
         rank_mean: [responses]
         by_problem: each problem has its own rate of right responses.
     """
     settings: dict[str, Any] = {"shrink": shrink, "monotone": monotone, "balance": balance, "steps": steps}
 
-    def begun(some: np.ndarray, share: float) -> Solution:
+    def from_balance(some: np.ndarray, share: float) -> Solution:
         guess = first_guess(rank_mean[some], share)
         return solve(codes[:, some], bins, problem[some], guess, Prior.start(share, by_problem), **settings)
 
     everything = np.ones(len(problem), dtype=bool)
     if balance is not None:
-        return begun(everything, balance)
+        return from_balance(everything, balance)
     some = thinned(problem)
-    found = [begun(some, share) for share in STARTS]
-    # A start may end with the classes swapped, which is just as likely: what goes with the rank mean comes first.
+    found = [from_balance(some, share) for share in STARTS]
+    # Solutions with swapped classes are equally likely: prefer those that agree with the rank mean.
     found = [one for one in found if one.r @ (rank_mean[some] - rank_mean[some].mean()) > 0] or found
     best = found[int(np.argmax([log_likelihood(codes[:, some], one, problem[some], shrink) for one in found]))]
     if some.all():
@@ -271,12 +268,12 @@ def search(
 
 
 def thinned(problem: np.ndarray) -> np.ndarray:
-    """[responses] those of every so manieth problem, about SAMPLE in all."""
+    """[responses] mask of every n-th problem, about SAMPLE responses in total."""
     number = np.unique(problem, return_inverse=True)[1]
     return number % max(1, round(len(problem) / SAMPLE)) == 0
 
 
 def log_likelihood(codes: np.ndarray, found: Solution, problem: np.ndarray, shrink: float) -> float:
-    """How likely the bins are under a solution."""
+    """Log likelihood of the bins under a solution."""
     right, wrong = (np.pad(side, ((0, 0), (0, 1))) for side in log_shares(found.counts, shrink))
     return float(evidence(codes, wrong).sum()) + found.prior.log_likelihood(evidence(codes, right - wrong), problem)

@@ -1,8 +1,9 @@
-"""Aggregators that estimate nothing of the verifiers: the mean score, the majority of answers, the mean rank."""
+"""Aggregators that do not model the verifiers: mean score, majority vote, mean rank."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import ClassVar
 
 import numpy as np
@@ -11,35 +12,32 @@ from scipy.special import expit as sigmoid
 from scipy.special import logit
 
 from .aggregator import Aggregator, Data
-from .normalise import NormalScores, family_means, min_max, scattered
-from .table import answer_shares
+from .normalise import NormalScores, family_means, scattered
 
 
 @dataclasses.dataclass
 class NaiveMean(Aggregator):
-    """The mean of min-max scores, of those not missing. Scores beyond the range of the fit count as its ends."""
+    """Mean of the min-max scaled scores that are not missing. Scores beyond the range of the fit are clipped to it."""
 
     LEARNED: ClassVar[tuple[str, ...]] = ("low", "high")
 
     def learn(self, data: Data) -> None:
-        self.low, self.high = min_max(data.x)
+        self.low, self.high = np.nanmin(data.x, axis=0), np.nanmax(data.x, axis=0)
         for name in data.names:
             self.report.verifiers[name]["weight"] = 1 / len(data.columns)
 
-    def update(self, data: Data) -> None:
-        """Nothing: its scales are frozen, and it has nothing else."""
-
     def posterior(self, data: Data) -> np.ndarray:
-        scaled = np.clip((data.x - self.low) / (self.high - self.low), 0, 1)
-        known = ~np.isnan(scaled)
-        return np.where(known, scaled, 0).sum(1) / np.maximum(known.sum(1), 1)
+        return mean_of_known(np.clip((data.x - self.low) / (self.high - self.low), 0, 1))
 
 
 @dataclasses.dataclass
 class Majority(Aggregator):
-    """The frequency of a response's answer among its problem's (self-consistency, Wang et al. 2022); it learns nothing.
+    """Frequency of a response's answer among those of its problem (self-consistency, Wang et al. 2022).
 
-    A response without an answer has no probability. ValueError where the table has no answers at all.
+    A response without an answer has no probability.
+
+    Raises:
+        ValueError: the table has no answers.
     """
 
     SCORES: ClassVar = False
@@ -47,46 +45,47 @@ class Majority(Aggregator):
     def learn(self, data: Data) -> None:
         """Nothing to learn."""
 
-    def update(self, data: Data) -> None:
-        """Nothing to learn."""
-
     def posterior(self, data: Data) -> np.ndarray:
-        return np.concatenate(answer_shares(data.table))[data.rows]
+        if data.table.answers is None:
+            raise ValueError("the table has no answers to count")
+        shares: list[float] = []
+        for answers in data.table.answers:
+            counts = Counter(answer for answer in answers if answer)
+            shares += [counts[answer] / counts.total() if answer else np.nan for answer in answers]
+        return np.array(shares)[data.rows]
 
     def scored(self, data: Data) -> np.ndarray:
         return ~np.isnan(self.posterior(data))
 
 
-# Logits per standard deviation of the mean: it is always taken to tell something, and never to be certain.
+# Bounds of the slope, in logits per standard deviation of the mean: never useless, never certain.
 LEAST, MOST = 0.5, 10.0
-# Responses that this can be learned from, and about as many as it is.
+# Fewest responses to estimate the slope from, and about how many are used.
 FEWEST, SAMPLE = 30, 10_000
 
 
+def mean_of_known(x: np.ndarray) -> np.ndarray:
+    """[responses] mean of [responses, verifiers] over what is not NaN; 0 where all are."""
+    known = ~np.isnan(x)
+    return np.where(known, x, 0.0).sum(1) / np.maximum(known.sum(1), 1)
+
+
 def rank_means(normal: np.ndarray, families: np.ndarray | None = None) -> np.ndarray:
-    """[responses] mean of normal scores [responses, verifiers] over those not missing; 0, the middle, if all are."""
-    if families is not None:
-        normal = family_means(normal, families)
-    known = ~np.isnan(normal)
-    return np.where(known, normal, 0.0).sum(1) / np.maximum(known.sum(1), 1)
-
-
-def intercept(slope_times_u: np.ndarray, balance: float) -> float:
-    """The b with mean sigmoid(s u + b) = balance."""
-    return float(brentq(lambda b: sigmoid(slope_times_u + b).mean() - balance, -500.0, 500.0))
+    """[responses] mean of normal scores [responses, verifiers]; 0, the middle, where all are missing."""
+    return mean_of_known(normal if families is None else family_means(normal, families))
 
 
 def unheaped(data: Data, families: np.ndarray | None = None) -> np.ndarray:
-    """Rank means of some SAMPLE responses, ties broken by chance: the lumps of few verdicts are no classes."""
+    """Rank means of about SAMPLE responses, ties broken at random: clusters of ties must not pass as classes."""
     return rank_means(scattered(data.x[:: 1 + len(data.x) // SAMPLE], data.names, 0), families)
 
 
 def likeliest_slope(u: np.ndarray, steps: int = 200) -> float:
-    """Logits per standard deviation of u, between LEAST and MOST, under two Gaussians of one variance that explain
-    [responses] best; by expectation maximisation from halves.
+    """Maximum-likelihood slope in logits per standard deviation of u [responses], between LEAST and MOST.
 
-    Nothing is assumed of the verifiers behind u. Where two do not explain it better than one by more than their two
-    further parameters are worth (Schwarz 1978), u is one heap, and the slope at most 1; so is that of few responses.
+    The model is two Gaussians of equal variance, fitted by expectation maximisation from a median split; nothing is
+    assumed about the verifiers behind u. The slope is at most 1 if BIC (Schwarz 1978) prefers one Gaussian, and 1 for
+    fewer than FEWEST responses.
     """
     if len(u) < FEWEST:
         return 1.0
@@ -107,7 +106,7 @@ def likeliest_slope(u: np.ndarray, steps: int = 200) -> float:
 
 
 def family_numbers(data: Data) -> np.ndarray | None:
-    """[verifiers] the number of each one's family; None where the table names none."""
+    """[verifiers] index of each one's family; None if the table has no families."""
     if data.table.families is None:
         return None
     return np.unique([data.table.families[c] for c in data.columns], return_inverse=True)[1]
@@ -115,11 +114,11 @@ def family_numbers(data: Data) -> np.ndarray | None:
 
 @dataclasses.dataclass
 class RankMean(Aggregator):
-    """Every verifier counts alike, by rank: sigmoid(slope * mean normal score + b), b such that the mean is pi.
+    """Equal weights by rank: sigmoid(slope * mean normal score + b), with b such that the mean probability is pi.
 
     Args:
-        class_balance: the share pi of right responses.
-        slope: logits per standard deviation of the mean; None takes what the spread of the means makes likeliest.
+        class_balance: the fraction pi of right responses.
+        slope: logits per standard deviation of the mean; None estimates it by maximum likelihood.
         by_family: verifiers of one family count as one.
     """
 
@@ -134,19 +133,15 @@ class RankMean(Aggregator):
         self.values, self.heights = normal.values, normal.heights
         self.families = family_numbers(data) if self.by_family else None
         u = rank_means(normal(data.x), self.families)
-        slope = self.slope
-        if slope is None:
-            slope = likeliest_slope(unheaped(data, self.families))
+        slope = likeliest_slope(unheaped(data, self.families)) if self.slope is None else self.slope
         a = slope / (u.std() + 1e-9)
-        self.line = np.array([a, intercept(a * u, self.class_balance)])
+        b = brentq(lambda b: sigmoid(a * u + b).mean() - self.class_balance, -500.0, 500.0)
+        self.line = np.array([a, b])
         self.report.class_balance = self.class_balance
         self.report.details["slope"] = slope
         sizes = np.ones(len(data.columns)) if self.families is None else np.bincount(self.families)[self.families]
         for name, weight in zip(data.names, 1 / sizes, strict=True):
             self.report.verifiers[name]["weight"] = float(weight / (1 / sizes).sum())
-
-    def update(self, data: Data) -> None:
-        """Nothing: its scales are frozen, and it has nothing else."""
 
     def posterior(self, data: Data) -> np.ndarray:
         u = rank_means(NormalScores(self.values, self.heights)(data.x), self.families)

@@ -1,4 +1,4 @@
-"""Scores on a common scale. What is learned from one table is frozen: new scores are read on the scale of the old."""
+"""Scores on a common scale. Scales learned from one table are frozen and applied to later scores."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from scipy.special import ndtri
 KNOTS = 1024
 
 
-def mid_ranks(column: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct values of a column without NaN, rising, and the share of it below each, half of equals counted."""
-    values, counts = np.unique(column, return_counts=True)
-    return values, (np.cumsum(counts) - counts / 2) / len(column)
-
-
 class NormalScores:
-    """Each verifier's scores as quantiles of a standard normal distribution, by its empirical distribution function.
+    """Each verifier's scores as standard normal quantiles, by its empirical distribution function.
 
-    Ties get their middle rank, values between known ones are interpolated, those outside get the score of the
-    outermost. At most KNOTS points a verifier are kept.
+    Ties get their middle rank; values between known ones are interpolated, those outside are clamped. At most KNOTS
+    points per verifier are kept.
 
-    Attributes:
-        values, heights: [verifiers, knots] points of the functions, the last repeated to fill a row.
+    Args:
+        values, heights: [verifiers, knots] points of the functions, the last one repeated to fill a row.
     """
 
     def __init__(self, values: np.ndarray, heights: np.ndarray) -> None:
@@ -32,13 +26,14 @@ class NormalScores:
 
     @classmethod
     def fit(cls, x: np.ndarray) -> NormalScores:
-        """From [responses, verifiers] with NaN for missing; no column without scores."""
+        """From [responses, verifiers], NaN for missing; each column needs a score."""
         points = []
         for column in x.T:
-            values, ranks = mid_ranks(column[~np.isnan(column)])
+            values, counts = np.unique(column[~np.isnan(column)], return_counts=True)
+            ranks = (np.cumsum(counts) - counts / 2) / counts.sum()
             heights = ndtri(ranks)
             if len(values) > KNOTS:
-                # Half of the points evenly by rank, half by height, for the tails.
+                # Half of the points evenly by rank; half by height, for the tails.
                 even = [np.searchsorted(y, np.linspace(y[0], y[-1], KNOTS // 2)) for y in (ranks, heights)]
                 kept = np.unique(even)
                 values, heights = values[kept], heights[kept]
@@ -49,18 +44,15 @@ class NormalScores:
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """[responses, verifiers] normal scores, NaN where missing."""
-        out = np.empty(x.shape)
-        for v, (values, heights) in enumerate(zip(self.values, self.heights, strict=True)):
-            # np.interp says NaN for NaN.
-            out[:, v] = np.interp(x[:, v], values, heights)
-        return out
+        # np.interp gives NaN for NaN.
+        return np.stack([np.interp(*points) for points in zip(x.T, self.values, self.heights, strict=True)], axis=1)
 
 
 def scattered(x: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
-    """Normal scores of [responses, verifiers] with ties broken by chance, so that each column is exactly normal.
+    """Normal scores of [responses, verifiers] with ties broken at random, so that each column is exactly normal.
 
-    A mixture of Gaussians takes the lumps of a judge's few verdicts for its classes; without lumps it cannot.
-    The chance is each name's own, so that the order of the columns does not matter.
+    Otherwise a Gaussian mixture mistakes the clusters of a judge's few verdicts for its classes. The random numbers are
+    seeded by name: the order of the columns does not matter.
     """
     out = np.full(x.shape, np.nan)
     for v, (name, column) in enumerate(zip(names, x.T, strict=True)):
@@ -72,36 +64,29 @@ def scattered(x: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
 
 
 def imputed(z: np.ndarray, precision: np.ndarray | None = None, rounds: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """[responses, verifiers] with what is missing regressed on the rest, and the precision matrix that this took.
+    """Impute the missing values of [responses, verifiers] by regression; also returns the precision matrix used.
 
     Each round sets every missing value to its expectation under a Gaussian given all others (Jacobi iteration).
 
     Args:
-        precision: that of the fit; estimated along the way where not given.
+        precision: of a previous fit; estimated in each round if not given.
     """
     missing = np.isnan(z)
-    x = np.where(missing, 0.0, z)
-    frozen = precision is not None
+    x, used = np.where(missing, 0.0, z), precision
     for _ in range(rounds if missing.any() else 1):
-        if not frozen:
-            # A little on the diagonal: columns that say the same have no inverse.
-            precision = np.linalg.inv(np.atleast_2d(np.cov(x.T)) + 0.05 * np.eye(x.shape[1]))
-        assert precision is not None
-        if missing.any():
-            x = np.where(missing, x - (x @ precision) / np.diag(precision), x)
-    assert precision is not None
-    return x, precision
-
-
-def min_max(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each column's least and largest value."""
-    return np.nanmin(x, axis=0), np.nanmax(x, axis=0)
+        if precision is None:
+            # Regularised: identical columns make the covariance singular.
+            used = np.linalg.inv(np.atleast_2d(np.cov(x.T)) + 0.05 * np.eye(x.shape[1]))
+        assert used is not None
+        x = np.where(missing, x - (x @ used) / np.diag(used), x)
+    assert used is not None
+    return x, used
 
 
 def bin_edges(x: np.ndarray, bins: int) -> np.ndarray:
-    """[verifiers, bins - 1] rising edges that split each column into equal shares, infinite where fewer are needed.
+    """[verifiers, bins - 1] increasing quantile edges, padded with infinity.
 
-    A column of at most `bins` different values gets one bin for each.
+    A column of at most `bins` distinct values gets one bin for each.
     """
     edges = np.full((x.shape[1], bins - 1), np.inf)
     for v, column in enumerate(x.T):
@@ -117,7 +102,7 @@ def bin_edges(x: np.ndarray, bins: int) -> np.ndarray:
 
 
 def to_bins(x: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """[verifiers, responses] the bin of each score, from 0; the number of bins where it is missing."""
+    """[verifiers, responses] bin of each score, from 0; the number of bins for missing."""
     codes = np.empty(x.shape[::-1], dtype=np.intp)
     for v, (column, edge) in enumerate(zip(x.T, edges, strict=True)):
         codes[v] = np.searchsorted(edge, column, side="right")
@@ -126,7 +111,7 @@ def to_bins(x: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def thresholds(x: np.ndarray, accept: float, at: float | None = None) -> np.ndarray:
-    """[verifiers] the score from which a verifier accepts: `at`, or the value that the share `accept` reaches.
+    """[verifiers] lowest accepted score: `at`, or the quantile that the fraction `accept` reaches.
 
     A column of two values is already a verdict: the higher one accepts.
     """
@@ -140,7 +125,7 @@ def thresholds(x: np.ndarray, accept: float, at: float | None = None) -> np.ndar
             found[v] = at
         else:
             cut = np.quantile(known, 1 - accept)
-            # Of many equal scores at the cut, take in or leave out all: whichever comes nearer to the share.
+            # Ties at the cut are all in or all out, whichever is nearer to the share.
             above = known[known > cut].min() if (known > cut).any() else cut
             shares = [(known >= cut).mean(), (known >= above).mean()]
             found[v] = cut if abs(shares[0] - accept) <= abs(shares[1] - accept) and cut > low else above
@@ -148,16 +133,15 @@ def thresholds(x: np.ndarray, accept: float, at: float | None = None) -> np.ndar
 
 
 def verdicts(x: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """[responses, verifiers] 1 where a score reaches its threshold, 0 where not, NaN where it is missing."""
+    """[responses, verifiers] 1 where a score reaches its threshold, else 0; NaN for missing."""
     return np.where(np.isnan(x), np.nan, x >= cuts)
 
 
 def family_means(x: np.ndarray, families: np.ndarray) -> np.ndarray:
-    """[responses, families] the mean score within each family, of those not missing; NaN where all are.
+    """[responses, families] mean of x [responses, verifiers] within each family, NaN where all are missing.
 
     Args:
-        x: [responses, verifiers] on a common scale.
-        families: [verifiers] numbers from 0.
+        families: [verifiers] indices from 0.
     """
     member = np.eye(families.max() + 1)[families]
     counts = (~np.isnan(x)) @ member

@@ -1,12 +1,13 @@
-"""Figures of a fit, as PNG bytes. Needs matplotlib, which is imported when one is drawn."""
+"""Figures of a fit as PNG bytes."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from .aggregator import FitReport
 from .calibration import reliability
@@ -14,7 +15,7 @@ from .selection import accuracy_against_k
 
 
 def weights(report: FitReport) -> bytes:
-    """A bar for each verifier, heaviest first."""
+    """Bars of the verifiers' weights, largest first."""
     found = sorted(((entry["weight"], name) for name, entry in report.verifiers.items()), reverse=True)
     figure, axis = _figure(6, 1 + 0.22 * len(found))
     axis.barh([_literal(name) for _, name in found], [weight for weight, _ in found], color="#4878a8")
@@ -24,7 +25,7 @@ def weights(report: FitReport) -> bytes:
 
 
 def correlation(report: FitReport) -> bytes:
-    """Correlations between verifiers within the classes, as a map of heat. ValueError if the report has none."""
+    """Heat map of the correlations between verifiers within the classes. ValueError if the report has none."""
     if not report.correlation:
         raise ValueError(f"{report.method} computed no residual correlations")
     matrix = np.array([[np.nan if one is None else one for one in row] for row in report.correlation], dtype=float)
@@ -41,7 +42,7 @@ def correlation(report: FitReport) -> bytes:
 
 
 def reliability_diagram(p: np.ndarray, labels: np.ndarray) -> bytes:
-    """The share that is right against the probability, and how many responses have it."""
+    """Accuracy against probability, with the fraction of responses in each bin."""
     found = reliability(p, labels)
     figure, axis = _figure(4.5, 4)
     width = 1 / len(found.count)
@@ -55,7 +56,7 @@ def reliability_diagram(p: np.ndarray, labels: np.ndarray) -> bytes:
 
 
 def selection_curve(curves: dict[str, np.ndarray], labels: np.ndarray) -> bytes:
-    """Accuracy of the best of k against k, for each named [problems, responses] of probabilities."""
+    """Best-of-k accuracy against k, for each named array of probabilities [problems, responses]."""
     figure, axis = _figure(5, 4)
     for name, p in curves.items():
         found = accuracy_against_k(p, labels)
@@ -71,7 +72,7 @@ def selection_curve(curves: dict[str, np.ndarray], labels: np.ndarray) -> bytes:
 
 
 def drift(series: dict[str, Sequence[float]], label: str, alarms: Sequence[int] = ()) -> bytes:
-    """A line a name over batches, and a mark at each batch that raised an alarm."""
+    """A line per name over batches, with marks at the batches that raised an alarm."""
     figure, axis = _figure(6, 3.5)
     for name, values in series.items():
         axis.plot(range(1, len(values) + 1), values, label=_literal(name))
@@ -84,14 +85,12 @@ def drift(series: dict[str, Sequence[float]], label: str, alarms: Sequence[int] 
 
 
 def _literal(name: str) -> str:
-    """A name as it is: between two dollar signs matplotlib reads mathematics."""
+    """Escape dollar signs, between which matplotlib reads mathematics."""
     return name.replace("$", r"\$")
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    # Not pyplot: a figure of its own leaves the backend and the figures of a notebook alone.
-    from matplotlib.figure import Figure
-
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    # Not pyplot: that would change the backend and the current figure of a notebook.
     figure = Figure(figsize=(width, height), layout="constrained")
     axis = figure.subplots()
     axis.tick_params(labelsize=7)
@@ -99,7 +98,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axis
 
 
-def _png(figure: Any) -> bytes:
+def _png(figure: Figure) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
     return out.getvalue()

@@ -1,4 +1,4 @@
-"""Problems with their responses: as a file of JSON lines, and as the table of scores that ensembles are fitted on."""
+"""Problems with responses: JSON lines files, and score tables from a panel of verifiers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forge.files import written_aside
 from forge.verifiers.verifier import Scores, Verifier
 
 from .table import ScoreTable, families_by_name
@@ -23,10 +23,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt with its responses. labels: 1, 0 or NaN (also given as None) for each response; answers: the final
-    answer of each, for votes, "" where it has none.
+    """A prompt with its responses.
 
-    ValueError: no responses, labels or answers of another number, or what is none of these; says which.
+    Args:
+        target: reference answer for the verifiers.
+        labels: 1, 0 or NaN (or None) for each response.
+        answers: final answer of each response for voting, "" for none.
+
+    Raises:
+        ValueError: no responses, lists of different lengths, or values of the wrong type.
     """
 
     prompt: str
@@ -39,12 +44,15 @@ class Problem:
         if not isinstance(self.prompt, str):
             raise ValueError(f"the prompt must be text, got {self.prompt!r:.60}")
         of = f"to {self.prompt[:60]!r}"
-        if not len(_texts(self.responses, "responses", of)):
+        for name, texts in (("responses", self.responses), ('answers ("" for none)', self.answers)):
+            if texts is None and name != "responses":
+                continue
+            if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
+                raise ValueError(f"{name} must be a list of texts {of}, got {texts!r:.60}")
+        if not len(self.responses):
             raise ValueError(f"there are no responses {of}")
         if not isinstance(self.target, str | None):
             raise ValueError(f"the target must be text or left out {of}, got {self.target!r:.60}")
-        if self.answers is not None:
-            _texts(self.answers, 'answers ("" for none)', of)
         if self.labels is not None:
             if isinstance(self.labels, str) or not hasattr(self.labels, "__iter__"):
                 raise ValueError(f"labels must be a list of 1, 0 and null {of}, got {self.labels!r:.60}")
@@ -57,12 +65,6 @@ class Problem:
                 raise ValueError(f"{len(given)} {name} for {len(self.responses)} responses {of}")
 
 
-def _texts(given: Sequence[str], name: str, of: str) -> Sequence[str]:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
-        raise ValueError(f"{name} must be a list of texts {of}, got {given!r:.60}")
-    return given
-
-
 async def score_table(
     panel: Verifier,
     problems: Sequence[Problem],
@@ -70,46 +72,21 @@ async def score_table(
     concurrency: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> ScoreTable:
-    """Score all responses of all problems. What fails is NaN, and the others go on; a warning says how many scores each
-    verifier did not give, and why.
+    """Score all responses of all problems. Failures become NaN; a warning per verifier counts them, with reasons.
 
     Args:
         panel: any verifier; a `Panel` never raises for one problem.
         concurrency: problems at a time.
-        progress: called with the number of problems that are done, and of all.
+        progress: called with the numbers of finished and of all problems.
 
     Raises:
         ValueError: no problems, answers of some problems only, or a concurrency below 1.
     """
     if not problems or concurrency < 1:
         raise ValueError(f"there must be problems and a concurrency of at least 1: {len(problems)}, {concurrency}")
-    with_answers = [problem.answers is not None for problem in problems]
-    if any(with_answers) and not all(with_answers):
+    with_answers = all(problem.answers is not None for problem in problems)
+    if not with_answers and any(problem.answers is not None for problem in problems):
         raise ValueError("some problems have answers and others none: give all or leave all out")
-    found = await _score_all(panel, problems, concurrency, progress)
-    _tell_missing(panel, found)
-    shape = (len(problems), max(len(problem.responses) for problem in problems))
-    scores, labels, present = np.full((*shape, len(panel.names)), np.nan), np.full(shape, np.nan), np.zeros(shape, bool)
-    for row, (problem, part) in enumerate(zip(problems, found, strict=True)):
-        count = len(problem.responses)
-        scores[row, :count], present[row, :count] = part.values, True
-        if problem.labels is not None:
-            labels[row, :count] = problem.labels
-    return ScoreTable(
-        scores=scores,
-        verifiers=tuple(panel.names),
-        labels=labels if any(problem.labels is not None for problem in problems) else None,
-        answers=[list(problem.answers or ()) for problem in problems] if all(with_answers) else None,
-        prompts=[problem.prompt for problem in problems],
-        responses=[list(problem.responses) for problem in problems],
-        families=families_by_name(panel.names),
-        present=present,
-    )
-
-
-async def _score_all(
-    panel: Verifier, problems: Sequence[Problem], concurrency: int, progress: Callable[[int, int], None] | None
-) -> list[Scores]:
     found: dict[int, Scores] = {}
     waiting = iter(enumerate(problems))
 
@@ -126,40 +103,53 @@ async def _score_all(
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(concurrency, len(problems))):
             tasks.create_task(work())
-    return [found[number] for number in range(len(problems))]
 
-
-def _tell_missing(panel: Verifier, found: Sequence[Scores]) -> None:
-    total = sum(len(part.values) for part in found)
+    total = sum(len(problem.responses) for problem in problems)
     for column, name in enumerate(panel.names):
-        why = Counter(reason for part in found for (_, j), reason in part.reasons.items() if j == column)
+        why = Counter(text for part in found.values() for (_, j), text in part.reasons.items() if j == column)
         if why:
             common = "; ".join(f"{count} x {reason}" for reason, count in why.most_common(3))
             log.warning("%s: %d of %d scores are missing: %s", name, why.total(), total, common)
+
+    shape = (len(problems), max(len(problem.responses) for problem in problems))
+    scores, labels, present = np.full((*shape, len(panel.names)), np.nan), np.full(shape, np.nan), np.zeros(shape, bool)
+    for row, problem in enumerate(problems):
+        count = len(problem.responses)
+        scores[row, :count], present[row, :count] = found[row].values, True
+        if problem.labels is not None:
+            labels[row, :count] = problem.labels
+    return ScoreTable(
+        scores=scores,
+        verifiers=tuple(panel.names),
+        labels=labels if any(problem.labels is not None for problem in problems) else None,
+        answers=[list(problem.answers or ()) for problem in problems] if with_answers else None,
+        prompts=[problem.prompt for problem in problems],
+        responses=[list(problem.responses) for problem in problems],
+        families=families_by_name(panel.names),
+        present=present,
+    )
 
 
 FIELDS = tuple(field.name for field in fields(Problem))
 
 
 def write_problems(path: str | Path, problems: Sequence[Problem]) -> None:
-    """One line a problem, with what is known of it; written aside and renamed."""
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
+    """Write one JSON line per problem, without unset fields; atomic."""
+    with written_aside(Path(path)) as aside, aside.open("w", encoding="utf-8") as file:
         for problem in problems:
             known = {name: value for name in FIELDS if (value := getattr(problem, name)) is not None}
             file.write(json.dumps(known, default=list) + "\n")
-    aside.replace(path)
 
 
 def read_problems(path: str | Path) -> list[Problem]:
-    """`prompt` and `responses` of each line that is not blank; `target`, `labels` and `answers` where they are known.
+    """Read JSON lines with `prompt`, `responses` and optionally `target`, `labels`, `answers`; blank lines are skipped.
 
     Raises:
-        FileNotFoundError: no such file. ValueError: a line that is no such problem, by its number; or no line at all.
+        FileNotFoundError: no such file.
+        ValueError: an invalid line, with its number, or no problems.
     """
     problems = []
-    with Path(path).open("rb") as lines:  # bytes: texts may hold characters that end a line elsewhere
+    with Path(path).open("rb") as lines:  # bytes: str.splitlines would also split at U+2028 and others within texts
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

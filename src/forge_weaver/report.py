@@ -1,4 +1,4 @@
-"""One self-contained page about a fit: what to beware of, then figures and numbers."""
+"""HTML report of a fit: warnings, figures and tables in one self-contained file."""
 
 from __future__ import annotations
 
@@ -17,105 +17,92 @@ from .means import NaiveMean, RankMean
 from .selection import selection_accuracy
 from .table import ScoreTable
 
+STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse } td, th { padding: .2em .8em; text-align: left; border-bottom: 1px solid #ddd }
+img { max-width: 100% } .note { background: #fff3d6; padding: .4em 1em; margin: .4em 0 }"""
+MEASURES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "right when choosing the best response": selection_accuracy,
+    "area under the ROC curve": auc,
+    "Brier score": brier,
+    "expected calibration error": ece,
+}
+
 
 def write_report(path: str | Path, aggregator: Aggregator, table: ScoreTable) -> None:
-    """Write an HTML page. Figures that need labels are there if the table has any; use labels that the fit had not.
+    """Write an HTML page, with evaluation if the table has labels; use labels that the fit has not seen.
 
     Args:
         aggregator: fitted.
-        table: to judge it on, with the verifiers of the fit.
+        table: to evaluate on, with the verifiers of the fit.
     """
     report = aggregator.report
     p = aggregator.predict_proba(table)
     notes = [("alarm", text) for text in report.alarms] + [("warning", text) for text in report.warnings]
     notes += [("dropped", f"{name}: {why}") for name, why in report.dropped.items()]
-    title = f"Weaver: {report.method}"
-    page = f"""<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title>
-<style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }}
-table {{ border-collapse: collapse }} td, th {{ padding: .2em .8em; text-align: left; border-bottom: 1px solid #ddd }}
-img {{ max-width: 100% }} .note {{ background: #fff3d6; padding: .4em 1em; margin: .4em 0 }}</style>
-<h1>{html.escape(title)}</h1>
-{"".join(f'<p class="note"><b>{kind}</b> {html.escape(text)}</p>' for kind, text in notes)}
-{_table(("", ""), _facts(aggregator, p))}
-{_judged(aggregator, table, p)}
-<h2>Weights</h2>{_picture(plots.weights(report), "weights")}
-{_section("Residual correlation", plots.correlation(report)) if report.correlation else ""}
-<h2>Verifiers</h2>{_verifiers(aggregator)}
-"""
-    Path(path).write_text(page, encoding="utf-8")
-
-
-def _facts(aggregator: Aggregator, p: np.ndarray) -> list[tuple[str, str]]:
-    report = aggregator.report
-    facts: list[tuple[str, object]] = [
-        ("problems, responses of the fit", f"{report.problems}, {report.responses}"),
-        ("share of responses scored", _short(report.coverage)),
-        ("share of right responses", _short(report.class_balance)),
-        ("residual correlation", _short(report.residual_correlation)),
-        ("mean probability here", _short(np.nanmean(p) if not np.isnan(p).all() else None)),
-        *report.details.items(),
+    facts = {
+        "problems, responses of the fit": f"{report.problems}, {report.responses}",
+        "share of responses scored": _number(report.coverage),
+        "share of right responses": _number(report.class_balance),
+        "residual correlation": _number(report.residual_correlation),
+        "mean probability here": _number(np.nanmean(p) if not np.isnan(p).all() else None),
+        **report.details,
+    }
+    known = ("weight", "tpr", "tnr", "separation", "coverage")
+    columns = [name for name in known if any(name in entry for entry in report.verifiers.values())]
+    heaviest = sorted(report.verifiers.items(), key=lambda item: -abs(item[1]["weight"]))
+    weights = [(name, *(_number(entry.get(column)) for column in columns)) for name, entry in heaviest]
+    title = html.escape(f"Weaver: {report.method}")
+    page = [
+        f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><h1>{title}</h1>',
+        *(f'<p class="note"><b>{kind}</b> {html.escape(text)}</p>' for kind, text in notes),
+        _table((), list(facts.items())),
+        *_evaluation(aggregator, table, p),
+        _figure("Weights", plots.weights(report)),
+        _figure("Residual correlation", plots.correlation(report)) if report.correlation else "",
+        f"<h2>Verifiers</h2>{_table(('verifier', *columns), weights)}",
     ]
-    return [(name, str(value)) for name, value in facts]
+    Path(path).write_text("\n".join(page) + "\n", encoding="utf-8")
 
 
-def _judged(aggregator: Aggregator, table: ScoreTable, p: np.ndarray) -> str:
-    """What can be said with labels."""
-    labels = table.labels
-    if labels is None or not (~np.isnan(labels) & ~np.isnan(p)).any():
-        return "<p>Without labels that the fit has not seen nothing can be said here about how right it is.</p>"
+def _evaluation(aggregator: Aggregator, table: ScoreTable, p: np.ndarray) -> list[str]:
+    if table.labels is None or not (~np.isnan(table.labels) & ~np.isnan(p)).any():
+        return ["<p>No evaluation: it needs labels that the fit has not seen.</p>"]
     kept = table.labelled_problems()
-    p, labels = p[kept], labels[kept]
-    measures: list[tuple[str, Callable[[np.ndarray, np.ndarray], float]]] = [
-        ("right when choosing the best response", selection_accuracy),
-        ("area under the ROC curve", auc),
-        ("Brier score", brier),
-        ("expected calibration error", ece),
-    ]
+    p, labels = p[kept], table.labels[kept]
     rows = []
-    for name, measure in measures:
+    for name, measure in MEASURES.items():
 
         def drawn(chosen: np.ndarray, measure: Callable[[np.ndarray, np.ndarray], float] = measure) -> float:
-            # Few problems drawn anew may be such as have labels and no probability.
+            # With few problems, a draw may have no response with both a label and a probability.
             judged = (~np.isnan(p[chosen]) & ~np.isnan(labels[chosen])).any()
             return measure(p[chosen], labels[chosen]) if judged else float("nan")
 
         low, high = bootstrap(drawn, len(p), draws=200)
-        rows.append((name, _short(measure(p, labels)), "" if np.isnan(low) else f"{_short(low)} to {_short(high)}"))
-    compared = {aggregator.report.method: p}
+        rows.append((name, _number(measure(p, labels)), "" if np.isnan(low) else f"{_number(low)} to {_number(high)}"))
+    curves = {aggregator.report.method: p}
     for other in (NaiveMean(), RankMean()):
-        with suppress(ValueError):  # constant scores, beside answers that a majority goes by
-            compared[type(other).__name__] = other.fit(table).predict_proba(table)[kept]
-    curve = plots.selection_curve(compared, labels)
-    return (
-        f"<h2>Against {len(kept)} labelled problems</h2>"
-        + _table(("measure", "value", "95 % interval, problems drawn whole"), rows)
-        + _section("Best of k", curve)
-        + _section("Reliability", plots.reliability_diagram(p, labels))
-    )
+        with suppress(ValueError):  # all scores are constant, and the aggregator is a majority vote on answers
+            curves[type(other).__name__] = other.fit(table).predict_proba(table)[kept]
+    return [
+        f"<h2>Against {len(kept)} labelled problems</h2>",
+        _table(("measure", "value", "95 % interval, problems drawn whole"), rows),
+        _figure("Best of k", plots.selection_curve(curves, labels)),
+        _figure("Reliability", plots.reliability_diagram(p, labels)),
+    ]
 
 
-def _verifiers(aggregator: Aggregator) -> str:
-    entries = aggregator.report.verifiers
-    known = ("weight", "tpr", "tnr", "separation", "coverage")
-    columns = [name for name in known if any(name in entry for entry in entries.values())]
-    ordered = sorted(entries.items(), key=lambda item: -abs(item[1]["weight"]))
-    return _table(("verifier", *columns), [(name, *(_short(e.get(c)) for c in columns)) for name, e in ordered])
+def _figure(title: str, png: bytes) -> str:
+    return f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
-def _section(title: str, png: bytes) -> str:
-    return f"<h2>{title}</h2>{_picture(png, title)}"
-
-
-def _picture(png: bytes, alt: str) -> str:
-    return f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-
-
-def _short(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "" if value is None or np.isnan(value) else f"{value:.3f}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-    return "<table>" + (line("th", head) if any(head) else "") + "".join(line("td", row) for row in rows) + "</table>"
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [("th", head)] if head else []
+    cells = [
+        "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in line)
+        for tag, line in [*lines, *(("td", row) for row in rows)]
+    ]
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"

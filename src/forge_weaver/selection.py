@@ -1,7 +1,7 @@
-"""Choosing among the responses to a problem.
+"""Selection among the responses to a problem.
 
-Arrays are [problems, responses]. A response without a probability (NaN) ranks below all that have one; among equals
-chance decides, and accuracies are its expectation.
+Arrays are [problems, responses]. A response without a probability (NaN) ranks below all others; ties are broken at
+random, and accuracies are expectations over them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from .table import ScoreTable, check_labels
 
 
 def best_of(p: np.ndarray) -> np.ndarray:
-    """[problems] the number of the response of highest probability, the first among equals; -1 where none has one."""
+    """[problems] index of the most probable response, the first of equals; -1 if none has a probability."""
     filled = np.where(np.isnan(p), -np.inf, p)
     return np.where(np.isnan(p).all(1), -1, filled.argmax(1))
 
 
 def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:
-    """The share of problems whose most probable response is right. Labels NaN: not a response, or not known.
+    """Fraction of problems whose most probable response is right; label NaN for absent or unknown.
 
-    ValueError: p and labels do not go together, or no problem has labels.
+    Raises:
+        ValueError: the shapes differ, or no problem has labels.
     """
     right = chosen_right(p, labels)
     if np.isnan(right).all():
-        raise ValueError("no problem has labels to tell how many choices are right")
+        raise ValueError("no problem has labels: selection accuracy is undefined")
     return float(np.nanmean(right))
 
 
 def chosen_right(p: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """[problems] the probability that the choice is right; NaN where a problem has no labels."""
+    """[problems] probability that the selected response is right; NaN for a problem without labels."""
     if np.shape(p) != np.shape(labels):
         raise ValueError(f"probabilities are {np.shape(p)} and labels {np.shape(labels)}")
     check_labels(np.asarray(labels))
@@ -46,7 +47,7 @@ def chosen_right(p: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass
 class Curve:
-    """Selection against the number of responses, [ks] each: by probability, by chance, and by an oracle (pass@k)."""
+    """Accuracy against the number of responses, [ks] each: by probability, by chance, by an oracle (pass@k)."""
 
     ks: np.ndarray
     selected: np.ndarray
@@ -55,13 +56,13 @@ class Curve:
 
 
 def accuracy_against_k(p: np.ndarray, labels: np.ndarray, ks: Sequence[int] | None = None) -> Curve:
-    """The mean over all subsets of k responses, in closed form, so without noise or bias (as of Chen et al. 2021).
+    """Mean accuracy over all subsets of k responses, in closed form (unbiased, as pass@k of Chen et al. 2021).
 
     Args:
-        ks: powers of two up to the fewest labelled responses of a problem, and that number, where not given.
+        ks: by default powers of two up to the fewest labelled responses of a problem, and that number.
 
     Raises:
-        ValueError: a k that some problem has not the responses for.
+        ValueError: a k exceeds the labelled responses of some problem.
     """
     check_labels(labels)
     known = ~np.isnan(labels)
@@ -76,10 +77,11 @@ def accuracy_against_k(p: np.ndarray, labels: np.ndarray, ks: Sequence[int] | No
     for i, (probability, label) in enumerate(rows):
         order = np.argsort(-probability, kind="stable")
         _, group = np.unique(-probability[order], return_inverse=True)
-        # Equals are in an order that means nothing: each stands for their mean.
+        # Ties are in arbitrary order: each counts as their mean.
         ranked = (np.bincount(group, label[order]) / np.bincount(group))[group]
         n, right = len(label), int(label.sum())
         for column, k in enumerate(ks):
+            # The probability that the response of each rank is the first of a random subset of k.
             first = np.array([comb(n - 1 - rank, k - 1) for rank in range(n)], dtype=object) / comb(n, k)
             selected[i, column] = float((ranked * first.astype(float)).sum())
             oracle[i, column] = 1 - comb(n - right, k) / comb(n, k)
@@ -88,9 +90,10 @@ def accuracy_against_k(p: np.ndarray, labels: np.ndarray, ks: Sequence[int] | No
 
 
 def weighted_vote(p: np.ndarray, table: ScoreTable) -> list[str]:
-    """For each problem, the answer with the largest sum of probabilities; "" where no response has both.
+    """Per problem, the answer with the largest sum of probabilities; "" if no answer has one.
 
-    ValueError where the table has no answers.
+    Raises:
+        ValueError: the table has no answers.
     """
     if table.answers is None:
         raise ValueError("the table has no answers to vote on")
@@ -105,7 +108,7 @@ def weighted_vote(p: np.ndarray, table: ScoreTable) -> list[str]:
 
 
 def vote_accuracy(winners: Sequence[str], table: ScoreTable) -> float:
-    """The share of problems whose winning answer is that of a response labelled right, of problems with labels."""
+    """Fraction of the problems with labels where a response with the winning answer is labelled right."""
     if table.answers is None or table.labels is None:
         raise ValueError("the accuracy of a vote needs answers and labels")
     right = []
@@ -118,12 +121,12 @@ def vote_accuracy(winners: Sequence[str], table: ScoreTable) -> float:
 
 @dataclasses.dataclass
 class Abstention:
-    """What answering only above a threshold gives, [problems] each, from the most confident down.
+    """Selective prediction, [thresholds] each, from the most confident problem down.
 
     Args:
-        threshold: answer where the chosen response's probability is at least this.
-        coverage: the share of problems answered.
-        accuracy: of those.
+        threshold: answer if the selected response's probability is at least this.
+        coverage: fraction of problems answered.
+        accuracy: of the answered ones.
     """
 
     threshold: np.ndarray
@@ -132,22 +135,23 @@ class Abstention:
 
 
 def abstention(p: np.ndarray, labels: np.ndarray) -> Abstention:
-    """Coverage and accuracy for every threshold, choosing among the labelled responses. Problems without labels are
-    left out; those without a probability are never answered."""
+    """Coverage and accuracy at every threshold, selecting among labelled responses.
+
+    Problems without labels are left out; those without a probability are never answered.
+    """
     right = chosen_right(p, labels)
-    labelled = ~np.isnan(right)
-    with np.errstate(invalid="ignore"):
-        confidence = np.where(np.isnan(p) | np.isnan(labels), -np.inf, p).max(1)
-    kept = labelled & np.isfinite(confidence)
+    confidence = np.where(np.isnan(p) | np.isnan(labels), -np.inf, p).max(1)
+    kept = np.isfinite(confidence)
     order = np.argsort(-confidence[kept], kind="stable")
     threshold, hits = confidence[kept][order], np.cumsum(right[kept][order])
     answered = np.arange(1, len(order) + 1)
-    last = np.append(np.diff(threshold) != 0, True)[: len(order)]
-    return Abstention(threshold[last], (answered / max(labelled.sum(), 1))[last], (hits / answered)[last])
+    last = np.append(np.diff(threshold) != 0, True)[: len(order)]  # of each run of ties
+    labelled = max((~np.isnan(right)).sum(), 1)
+    return Abstention(threshold[last], (answered / labelled)[last], (hits / answered)[last])
 
 
 def threshold_for(p: np.ndarray, labels: np.ndarray, accuracy: float) -> float:
-    """The threshold that answers most problems with at least this accuracy; infinite where none does."""
+    """The threshold that answers most problems with at least this accuracy; infinite if none does."""
     found = abstention(p, labels)
     good = np.flatnonzero(found.accuracy >= accuracy)
     return float(found.threshold[good[-1]]) if len(good) else float("inf")

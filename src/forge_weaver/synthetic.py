@@ -1,4 +1,4 @@
-"""Scores of made-up verifiers, with the truth known."""
+"""Synthetic score tables with known truth."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from .table import ScoreTable
 
 @dataclasses.dataclass
 class Truth:
-    """Args:
-    table: with all labels.
-    tpr, tnr: [verifiers] of the verifiers that give verdicts, NaN of the others.
-    groups: [verifiers] which of them share their noise.
+    """A table with the parameters that it was drawn from.
+
+    Args:
+        table: with all labels.
+        tpr, tnr: [verifiers] rates of the verdicts; NaN for scores.
+        groups: [verifiers] index of the group that shares noise.
     """
 
     table: ScoreTable
@@ -38,19 +40,18 @@ def generate(
     verdicts: bool = False,
     seed: int = 0,
 ) -> Truth:
-    """Latent Gaussian verifiers, of which a third give verdicts and the others scores on scales of their own.
+    """Latent Gaussian verifiers; a third give verdicts, the others scores on different scales.
 
-    A problem's share of right responses is Beta distributed about `balance`. Wrong responses of a problem tend to one
-    attractive wrong answer.
+    A problem's rate of right responses is Beta distributed around `balance`; its wrong responses favour one answer.
 
     Args:
-        correlation: of the noise within each of four groups of verifiers; half of the verifiers also favour the
-            attractive wrong answer the more, the higher it is.
-        query_shift: standard deviation of a verifier's shift from problem to problem, half of it shared by its group.
-        missing: share of scores missing; a further third of it, whole problems of a verifier.
-        bad: share of verifiers that are below chance.
-        areas: between these lie the verifiers' areas under the ROC curve.
-        verdicts: all verifiers say 0 or 1.
+        correlation: of the noise within each of four groups of verifiers; half of the verifiers also prefer the popular
+            wrong answer in proportion.
+        query_shift: standard deviation of a verifier's shift per problem, half of it shared by its group.
+        missing: fraction of missing scores; a third as much again is missing for whole problems of a verifier.
+        bad: fraction of verifiers below chance.
+        areas: range of the verifiers' AUC.
+        verdicts: all verifiers give 0 or 1.
     """
     rng = np.random.default_rng(seed)
     shape = (problems, responses)
@@ -95,41 +96,6 @@ def generate(
     tpr = ndtr(distance - cuts)
     tnr = ndtr(cuts)
     return Truth(table, np.where(judges, tpr, np.nan), np.where(judges, tnr, np.nan), groups)
-
-
-def drift(
-    batches: int = 40,
-    problems: int = 32,
-    responses: int = 8,
-    verifiers: int = 12,
-    *,
-    hacked: int = 3,
-    balance: tuple[float, float] = (0.2, 0.7),
-    first: int = 125,
-    seed: int = 0,
-) -> list[ScoreTable]:
-    """Tables of a policy that gets better, from one share of right responses to another, and learns to please.
-
-    The first `hacked` verifiers lose their sight step by step, and give ever higher scores to all responses.
-
-    Args:
-        first: problems of the first table, from before anything moves.
-    """
-    rng = np.random.default_rng(seed)
-    distance = np.sqrt(2) * ndtri(rng.uniform(0.6, 0.8, verifiers))
-    judges = np.arange(verifiers) % 3 == 2
-    cuts = rng.normal(0.3, 0.5, verifiers)
-    names = tuple(f"{'judge' if judges[v] else 'model'}_{v}" for v in range(verifiers))
-    tables = []
-    for batch in range(batches + 1):
-        t = batch / batches
-        rate = balance[0] + t * (balance[1] - balance[0])
-        shape = (problems if batch else first, responses)
-        right = rng.random(shape) < rng.beta(3 * rate, 3 * (1 - rate), shape[0])[:, None]
-        spoilt = t * (np.arange(verifiers) < hacked)
-        latent = distance * (1 - spoilt) * right[..., None] + 2 * spoilt + rng.normal(size=(*shape, verifiers))
-        tables.append(ScoreTable(np.where(judges, latent > cuts, latent), names, labels=right.astype(float)))
-    return tables
 
 
 def scenario(name: str, seed: int = 0, problems: int = 300, responses: int = 32, verifiers: int = 24) -> Truth:

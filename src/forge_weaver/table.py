@@ -1,4 +1,4 @@
-"""Scores of many responses by many verifiers."""
+"""The score table: problems x responses x verifiers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,22 +17,22 @@ ANSWER_FREQUENCY = "answer_frequency"
 
 @dataclasses.dataclass
 class ScoreTable:
-    """Problems x responses x verifiers, checked when it is made. Arrays are taken as they are: do not change them.
+    """Scores of many responses by many verifiers, validated on construction. Arrays are not copied: do not modify them.
 
     Args:
-        scores: [problems, responses, verifiers], each verifier on its own scale; NaN where it gave none.
-        verifiers: their names.
-        labels: [problems, responses]: 1 right, 0 wrong, NaN unknown.
-        answers: the final answer of each response, "" where it gave none, for votes.
-        prompts, responses: the texts, for distillation; a prompt that is not known is "".
-        families: one name a verifier; those that share one are known to be related, as readings of one model are. In
-            files that do not say it, `families_by_name`.
+        scores: [problems, responses, verifiers], each verifier on its own scale; NaN for missing.
+        verifiers: unique names.
+        labels: [problems, responses] 1 for right, 0 for wrong, NaN for unknown.
+        answers: final answer of each response, "" for none; used for voting.
+        prompts, responses: texts, used for distillation; "" for an unknown prompt.
+        families: one name per verifier; verifiers of one family are related, such as readings of one model.
+            See `families_by_name`.
         present: [problems, responses] bool, True up to a problem's last response; all by default. Lists (answers,
-            responses) hold only the present ones.
+            responses) hold only present responses.
 
     Raises:
-        ValueError: shapes that do not fit, infinite scores, labels other than 0, 1, NaN, names that are not unique,
-            a problem without responses, scores or labels of responses that are not present.
+        ValueError: mismatched shapes, infinite scores, labels other than 0, 1 and NaN, duplicate names, a problem
+            without responses, or scores of absent responses.
     """
 
     scores: np.ndarray
@@ -41,54 +42,61 @@ class ScoreTable:
     prompts: list[str] | None = None
     responses: list[list[str]] | None = None
     families: tuple[str, ...] | None = None
-    present: np.ndarray = None  # type: ignore[assignment]  # made below where it is not given
+    present: np.ndarray = None  # type: ignore[assignment]  # filled in by __post_init__
 
     def __post_init__(self) -> None:
         self.scores = np.asarray(self.scores, dtype=np.float64)
         if self.scores.ndim != 3 or 0 in self.scores.shape:
-            raise ValueError(f"scores must be [problems, responses, verifiers], none 0: they are {self.scores.shape}")
-        shape = self.scores.shape[:2]
-        self.verifiers = _names(self.verifiers, self.scores.shape[2])
-        if self.present is None:
-            self.present = np.ones(shape, dtype=bool)
-        self.present = np.asarray(self.present)
+            raise ValueError(f"scores must be non-empty [problems, responses, verifiers], got {self.scores.shape}")
+        shape, width = self.scores.shape[:2], self.scores.shape[2]
+
+        names = (self.verifiers,) if isinstance(self.verifiers, str) else tuple(map(str, self.verifiers))
+        if len(names) != width:
+            raise ValueError(f"{len(names)} names for {width} columns of scores")
+        duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
+        if duplicates or "" in names:
+            raise ValueError(f"verifier names must be unique and non-empty: {', '.join(duplicates) or repr('')}")
+        self.verifiers = names
+        if self.families is not None:
+            self.families = tuple(self.families)
+            if len(self.families) != width:
+                raise ValueError(f"{len(self.families)} families for {width} verifiers")
+
+        self.present = np.ones(shape, dtype=bool) if self.present is None else np.asarray(self.present)
         if self.present.dtype != bool or self.present.shape != shape:
-            raise ValueError(f"present must be bool {shape}: it is {self.present.dtype} {self.present.shape}")
+            raise ValueError(f"present must be bool {shape}, got {self.present.dtype} {self.present.shape}")
         if (self.present[:, 1:] & ~self.present[:, :-1]).any() or not self.present[:, 0].all():
             raise ValueError("present must be True from each problem's first response to its last, and False after it")
         if np.isinf(self.scores).any():
             i, j, v = np.argwhere(np.isinf(self.scores))[0]
-            raise ValueError(f"{self.verifiers[v]} gave problem {i}, response {j} an infinite score: NaN means missing")
+            raise ValueError(f"{names[v]} gave problem {i}, response {j} an infinite score: use NaN for missing")
         if not np.isnan(self.scores[~self.present]).all():
-            raise ValueError("there are scores of responses that are not present: they must be NaN")
-        if self.labels is not None:
-            self.labels = _labels(self.labels, self.present)
-        self._check_lists()
-        if self.families is not None:
-            self.families = tuple(self.families)
-            if len(self.families) != len(self.verifiers):
-                raise ValueError(f"{len(self.families)} families for {len(self.verifiers)} verifiers")
+            raise ValueError("scores of responses that are not present must be NaN")
 
-    def _check_lists(self) -> None:
-        counts = self.present.sum(1)
-        if self.prompts is not None and len(self.prompts) != len(counts):
-            raise ValueError(f"{len(self.prompts)} prompts for {len(counts)} problems")
+        if self.labels is not None:
+            self.labels = np.asarray(self.labels, dtype=np.float64)
+            if self.labels.shape != shape:
+                raise ValueError(f"labels are {self.labels.shape} and responses {shape}")
+            check_labels(self.labels)
+            # Labels often come as rectangular arrays of 0 and 1: mask the padding.
+            self.labels = np.where(self.present, self.labels, np.nan)
+
+        if self.prompts is not None and len(self.prompts) != len(self):
+            raise ValueError(f"{len(self.prompts)} prompts for {len(self)} problems")
         for name, lists in (("answers", self.answers), ("responses", self.responses)):
-            if lists is None:
-                continue
-            if len(lists) != len(counts):
-                raise ValueError(f"{name} of {len(lists)} problems where there are {len(counts)}")
-            for i, (found, count) in enumerate(zip(lists, counts, strict=True)):
-                if len(found) != count:
-                    raise ValueError(f"problem {i} has {count} responses and {len(found)} {name}")
+            if lists is not None and len(lists) != len(self):
+                raise ValueError(f"{name} of {len(lists)} problems, the table has {len(self)}")
+            for i, (texts, count) in enumerate(zip(lists or (), self.present.sum(1), strict=False)):
+                if len(texts) != count:
+                    raise ValueError(f"problem {i} has {count} responses and {len(texts)} {name}")
 
     def __len__(self) -> int:
-        """Problems."""
+        """Number of problems."""
         return len(self.scores)
 
     @property
     def problem_of(self) -> np.ndarray:
-        """[present responses] the problem of each, in the order of `flat`."""
+        """[present responses] index of each response's problem, in the order of `flat`."""
         return np.repeat(np.arange(len(self)), self.present.sum(1))
 
     @property
@@ -97,32 +105,31 @@ class ScoreTable:
         return self.scores[self.present]
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """[problems, responses] of one value per present response; NaN where none is present."""
+        """[problems, responses] from one value per present response; NaN elsewhere."""
         out = np.full(self.present.shape, np.nan)
         out[self.present] = values
         return out
 
     def labelled_problems(self) -> np.ndarray:
-        """Numbers of the problems of which at least one label is known."""
+        """Indices of the problems with at least one known label."""
         if self.labels is None:
             return np.zeros(0, dtype=int)
         return np.flatnonzero(~np.isnan(self.labels).all(1))
 
     def take(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
-        """Some problems, in the order given: a list of numbers or a mask."""
+        """The problems selected by indices (in that order) or by a mask."""
         chosen = np.arange(len(self))[np.asarray(problems)]
+        lists: dict[str, Any] = {
+            name: None if (texts := getattr(self, name)) is None else [texts[i] for i in chosen]
+            for name in ("answers", "prompts", "responses")
+        }
+        labels = None if self.labels is None else self.labels[chosen]
         return dataclasses.replace(
-            self,
-            scores=self.scores[chosen],
-            labels=None if self.labels is None else self.labels[chosen],
-            answers=None if self.answers is None else [self.answers[i] for i in chosen],
-            prompts=None if self.prompts is None else [self.prompts[i] for i in chosen],
-            responses=None if self.responses is None else [self.responses[i] for i in chosen],
-            present=self.present[chosen],
+            self, scores=self.scores[chosen], labels=labels, present=self.present[chosen], **lists
         )
 
     def with_labels_of(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
-        """The same table with all other labels hidden."""
+        """The same table with the labels of all other problems hidden."""
         if self.labels is None:
             raise ValueError("the table has no labels to keep")
         chosen = np.arange(len(self))[np.asarray(problems, dtype=None if len(problems) else int)]
@@ -131,8 +138,7 @@ class ScoreTable:
         return dataclasses.replace(self, labels=labels)
 
     def with_labels_from(self, first: int) -> ScoreTable:
-        """The same table with the labels of the problems before this one hidden: what is judged by labels that a fit
-        has not seen."""
+        """The same table with the labels of problems before `first` hidden: what remains is held out from a fit."""
         return self if self.labels is None else self.with_labels_of(np.arange(first, len(self)))
 
     def select(self, verifiers: Sequence[str]) -> ScoreTable:
@@ -156,10 +162,12 @@ class ScoreTable:
         )
 
     def with_answer_frequency(self) -> ScoreTable:
-        """One more verifier: the share of the problem's other responses that give the same answer, 0 of one without.
+        """One more verifier: the fraction of the problem's other responses with the same answer, 0 without an answer.
 
-        It is what `forge.verifiers.AnswerFrequency` says of answers that are compared as they are; NaN of a single
-        response. ValueError: the table has no answers.
+        As `forge.verifiers.AnswerFrequency` with answers compared verbatim; NaN for a single response.
+
+        Raises:
+            ValueError: the table has no answers.
         """
         if self.answers is None:
             raise ValueError("the table has no answers to count")
@@ -170,59 +178,26 @@ class ScoreTable:
         return self.with_verifier(ANSWER_FREQUENCY, self.spread(np.array(found)))
 
     def save(self, path: str | Path) -> None:
-        """Write a .npz or .parquet file, aside and renamed."""
+        """Write a .npz or .parquet file atomically."""
         from .formats import save_table
 
         save_table(self, Path(path))
 
     @staticmethod
     def load(path: str | Path) -> ScoreTable:
-        """Read what `save` wrote, a tidy Parquet file of your own, or one in the public Weaver layout."""
+        """Read a file written by `save`, a tidy Parquet file, or one in the public Weaver layout."""
         from .formats import load_table
 
         return load_table(Path(path))
 
 
-def answer_shares(table: ScoreTable) -> list[np.ndarray]:
-    """For each problem, the share of its answered responses that agree with each; NaN where a response has none."""
-    if table.answers is None:
-        raise ValueError("the table has no answers to count")
-    shares = []
-    for answers in table.answers:
-        counts = Counter(answer for answer in answers if answer)
-        total = counts.total()
-        shares.append(np.array([counts[answer] / total if answer else np.nan for answer in answers]))
-    return shares
-
-
 def families_by_name(verifiers: Sequence[str]) -> tuple[str, ...]:
-    """Families read off the names: `x_min`, `x_max`, `x_mean`, `x_avg` and `x_last` are readings of one model x."""
+    """Families from names: `x_min`, `x_max`, `x_mean`, `x_avg` and `x_last` are readings of one model x."""
     return tuple(READINGS.sub("", name) for name in verifiers)
 
 
 def check_labels(labels: np.ndarray) -> None:
-    """ValueError: some are neither 1 nor 0 nor NaN."""
+    """ValueError: a label is not 1, 0 or NaN."""
     wrong = labels[(labels != 0) & (labels != 1) & ~np.isnan(labels)]
     if wrong.size:
-        raise ValueError(f"a label is {wrong[0]}: 1 is right, 0 wrong, NaN unknown")
-
-
-def _names(verifiers: Sequence[str], count: int) -> tuple[str, ...]:
-    names = (verifiers,) if isinstance(verifiers, str) else tuple(str(name) for name in verifiers)
-    if len(names) != count:
-        raise ValueError(f"{len(names)} names for {count} columns of scores")
-    twice = sorted(name for name, times in Counter(names).items() if times > 1)
-    if twice or "" in names:
-        raise ValueError(f"verifiers need names of their own: {', '.join(twice) or 'one is empty'}")
-    return names
-
-
-def _labels(labels: np.ndarray, present: np.ndarray) -> np.ndarray:
-    labels = np.asarray(labels, dtype=np.float64)
-    if labels.shape != present.shape:
-        raise ValueError(f"labels are {labels.shape} where the responses are {present.shape}")
-    check_labels(labels)
-    if not np.isnan(labels[~present]).all():
-        # Labels come as whole arrays of 0 and 1 more often than not; what is not there has none.
-        labels = np.where(present, labels, np.nan)
-    return labels
+        raise ValueError(f"a label is {wrong[0]}: labels are 1 (right), 0 (wrong) or NaN (unknown)")

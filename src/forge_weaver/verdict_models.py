@@ -1,4 +1,4 @@
-"""Aggregators that turn scores into verdicts and estimate two rates per verifier."""
+"""Aggregators on verdicts (accept or reject), with two rates per verifier."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ from .normalise import NormalScores, thresholds, verdicts
 CLIP = 0.01
 
 
+@dataclasses.dataclass
 class VerdictModel(Aggregator):
     """Binarise, drop one-sided verifiers, estimate rates (`estimate`), and combine by naive Bayes.
 
-    A subclass has the settings `class_balance`, `threshold` and `marginals`, and `estimate`.
+    Args:
+        class_balance: pi, the fraction of right responses; estimated by the binned Dawid-Skene model if not given.
+        threshold: lowest accepted score; None takes each verifier's (1 - pi) quantile.
+        marginals: verifiers that accept a fraction outside these are dropped; by default .2 to .8 with a threshold,
+            and no limits without, where each accepts the fraction pi as nearly as its ties allow.
     """
 
-    class_balance: float | None
-    threshold: float | None
-    marginals: tuple[float, float] | None
-    cuts: np.ndarray
-    used: np.ndarray
-    mu: np.ndarray
-    balance: np.ndarray
-    moments: np.ndarray
-    known: np.ndarray
-    swapped: np.ndarray
+    class_balance: float | None = None
+    threshold: float | None = None
+    marginals: tuple[float, float] | None = None
 
     LEARNED: ClassVar[tuple[str, ...]] = ("cuts", "used", "mu", "balance", "moments", "known", "swapped")
 
@@ -42,68 +40,64 @@ class VerdictModel(Aggregator):
         if balance is None:
             balance = min(max(estimate_balance(data.x, data.problem), CLIP), 1 - CLIP)
         self.balance = np.array(balance)
-        self.cuts = thresholds(data.x, float(self.balance), self.threshold)
-        said = verdicts(data.x, self.cuts)
-        share = np.nanmean(said, axis=0)
+        self.report.class_balance = float(balance)
+        self.cuts = thresholds(data.x, float(balance), self.threshold)
+        share = np.nanmean(verdicts(data.x, self.cuts), axis=0)
         low, high = self.marginals or ((0.2, 0.8) if self.threshold is not None else (0.0, 1.0))
         self.used = (share >= low) & (share <= high) & (share > 0) & (share < 1)
         for name, one, used in zip(data.names, share, self.used, strict=True):
             if not used:
                 self.report.dropped[name] = f"it accepts {one:.0%} of the responses, outside {low:.0%} to {high:.0%}"
-        if self.used.sum() < 3:
+        m = int(self.used.sum())
+        if m < 3:
             raise ValueError(
-                f"{self.used.sum()} verifiers accept between {low:.0%} and {high:.0%} of the responses, 3 are needed: "
+                f"{m} verifiers accept between {low:.0%} and {high:.0%} of the responses, 3 are needed: "
                 "give another threshold or other marginals"
             )
-        self.report.class_balance = float(self.balance)
-        m = self.used.sum()
-        self.moments, self.known = np.zeros((2 * m, 2 * m)), np.zeros((m, m))
-        self.swapped = np.array(False)
-        self._take_in(said[:, self.used])
+        self.moments, self.known, self.swapped = np.zeros((2 * m, 2 * m)), np.zeros((m, m)), np.array(False)
+        self.mu: np.ndarray = np.zeros((2 * m, 2))
+        self.update(data)
         u = rank_means(NormalScores.fit(data.x)(data.x))
         if self.posterior(data) @ (u - u.mean()) < 0:
-            # The moments do not say which class is which; most verifiers are better than chance.
+            # The moments do not identify the classes; most verifiers are better than chance.
             self.swapped = np.array(True)
             self.mu = self.mu[:, ::-1]
-        self._tell(data)
+            self._report_rates(data)
 
     def update(self, data: Data) -> None:
-        self._take_in(verdicts(data.x, self.cuts)[:, self.used])
-        self._tell(data)
-
-    def _take_in(self, said: np.ndarray) -> None:
-        """Add second moments of [accepts, rejects] and the counts of pairs they are of, then estimate."""
-        both = np.concatenate([said == 1, said == 0], axis=1).astype(np.float64)
-        judged = (~np.isnan(said)).astype(np.float64)
+        """Accumulate second moments of [accepts, rejects] and counts of judged pairs, then estimate."""
+        given = self.filled(verdicts(data.x, self.cuts)[:, self.used])
+        both = np.concatenate([given == 1, given == 0], axis=1).astype(np.float64)
+        judged = (~np.isnan(given)).astype(np.float64)
         self.moments = self.moments + both.T @ both
         self.known = self.known + judged.T @ judged
         mu = np.clip(self.estimate(), CLIP, 1 - CLIP)
         self.mu = mu[:, ::-1] if self.swapped else mu
+        self._report_rates(data)
 
     @abstractmethod
     def estimate(self) -> np.ndarray:
-        """mu [2 used verifiers, 2] from `moments`, `known` and `balance`: P(verdict | class), rows (a verifier says no,
-        it says yes), columns (wrong, right)."""
+        """mu [2 used verifiers, 2] from `moments`, `known` and `balance`: P(verdict | class), rows (verifier i rejects,
+        i accepts), columns (wrong, right)."""
 
-    def _tell(self, data: Data) -> None:
+    def _report_rates(self, data: Data) -> None:
         names = [name for name, used in zip(data.names, self.used, strict=True) if used]
         rejects, accepts = self._evidence()
         for name, tpr, tnr, weight in zip(names, self.mu[1::2, 1], self.mu[0::2, 0], accepts - rejects, strict=True):
             self.report.verifiers[name].update(weight=float(weight), tpr=float(tpr), tnr=float(tnr))
 
     def posterior(self, data: Data) -> np.ndarray:
-        said = self.filled(verdicts(data.x, self.cuts)[:, self.used])
+        given = self.filled(verdicts(data.x, self.cuts)[:, self.used])
         rejects, accepts = self._evidence()
-        total = (said == 1) @ accepts + (said == 0) @ rejects
-        return sigmoid(total + logit(float(self.balance)))
+        return sigmoid((given == 1) @ accepts + (given == 0) @ rejects + logit(float(self.balance)))
 
     def _evidence(self) -> np.ndarray:
         """[2, used verifiers] log ratios of a rejection and of an acceptance."""
         return (np.log(self.mu[:, 1]) - np.log(self.mu[:, 0])).reshape(-1, 2).T
 
-    def filled(self, said: np.ndarray) -> np.ndarray:
-        """What a missing verdict counts as: nothing."""
-        return said
+    def filled(self, given: np.ndarray) -> np.ndarray:
+        """Verdicts [responses, used verifiers] with missing ones replaced; here they stay NaN and carry no evidence."""
+        return given
 
 
 @dataclasses.dataclass
@@ -114,68 +108,54 @@ class PublishedWeaver(VerdictModel):
         |off-diagonal blocks of (O - mu P mu')|^2 + |mu P 1 - diag O|^2 + 10 |sum over a of mu - 1|^2
 
     As in the public code, a missing verdict counts as a rejection, and with its schedule (1,000 steps of 1e-5, momentum
-    .9, a random start) the result depends on the seed. The posterior is naive Bayes with all four entries of a
-    verifier's mu, held to .01 to .99; they need not sum to 1 over a. `converged` goes on, with larger steps, until
-    nothing moves.
+    .9, random start) the result depends on the seed. The posterior is naive Bayes with all four entries of a
+    verifier's mu, clipped to [.01, .99]; they need not sum to 1 over a.
 
     Args:
-        class_balance: pi; estimated by the binned Dawid-Skene model where it is not given.
-        threshold: from which score a verifier accepts; None takes its (1 - pi) quantile.
-        marginals: verifiers that accept a share outside of these are dropped; by default .2 to .8 with a threshold, and
-            none without, where each accepts the share pi as nearly as its equal scores allow.
-        converged: minimise to the end.
+        converged: minimise to convergence, with larger steps.
         seed: of the start.
     """
 
-    class_balance: float | None = None
-    threshold: float | None = None
-    marginals: tuple[float, float] | None = None
     converged: bool = False
     seed: int = 0
 
     def estimate(self) -> np.ndarray:
-        m = len(self.known)
-        # Every response counts, and what is missing is a rejection: the moments follow from those of acceptance.
-        total = float(self.responses)
-        both = self.moments[:m, :m] / total
+        m, pi = len(self.known), float(self.balance)
+        # Missing verdicts are rejections: every moment follows from those of acceptance.
+        both = self.moments[:m, :m] / float(self.known[0, 0])
         accept = np.diag(both)
         o = np.empty((2 * m, 2 * m))
         o[1::2, 1::2] = both
         o[0::2, 1::2] = accept - both
         o[1::2, 0::2] = accept[:, None] - both
         o[0::2, 0::2] = 1 - accept - accept[:, None] + both
-        mu = minimise(o, float(self.balance), converged=self.converged, seed=self.seed)
-        self.report.details["loss"] = loss(mu, o, float(self.balance))
+        mu = minimise(o, pi, converged=self.converged, seed=self.seed)
+        self.report.details["loss"] = loss(mu, o, pi)
         return mu
 
-    def _take_in(self, said: np.ndarray) -> None:
-        if np.isnan(said).any():
-            note = "missing verdicts counted as rejections, as in the public code"
-            if note not in self.report.warnings:
-                self.report.warnings.append(note)
-        super()._take_in(self.filled(said))
+    def update(self, data: Data) -> None:
+        note = "missing verdicts counted as rejections, as in the public code"
+        if np.isnan(data.x[:, self.used]).any() and note not in self.report.warnings:
+            self.report.warnings.append(note)
+        super().update(data)
 
-    @property
-    def responses(self) -> float:
-        return self.known[0, 0]
-
-    def filled(self, said: np.ndarray) -> np.ndarray:
-        return np.nan_to_num(said)
+    def filled(self, given: np.ndarray) -> np.ndarray:
+        return np.nan_to_num(given)
 
 
 def loss(mu: np.ndarray, o: np.ndarray, pi: float) -> float:
-    """The objective, at mu [2 verifiers, 2]."""
+    """The objective of `PublishedWeaver` at mu [2 verifiers, 2]."""
     residual, marginal, sums = _parts(mu, o, np.array([1 - pi, pi]))
     return float((residual**2).sum() + (marginal**2).sum() + 10 * (sums**2).sum())
 
 
 def minimise(o: np.ndarray, pi: float, *, converged: bool, seed: int, precision: float = 0.7) -> np.ndarray:
-    """mu [2 verifiers, 2], rows (i says no, i says yes), columns (wrong, right).
+    """mu [2 verifiers, 2], rows (verifier i rejects, i accepts), columns (wrong, right).
 
     Args:
         o: [2 verifiers, 2 verifiers] second moments.
-        pi: share of right responses.
-        converged: stop where nothing moves, at most 50,000 steps; otherwise after the published 1,000.
+        pi: fraction of right responses.
+        converged: run until nothing moves, at most 50,000 steps; otherwise the published 1,000.
         seed: of the start's scale.
         precision: P(y | says y) of the start.
     """
@@ -184,7 +164,7 @@ def minimise(o: np.ndarray, pi: float, *, converged: bool, seed: int, precision:
     for y in (0, 1):
         mu[y::2, y] = np.clip(np.diag(o)[y::2] * precision / p[y], 0, 1)
     mu *= np.random.RandomState(seed).random_sample()
-    # Steps that shrink with the curvature, which grows with the verifiers.
+    # The curvature grows with the number of verifiers: shrink the steps with it.
     rate, most = (1 / (100 + 4 * len(o)), 50_000) if converged else (1e-5, 1000)
     velocity = np.zeros_like(mu)
     for _ in range(most):
@@ -199,14 +179,14 @@ def minimise(o: np.ndarray, pi: float, *, converged: bool, seed: int, precision:
 
 
 def _parts(mu: np.ndarray, o: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the three terms square."""
+    """The three terms of the objective before squaring."""
     residual = o - (mu * p) @ mu.T
     n = np.arange(len(mu))
     residual[n, n] = residual[n, n ^ 1] = 0.0
     return residual, mu @ p - np.diag(o), mu.reshape(-1, 2, 2).sum(1) - 1
 
 
-SMALLEST = 1e-4
+SMALLEST = 1e-4  # covariances below this are not divided by
 
 
 @dataclasses.dataclass
@@ -215,20 +195,14 @@ class MedianTriplets(VerdictModel):
 
     Under conditional independence the covariance of two verifiers is c_i c_j, so c_i^2 = C_ij C_ik / C_jk for every
     j, k: the median over them is taken. Moments are over the responses that both of a pair judged.
-
-    Args: as of `PublishedWeaver`.
     """
-
-    class_balance: float | None = None
-    threshold: float | None = None
-    marginals: tuple[float, float] | None = None
 
     def estimate(self) -> np.ndarray:
         m, pi = len(self.known), float(self.balance)
         accept = np.diag(self.moments)[:m] / np.diag(self.known)
         pairs = np.maximum(self.known, 1)
         yes = self.moments[:m, :m] / pairs
-        # Of the same responses: what each of a pair accepts where the other judged too.
+        # Acceptance rates over the same responses: those that the other of a pair judged too.
         alone = (self.moments[:m, :m] + self.moments[:m, m:]) / pairs
         c = signed(median_products(yes - alone * alone.T), yes - alone * alone.T)
         # Cov(accepts, right) = c sd(right); P(accepts | y) follows.
@@ -252,7 +226,7 @@ def median_products(covariance: np.ndarray) -> np.ndarray:
 
 
 def signed(size: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-    """A verifier that goes against the others, weighted by their size, is worse than chance; most are better."""
+    """Signs for |c_i|: a verifier that opposes the others, weighted by size, is worse than chance; most are better."""
     others = covariance - np.diag(np.diag(covariance))
     sign = np.ones(len(size))
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Verifiers made of others: an ensemble, whose scores are one probability, and the model that is distilled from it."""
+"""Weaver as verifiers: the ensemble, which scores by one probability, and the model distilled from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLIP = 4.0
 
 
 def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Aggregator) -> None:
-    """Write both into a folder, which is made if it is not there."""
+    """Write both to a folder, created if needed."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / VERIFIERS).write_text(yaml.safe_dump(to_dict(verifiers), sort_keys=False))
@@ -39,11 +39,11 @@ def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Ag
 
 
 def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
-    """The verifiers and the fitted aggregator.
+    """Read the verifiers and the fitted aggregator.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: one is broken.
+        ValueError: one is invalid.
     """
     file = Path(folder) / VERIFIERS
     if not file.is_file():
@@ -52,7 +52,7 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
         values = yaml.safe_load(file.read_text()) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
-    if isinstance(values, dict):  # keys of earlier versions
+    if isinstance(values, dict):  # migrate keys of earlier versions
         plugins = [{"use": "forge_weaver:Distilled", **one} for one in values.pop("distilled", None) or ()]
         if (code := values.pop("code", None)) is not None:
             plugins.append({"use": "forge_sandbox:CodeVerifier", **code})
@@ -64,23 +64,22 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
 
 
 class Ensemble:
-    """The probability that a response is right, by all verifiers of an ensemble together.
+    """The ensemble's probability that a response is right.
 
-    A response that no verifier could score is unscored (NaN); the scores of one that some could not score are those of
-    the others. In a configuration: `reward.functions: [{use: "forge_weaver:Ensemble", path: runs/ensemble}]`.
+    A response without any verifier's score is unscored (NaN); missing scores of single verifiers are tolerated. In a
+    configuration: `reward.functions: [{use: "forge_weaver:Ensemble", path: runs/ensemble}]`.
 
     Args:
-        path: folder of the ensemble, which `save_ensemble` wrote.
-        form: "probability"; "logit", its log-odds clipped to +-`clip`; "threshold", 1 if it is at least `threshold`.
-        threshold: by default 1/2.
-        clip: by default 4 nats.
-        veto: verifiers of 0 and 1 that are necessary: the probability is 0 if one says less than 1/2, and unscored if
-            one gave no score, unless another says that the response is wrong.
-        decide: verifiers of 0 and 1 that are sufficient, such as one for each kind of problem: the probability is 0 if
-            one says less than 1/2, else 1 if any gave a score. A veto takes precedence; without any score of them the
-            ensemble's probability holds.
-        follow: keep learning, after every so many scored groups (0: never). Each replica of a service follows the
-            groups that it sees.
+        path: folder written by `save_ensemble`.
+        form: "probability"; "logit", the log-odds clipped to +-`clip`; "threshold", 1 if at least `threshold`, else 0.
+        threshold: default 1/2.
+        clip: default 4 nats.
+        veto: necessary verifiers: the probability is 0 if one scores below 1/2, and unscored if one gave no score,
+            unless another rejects the response.
+        decide: sufficient verifiers: the probability is 0 if one scores below 1/2, else 1 if any gave a score. A veto
+            takes precedence; without a score of these the ensemble's probability holds.
+        follow: update the aggregator after every so many scored groups (0: never). Each replica of a service learns
+            from the groups that it scores.
 
     Raises:
         ValueError: an unknown form, numbers out of range, or a setting that the form does not use.
@@ -105,11 +104,12 @@ class Ensemble:
         for name, value, used in (("threshold", threshold, "threshold"), ("clip", clip, "logit")):
             if value is not None and form != used:
                 raise ValueError(f"{name} is only used if form is {used}")
-        self.form, self.threshold, self.clip = form, 0.5 if threshold is None else threshold, clip or CLIP
-        if not 0 < self.threshold <= 1 or self.clip <= 0 or (clip is not None and clip <= 0) or follow < 0:
+        self.form: Form = form
+        self.threshold, self.clip = (0.5 if threshold is None else threshold), (CLIP if clip is None else clip)
+        if not 0 < self.threshold <= 1 or self.clip <= 0 or follow < 0:
             raise ValueError(
                 f"threshold must be above 0 and at most 1, clip above 0 and follow at least 0, "
-                f"got {threshold}, {clip}, {follow}"
+                f"got {self.threshold}, {self.clip}, {follow}"
             )
         self.path, self.learns = Path(path), follow > 0
         self._veto, self._decide, self._follow = tuple(veto), tuple(decide), follow
@@ -121,21 +121,21 @@ class Ensemble:
 
     @classmethod
     def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
-        """Of a panel and a fitted aggregator in memory. ValueError: the panel lacks some of the verifiers."""
+        """From a panel and a fitted aggregator in memory. ValueError: the panel lacks some of the verifiers."""
         made = cls("", **settings)
         made._open(panel, aggregator)
         return made
 
     @property
     def files(self) -> list[str]:
-        """What the folder holds of the ensemble itself."""
+        """The ensemble's files."""
         return [str(self.path / name) for name in (VERIFIERS, AGGREGATOR)]
 
     def check(self) -> None:
-        """ValueError, FileNotFoundError: the folder holds no ensemble that can be a reward."""
+        """ValueError, FileNotFoundError: the folder has no ensemble, or one that is unsupported as a reward."""
         verifiers, aggregator = load_ensemble(self.path)
         if isinstance(aggregator, Majority):
-            raise ValueError(f"{self.path}: majority needs answers, which a reward has not: use answer_frequency")
+            raise ValueError(f"{self.path}: majority needs answers, which a reward lacks: use answer_frequency")
         if getattr(aggregator, "one_right", False):
             raise ValueError(
                 f"{self.path} was fitted with one_right, and of a policy's samples any number may be right: "
@@ -149,7 +149,7 @@ class Ensemble:
                 raise ValueError(f"{key}: {', '.join(missing)} is none of its verifiers: {', '.join(names)}")
 
     def setup(self) -> None:
-        """Load the models. ValueError, OSError: as `check`, or a model is missing."""
+        """Load the models. ValueError, OSError: invalid ensemble, or a model is missing."""
         verifiers, aggregator = load_ensemble(self.path)
         self._open(verifiers.panel(), aggregator)
 
@@ -166,7 +166,7 @@ class Ensemble:
         return self.panel.progress if self.panel is not None else 0.0
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, 1] in the form that was asked for."""
+        """[responses, 1] in the configured form."""
         if not responses:
             return Scores(np.empty((0, 1)))
         if self.panel is None:
@@ -180,14 +180,12 @@ class Ensemble:
         values = np.where(np.isnan(p), np.nan, values)
         if self.learns:
             await self._learn(scores.values[:, self._columns])
-        said = {i: why for (i, _), why in reversed(scores.reasons.items())}
-        return Scores(
-            values[:, None],
-            {(int(i), 0): f"no verifier scored it: {said.get(int(i))}" for i in np.flatnonzero(np.isnan(p))},
-        )
+        first = {i: why for (i, _), why in reversed(scores.reasons.items())}
+        unscored = map(int, np.flatnonzero(np.isnan(p)))
+        return Scores(values[:, None], {(i, 0): f"no verifier scored it: {first.get(i)}" for i in unscored})
 
     def probabilities(self, scores: Scores) -> np.ndarray:
-        """[responses], vetoes and decisions applied; NaN if nothing is known, or the score of a veto is missing."""
+        """[responses] after `veto` and `decide`; NaN without any score, or if the score of a veto is missing."""
         p = self.aggregator.predict_proba(self._table([scores.values[:, self._columns]]))[0]
         decided, vetoes = scores.values[:, self._deciding], scores.values[:, self._vetoing]
         p = np.where((decided >= 0.5).any(1), 1.0, p)
@@ -200,12 +198,12 @@ class Ensemble:
             await self.panel.close()
 
     async def state_dict(self) -> dict[str, Any]:
-        """What it has learned by following, and the groups that it has yet to learn from."""
+        """The aggregator, and scored groups that await the next update."""
         async with self._learning:
             return {"aggregator": self.aggregator.state_dict(), "seen": list(self._seen)}
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from there. ValueError: it is the state of another ensemble."""
+        """Restore. ValueError: the state of another ensemble."""
         learned = restored(state["aggregator"])
         if not self.learns or type(learned) is not type(self.aggregator):
             here = type(self.aggregator).__name__ + ("" if self.learns else " that does not follow")
@@ -223,14 +221,14 @@ class Ensemble:
         self._seen.append(values)
         async with self._learning:
             while len(self._seen) >= self._follow:
-                # A copy learns: groups that are scored meanwhile must not meet half of an update.
+                # Update a copy: concurrent calls must not see a partial update.
                 learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
                 await asyncio.to_thread(learned.partial_fit, self._table(groups))
                 self.aggregator, self._seen = learned, self._seen[len(groups) :]
                 record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
     def _table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
-        """[responses, verifiers] of each problem as a table, the shorter ones padded."""
+        """A padded table from scores [responses, verifiers] of each group."""
         widest = max(len(group) for group in groups)
         present = np.array([[i < len(group) for i in range(widest)] for group in groups])
         scores = np.full((*present.shape, len(self.aggregator.verifiers)), np.nan)
@@ -239,10 +237,10 @@ class Ensemble:
 
 
 class Distilled:
-    """The verifier that `forge_weaver.distil.distil` left in a folder: one calibrated probability.
+    """A model distilled by `forge_weaver.distil.distil`: one calibrated probability.
 
     Args:
-        path: the folder.
+        path: its folder.
         name: of the column; by default the folder's.
         device, dtype, batch_tokens: see `forge.verifiers.RewardModel`.
     """
@@ -267,12 +265,12 @@ class Distilled:
         return [str(self.path / DISTILLED)]
 
     def check(self) -> None:
-        """FileNotFoundError: the folder holds none."""
+        """FileNotFoundError: not the folder of a distilled verifier."""
         if not (self.path / DISTILLED).is_file():
             raise FileNotFoundError(f"{self.path} holds no distilled verifier: it has no {DISTILLED}")
 
     def setup(self) -> Distilled:
-        """Load the model. FileNotFoundError: as `check`."""
+        """Load the model. FileNotFoundError: not the folder of a distilled verifier."""
         from forge.verifiers import RewardModel
 
         self.check()

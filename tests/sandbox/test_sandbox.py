@@ -386,7 +386,7 @@ def test_settings_that_cannot_be():
 def test_no_level_is_an_error_that_says_what_is_missing():
     with pytest.raises(SandboxError) as raised:
         asyncio.run(Sandbox(python="/nowhere/python").start())
-    for word in ("namespaces: /nowhere/python cannot be started", "landlock:", "bubblewrap:", "allow_unsafe"):
+    for word in ("namespaces: /nowhere/python could not be started", "landlock:", "bubblewrap:", "allow_unsafe"):
         assert word in str(raised.value)
     assert isinstance(raised.value, InfrastructureError)
 

@@ -337,7 +337,7 @@ def test_auto_where_verifiers_err_together():
 def test_auto_makes_nothing_up_from_one_or_two_verifiers(count: int):
     made = generate(100, 16, count, areas=(0.8, 0.8), seed=0).table
     hidden = made.with_labels_of([])
-    with pytest.warns(UserWarning, match="nothing can be told without labels.* no more than a guess"):
+    with pytest.warns(UserWarning, match="nothing can be inferred without labels.* no more than a guess"):
         fitted = Auto().fit(hidden)
     assert fitted.report.method == "Auto: RankMean"
     rank = RankMean().fit(hidden).predict_proba(hidden)
@@ -582,7 +582,7 @@ def test_arrays_that_a_file_lacks_or_has_too_many_of(table: ScoreTable, tmp_path
     for changed, said in (
         ({name: value for name, value in arrays.items() if name != "ratios"}, "lacks 'ratios'"),
         ({**arrays, "more": np.ones(1)}, "also has more"),
-        ({**arrays, "header": fewer}, "not of its 2 verifiers"),
+        ({**arrays, "header": fewer}, "out of range for 2 verifiers"),
     ):
         np.savez(tmp_path / "odd.npz", **changed)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=said):

@@ -80,8 +80,8 @@ def test_names_are_checked_before_anything_is_scored(tmp_path, monkeypatch):
     (tmp_path / "responses.jsonl").write_text('{"prompt": "p", "responses": ["a"]}\n')
     monkeypatch.chdir(tmp_path)
     for name, out, said in (
-        ("answer", "scores.parquet", "a verifier cannot be named answer in Parquet"),
-        ("weaver", "scores.npz", "cannot be named weaver"),
+        ("answer", "scores.parquet", "answer: reserved column name in Parquet, rename the verifier"),
+        ("weaver", "scores.npz", "invalid verifier name weaver: it is the column that predict adds"),
     ):
         if out.endswith("parquet"):
             pytest.importorskip("pyarrow")

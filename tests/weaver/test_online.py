@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.weaver import drift
 from forge_weaver import BinnedDawidSkene, Online, ScoreTable, load
 from forge_weaver.calibration import brier, ece
-from forge_weaver.synthetic import drift
 
 
 def truth(tables: list[ScoreTable]) -> np.ndarray:
@@ -20,7 +20,7 @@ def truth(tables: list[ScoreTable]) -> np.ndarray:
 def test_gamed_verifiers_raise_alarms_and_cost_little():
     first, *rest = drift(seed=1)
     online, static = Online().fit(first), BinnedDawidSkene().fit(first)
-    with pytest.warns(UserWarning, match="a verifier may be gamed: model_.*; it is listened to no more"):
+    with pytest.warns(UserWarning, match="a verifier may be gamed: model_.*; it is muted"):
         followed = np.concatenate([online.partial_fit(table).predict_proba(table) for table in rest])
     stayed = np.concatenate([static.predict_proba(table) for table in rest])
     gamed = {alarm.split(":")[0] for alarm in online.report.alarms}
@@ -80,7 +80,7 @@ def test_three_verifiers_are_listened_to_whatever_they_do():
     for table in rest:
         online.partial_fit(table.select(fewer.verifiers))
     assert not online.muted.any()
-    assert all("listened to all the same" in alarm for alarm in online.report.alarms)
+    assert all("not muted" in alarm for alarm in online.report.alarms)
     assert online.report.alarms
 
 

@@ -27,7 +27,7 @@ def test_a_page_stands_alone_with_its_warnings_in_front(tmp_path: Path):
     assert "<b>odd</b>" not in page
     assert "area under the ROC curve" in page
     write_report(tmp_path / "blind.html", fitted, odd.with_labels_of([]))
-    assert "Without labels that the fit has not seen nothing can be said" in (tmp_path / "blind.html").read_text()
+    assert "No evaluation: it needs labels that the fit has not seen" in (tmp_path / "blind.html").read_text()
 
 
 def test_a_page_about_next_to_nothing(tmp_path: Path):

@@ -49,7 +49,7 @@ def same(one: ScoreTable, other: ScoreTable) -> None:
         ({"scores": np.full((3, 3, 2), np.inf)}, "infinite"),
         ({"scores": np.zeros((3, 3, 2))}, "not present"),
         ({"verifiers": ("a",)}, "1 names for 2"),
-        ({"verifiers": ("a", "a")}, "names of their own: a"),
+        ({"verifiers": ("a", "a")}, "verifier names must be unique and non-empty: a"),
         ({"labels": np.full((3, 3), 0.5)}, r"a label is 0\.5"),
         ({"labels": np.zeros((3, 2))}, "labels are"),
         ({"present": np.zeros((3, 3), bool)}, "True from"),

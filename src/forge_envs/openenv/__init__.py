@@ -1,6 +1,6 @@
-"""Environments behind OpenEnv's wire format: its servers used as environments, and environments served to its clients.
+"""OpenEnv servers as environments, and environments served to OpenEnv clients.
 
-None of it needs the `openenv` package. It needs aiohttp: pip install 'torchforge[openenv]'.
+Needs aiohttp (pip install 'torchforge[openenv]'), not the `openenv` package.
 """
 
 try:
@@ -8,10 +8,11 @@ try:
 except ImportError as error:
     raise ImportError("OpenEnv needs aiohttp: pip install 'torchforge[openenv]'") from error
 
-from .client import CapacityError, OpenEnvClient, OpenEnvError, Reply, Session
+from .client import CapacityError, OpenEnvClient, OpenEnvError, Session
 from .environment import OpenEnvEnvironment
 from .launch import LocalServer
 from .server import serve, web_app
+from .wire import Reply
 
 __all__ = [
     "CapacityError",

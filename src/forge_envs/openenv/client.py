@@ -1,42 +1,184 @@
-"""A client of OpenEnv servers: HTTP for what it tells of itself, and a bounded pool of sessions."""
+"""OpenEnv client: HTTP for metadata, and a bounded pool of WebSocket sessions."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from types import TracebackType
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Self
 
 import aiohttp
 
 from forge.envs.environment import InfrastructureError
 
-from .session import CLOSING, LARGEST, CapacityError, OpenEnvError, Reply, Session
+from ..content import function_schema
+from .wire import CLOSING, LARGEST, Reply
 
-__all__ = ["CapacityError", "OpenEnvClient", "OpenEnvError", "Reply", "Session"]
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between connection attempts
+# Errors after which the server ends the session; INFRASTRUCTURE_ERROR is sent by our servers only.
+_ENDING = ("FACTORY_ERROR", "SESSION_ERROR", "INFRASTRUCTURE_ERROR")
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two attempts at a connection
+
+class OpenEnvError(Exception):
+    """The server rejected a message, or its environment raised.
+
+    Attributes:
+        code: such as VALIDATION_ERROR for an action that violates the schema, EXECUTION_ERROR for an environment that
+            raised.
+    """
+
+    def __init__(self, code: str, message: str, url: str) -> None:
+        super().__init__(f"{url}: {code}: {message}")
+        self.code, self.message = code, message
+
+
+class CapacityError(InfrastructureError):
+    """The server is at its session limit. It may have room later."""
+
+
+class Session:
+    """One WebSocket: one environment of the server, called sequentially.
+
+    Every call raises InfrastructureError if the connection is lost or unanswered for `timeout` seconds, and
+    OpenEnvError if the server rejects it; the session remains usable only after the latter. A call that is cancelled
+    or times out ends the connection, since the next call would receive its reply.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str, timeout: float) -> None:
+        self._url, self._timeout = url, timeout
+        self._socket: aiohttp.ClientWebSocketResponse | None = socket
+        self._busy = False
+        self._closing: asyncio.Task[Any] | None = None
+
+    @property
+    def lost(self) -> bool:
+        return self._socket is None or self._socket.closed
+
+    @property
+    def idle(self) -> bool:
+        """Connected, without a pending call."""
+        return not self.lost and not self._busy
+
+    async def reset(self, **parameters: Any) -> Reply:
+        """Begin an episode; parameters of the environment's reset, such as seed= and episode_id=."""
+        return Reply.read(await self._ask("reset", "observation", parameters))
+
+    async def step(self, action: Mapping[str, Any]) -> Reply:
+        """Take an action as defined by the server's schema."""
+        return Reply.read(await self._ask("step", "observation", dict(action)))
+
+    async def state(self) -> dict[str, Any]:
+        """The environment's state, at least episode_id and step_count."""
+        return await self._ask("state", "state")
+
+    async def list_tools(self) -> tuple[dict[str, Any], ...]:
+        """The environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
+        try:
+            # Unlike a list_tools step this takes no turn of the environment, but old servers do not know it.
+            answer = await self._ask("mcp", "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
+            if "error" in answer:
+                raise OpenEnvError("MCP_ERROR", str(answer["error"].get("message")), self._url)
+            tools = answer["result"]["tools"]
+        except OpenEnvError as error:
+            if error.code != "UNKNOWN_TYPE":
+                raise
+            tools = (await self.step({"type": "list_tools"})).observation.get("tools", [])
+        return tuple(map(function_schema, tools))
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call an MCP tool as a step; its observation has `result` or `error`."""
+        return await self.step({"type": "call_tool", "tool_name": name, "arguments": dict(arguments)})
+
+    async def close(self) -> None:
+        """End the session; idempotent."""
+        if self._socket is not None and self.idle:
+            with suppress(aiohttp.ClientError, ConnectionError, TimeoutError):  # already lost
+                async with asyncio.timeout(CLOSING):
+                    await self._socket.send_str('{"type":"close"}')
+        self.drop()
+        if self._closing is not None:
+            await self._closing
+
+    def drop(self) -> None:
+        """Close the connection without notifying the server."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            # Not awaited: a hung server would delay it. The reference keeps the task from being collected.
+            self._closing = asyncio.ensure_future(socket.close())
+
+    async def _ask(self, kind: str, expected: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a message and return the data of the reply, which must be of type `expected`."""
+        if self._busy:
+            raise RuntimeError(f"a session takes one call at a time: {kind} was called while another call waits")
+        if self._socket is None:
+            raise InfrastructureError(f"the session with {self._url} is over")
+        text = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
+        self._busy = True
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                # A server may send an error and close before it reads anything: receive even if sending fails.
+                with suppress(aiohttp.ClientError, ConnectionError):
+                    await self._socket.send_str(text)
+                received = await self._socket.receive()
+        except BaseException as error:
+            self.drop()
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise InfrastructureError(f"{self._url} did not answer {kind} within {self._timeout:g} s") from None
+            raise
+        finally:
+            self._busy = False
+
+        if received.type is not aiohttp.WSMsgType.TEXT:
+            self.drop()
+            raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
+        try:
+            answer = json.loads(received.data)
+            type_, content = answer["type"], answer["data"]
+        except (ValueError, KeyError, TypeError):
+            self.drop()
+            raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
+        if type_ == "error":
+            raise self._error(content)
+        if type_ != expected or not isinstance(content, dict):
+            self.drop()
+            raise InfrastructureError(f"{self._url} answered {kind} with a message of type {type_!r}")
+        return content
+
+    def _error(self, data: dict[str, Any]) -> Exception:
+        code, message = str(data.get("code")), str(data.get("message"))
+        if code == "CAPACITY_REACHED":
+            self.drop()
+            return CapacityError(
+                f"{self._url} takes {data.get('max_sessions', 'its limit of')} sessions at a time and is full: "
+                "start it with a higher max_concurrent_envs (default 1), or lower `sessions` of the client"
+            )
+        if code in _ENDING:
+            self.drop()
+            if code == "INFRASTRUCTURE_ERROR":
+                return InfrastructureError(f"{self._url}: {message}")
+        details = f" {json.dumps(data['errors'])[:500]}" if data.get("errors") else ""
+        return OpenEnvError(code, message + details, self._url)
 
 
 class OpenEnvClient:
-    """Sessions with the environments of one server. It belongs to the event loop in which it is first used.
+    """A pool of sessions with one server, bound to the event loop of its first use.
 
-    A session that was given back is used again: its next reset begins a new episode. Every session is asked for its
-    state before it is handed out, so that one which the server has ended meanwhile is replaced.
+    Released sessions are reused: the next reset begins a new episode. A session is checked before reuse and replaced if
+    the server has ended it.
 
     Args:
         url: of the server, such as http://127.0.0.1:8000.
-        sessions: most at a time; who wants more waits for one.
+        sessions: maximum open at a time; further calls of `acquire` wait.
         timeout: seconds for the answer to one message.
-        connect_timeout: seconds for one attempt at a connection.
-        patience: seconds for a session: until one is given back, and a server that is down or full takes another.
-            Attempts are repeated with growing pauses.
+        connect_timeout: seconds for one connection attempt.
+        patience: seconds to wait for a free session, and to retry a server that is down or full, with backoff.
         headers: sent with every request, such as an authorization.
 
     Raises:
-        ValueError: a setting that cannot be. InfrastructureError: no connection, no answer in time.
+        ValueError: an invalid setting.
+        InfrastructureError: no connection, or no answer in time.
     """
 
     def __init__(
@@ -65,7 +207,7 @@ class OpenEnvClient:
         return str((await self._http("GET", "/health")).get("status"))
 
     async def metadata(self) -> dict[str, Any]:
-        """Its name, description, version and author."""
+        """Name, description, version and author."""
         return await self._http("GET", "/metadata")
 
     async def schema(self) -> dict[str, Any]:
@@ -73,11 +215,11 @@ class OpenEnvClient:
         return await self._http("GET", "/schema")
 
     async def reset(self, **parameters: Any) -> Reply:
-        """Reset over HTTP. OpenEnv's servers make an environment for this request alone: play episodes in a session."""
+        """Reset over HTTP. OpenEnv's servers make an environment per request: play episodes in a session."""
         return Reply.read(await self._http("POST", "/reset", parameters))
 
     async def step(self, action: Mapping[str, Any]) -> Reply:
-        """Step over HTTP, to which the same applies."""
+        """Step over HTTP; see `reset`."""
         return Reply.read(await self._http("POST", "/step", {"action": dict(action)}))
 
     @asynccontextmanager
@@ -90,32 +232,33 @@ class OpenEnvClient:
             self.release(session)
 
     async def acquire(self) -> Session:
-        """A session that answers, to be given back by `release`.
+        """A checked session; return it with `release`.
 
-        InfrastructureError: there was none within `patience` seconds. OpenEnvError: the server cannot make its
-        environment.
+        Raises:
+            InfrastructureError: none within `patience` seconds.
+            OpenEnvError: the server failed to make its environment.
         """
-        _, http, turns = self._connected()
+        _, http, free = self._connected()
         try:
             async with asyncio.timeout(self._patience) as limit:
-                await turns.acquire()
+                await free.acquire()
         except TimeoutError:
             if not limit.expired():
                 raise
             raise InfrastructureError(
                 f"none of the {self._most} sessions with {self.url} was given back within {self._patience:g} s: raise "
-                "`sessions`, or see what keeps them"
+                "`sessions`, or release them earlier"
             ) from None
         try:
             session = await self._live(http)
         except BaseException:
-            turns.release()
+            free.release()
             raise
         self._used.add(session)
         return session
 
     def release(self, session: Session) -> None:
-        """Give a session back. One in the middle of a call is ended, and so is any after `close`."""
+        """Return a session. It is dropped if a call is pending, or after `close`."""
         if session not in self._used or self._at is None:
             return
         self._used.remove(session)
@@ -126,7 +269,7 @@ class OpenEnvClient:
             session.drop()
 
     async def close(self) -> None:
-        """End all sessions; calls under way fail. It may be used again."""
+        """End all sessions; pending calls fail. The client can be used again."""
         sessions, self._idle = [*self._idle, *self._used], []
         self._used = set()
         at, self._at = self._at, None
@@ -137,44 +280,43 @@ class OpenEnvClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _live(self, http: aiohttp.ClientSession) -> Session:
+        """A session that answers: an idle one, or a new one, retried for `patience` seconds."""
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE
         deadline = loop.time() + self._patience
         while True:
-            while self._idle:
-                session = self._idle.pop()
-                try:
-                    return await _answering(session)
-                except InfrastructureError:
-                    continue  # ended by the server while nobody used it
+            reused = bool(self._idle)
             try:
-                return await _answering(await self._open(http))
+                session = self._idle.pop() if reused else await self._open(http)
+                try:
+                    await session.state()
+                except OpenEnvError:  # an environment that cannot report its state still answers
+                    if session.lost:
+                        raise
+                return session
             except InfrastructureError:
+                if reused:
+                    continue  # ended by the server while it was idle
                 if loop.time() + pause > deadline:
                     raise
             await asyncio.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _open(self, http: aiohttp.ClientSession) -> Session:
+        closing = aiohttp.ClientWSTimeout(ws_close=CLOSING)
         try:
             async with asyncio.timeout(self._connect_timeout):
-                socket = await http.ws_connect(
-                    f"{self.url}/ws",
-                    max_msg_size=LARGEST,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSING),
-                )
+                socket = await http.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST, timeout=closing)
         except aiohttp.WSServerHandshakeError as error:
             if error.status < 500:
                 raise OpenEnvError(f"HTTP_{error.status}", error.message, f"{self.url}/ws") from error
             raise InfrastructureError(f"no session with {self.url}: status {error.status}") from error
-        except (aiohttp.ClientError, OSError) as error:  # OSError: also TimeoutError
-            what = str(error) or f"no connection within {self._connect_timeout:g} s"
-            raise InfrastructureError(f"no session with {self.url}: {what}") from error
+        except (aiohttp.ClientError, OSError) as error:  # OSError includes TimeoutError
+            reason = str(error) or f"no connection within {self._connect_timeout:g} s"
+            raise InfrastructureError(f"no session with {self.url}: {reason}") from error
         return Session(socket, self.url, self._timeout)
 
     async def _http(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
@@ -186,11 +328,11 @@ class OpenEnvClient:
                 status = response.status
                 answer = await response.json(content_type=None) if status == 200 else None
         except (aiohttp.ClientError, OSError) as error:
-            what = str(error) or f"no answer within {self._timeout:g} s"
-            raise InfrastructureError(f"{self.url}{path}: {what}") from error
+            reason = str(error) or f"no answer within {self._timeout:g} s"
+            raise InfrastructureError(f"{self.url}{path}: {reason}") from error
         except ValueError:
             raise InfrastructureError(f"{self.url}{path} answered with no JSON: {text[:80]!r}") from None
-        if status in (502, 503, 504):  # of a proxy, or of a server that is full
+        if status in (502, 503, 504):  # from a proxy, or a full server
             raise InfrastructureError(f"{self.url}{path} answered with status {status}: {text[:500]}")
         if not isinstance(answer, dict):
             raise OpenEnvError(f"HTTP_{status}", text[:500], f"{self.url}{path}")
@@ -204,13 +346,3 @@ class OpenEnvClient:
         if self._at[0] is not loop:
             raise RuntimeError("an OpenEnvClient belongs to the event loop in which it was first used: make another")
         return self._at
-
-
-async def _answering(session: Session) -> Session:
-    """The session, if it answers. That its environment cannot tell its state is an answer."""
-    try:
-        await session.state()
-    except OpenEnvError:
-        if session.lost:
-            raise
-    return session

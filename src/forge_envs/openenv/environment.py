@@ -1,16 +1,17 @@
-"""An environment of an OpenEnv server as an environment of this library."""
+"""OpenEnv servers as environments of this library."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from forge.envs.environment import Action, Environment, Message, Step
 
 from ..content import text_of
-from .client import OpenEnvClient, OpenEnvError, Reply, Session
-from .wire import FORGE_ACTION, action_to_json, step_from_reply
+from .client import OpenEnvClient, OpenEnvError, Session
+from .wire import FORGE_ACTION, Reply, step_from_reply
 
 ToAction = Callable[[Action], Mapping[str, Any]]
 ToMessages = Callable[[Reply], list[Message]]
@@ -18,24 +19,22 @@ ToReset = Callable[[Any, int], Mapping[str, Any]]
 
 
 class OpenEnvEnvironment(Environment):
-    """Episodes on an OpenEnv server, each in a session of its own.
+    """Episodes on an OpenEnv server, each in a session.
 
-    A turn that the server cannot take as an action, and one of which `to_action` raises ValueError, is answered by what
-    is wrong with it. A reply without a reward counts 0; an episode that ends without any reward is not scored. An
-    episode whose metadata say `truncated` when it is done was cut, all others came to their own end.
+    A turn that the server rejects as an action, or for which `to_action` raises ValueError, is answered with the error.
+    A reply without a reward counts 0; an episode without any reward is unscored. An episode is truncated if its
+    metadata has `truncated` when it is done, else terminated.
 
-    With `mcp` the environment's tools are offered to the policy, and its calls become steps of the environment, one
-    after the other. A turn without a call ends the episode, unless there is a `to_action` for it.
+    With `mcp` the environment's tools are offered to the policy, and its calls become sequential steps. A turn without
+    a call ends the episode, unless `to_action` is given.
 
     Args:
         server: a client, whose sessions are shared with other environments; or a url, for a client of its own.
-        to_action: JSON of an action. By default what the turn says is the one field that the server's schema requires,
-            or the only one that it has; it must be a number where the schema says so, and the whole action as a JSON
-            object if there are several fields.
-        to_messages: what the policy reads. By default an observation with one text is that text, any other is JSON.
-        to_reset: parameters of the server's reset from the task and the seed. By default the seed, and the task's own
-            keys if it is a mapping, or `task`.
-        mcp: its tools are called.
+        to_action: JSON of an action. By default the turn's text is the only required (or only) field of the server's
+            schema, converted to a number if the schema says so; with several fields the turn must be a JSON object.
+        to_messages: messages for the policy. By default a single text of the observation, else its JSON.
+        to_reset: the reset's parameters from task and seed. By default the seed, and the items of a mapping or `task`.
+        mcp: offer tools.
         max_chars: of a message; the rest is cut.
     """
 
@@ -58,7 +57,7 @@ class OpenEnvEnvironment(Environment):
         self._rewarded = False
 
     async def reset(self, task: Any, *, seed: int) -> Step:
-        """Begin an episode. InfrastructureError: there is no session, or it was lost."""
+        """Begin an episode. InfrastructureError: no session, or it was lost."""
         self._end()
         self._rewarded = False
         if self._schema is None:
@@ -73,60 +72,61 @@ class OpenEnvEnvironment(Environment):
     async def step(self, action: Action) -> Step:
         """Take a turn.
 
-        InfrastructureError: the session was lost, or a reward is no number. OpenEnvError: the environment raised.
+        Raises:
+            InfrastructureError: the session was lost, or a reward is not a finite number.
+            OpenEnvError: the environment raised.
         """
         if self._session is None:
             raise RuntimeError("step before reset")
         if self._mcp and (action.calls or action.errors):
-            return await self._call(self._session, action)
+            return await self._call_tools(self._session, action)
         if self._mcp and self._to_action is None:
             return self._step((), None, {}, over=True)
         try:
-            wanted = self._to_action(action) if self._to_action is not None else self._default_action(action)
+            wanted = (self._to_action or self._default_action)(action)
         except ValueError as error:
-            return Step((_said(f"error: {error}"),))
+            return Step((_user(f"error: {error}"),))
         try:
             reply = await self._session.step(wanted)
         except OpenEnvError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
-            return Step((_said(self._cut(f"error: {error.message}")),))
+            return Step((_user(self._cut(f"error: {error.message}")),))
         if self._forge:
             return step_from_reply(reply)
         return self._step(self._messages(reply), reply.reward, reply.metadata, over=reply.done)
 
     async def close(self) -> None:
-        """Give the session back, and end the client unless it was given."""
+        """Release the session, and close the client if it is this environment's own."""
         self._end()
         if self._own:
             await self._client.close()
 
     @property
     def _forge(self) -> bool:
-        """Whether an environment of this library is served: then actions and steps go over the wire as they are."""
+        """The server is one of this library: actions and steps are sent as they are."""
         default = self._to_action is None and self._to_messages is None and not self._mcp
         return default and (self._schema or {}).get("title") == FORGE_ACTION
 
-    async def _call(self, session: Session, action: Action) -> Step:
+    async def _call_tools(self, session: Session, action: Action) -> Step:
         messages: list[Message] = []
         rewards: list[float] = []
         metadata: dict[str, Any] = {}
         over = False
         for call in action.calls:
-            about = {"role": "tool", "name": call.name, "tool_call_id": call.id}
-            if over:
-                messages.append({**about, "content": "error: not run: the episode is over"})
-                continue
-            try:
-                reply = await session.call_tool(call.name, call.arguments)
-            except OpenEnvError as error:
-                if error.code != "VALIDATION_ERROR":
-                    raise
-                messages.append({**about, "content": self._cut(f"error: {error.message}")})
-                continue
-            messages.append({**about, "content": self._cut(_result(reply))})
-            rewards += [] if reply.reward is None else [reply.reward]
-            metadata, over = {**metadata, **reply.metadata}, reply.done
+            content = "error: not run: the episode is over"
+            if not over:
+                try:
+                    reply = await session.call_tool(call.name, call.arguments)
+                except OpenEnvError as error:
+                    if error.code != "VALIDATION_ERROR":
+                        raise
+                    content = self._cut(f"error: {error.message}")
+                else:
+                    content = self._cut(_result(reply))
+                    rewards += [] if reply.reward is None else [reply.reward]
+                    metadata, over = {**metadata, **reply.metadata}, reply.done
+            messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
         messages += [{"role": "tool", "name": "error", "content": f"error: {error}"} for error in action.errors]
         return self._step(tuple(messages), sum(rewards) if rewards else None, metadata, over=over)
 
@@ -144,26 +144,34 @@ class OpenEnvEnvironment(Environment):
     def _messages(self, reply: Reply) -> tuple[Message, ...]:
         if self._to_messages is not None:
             return tuple(self._to_messages(reply))
-        told = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
-        only = next(iter(told.values())) if len(told) == 1 else None
-        return (_said(self._cut(only if isinstance(only, str) else json.dumps(told))),)
+        shown = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
+        only = next(iter(shown.values())) if len(shown) == 1 else None
+        return (_user(self._cut(only if isinstance(only, str) else json.dumps(shown))),)
 
     def _default_action(self, action: Action) -> Mapping[str, Any]:
+        """ValueError: the turn does not match the schema."""
         schema = self._schema or {}
         if schema.get("title") == FORGE_ACTION:
-            return action_to_json(action)
-        fields = {name: about for name, about in schema.get("properties", {}).items() if name != "metadata"}
+            return asdict(action)
+        fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
         needed = [name for name in schema.get("required", ()) if name in fields] or list(fields)
-        said = action.content or action.text.strip()
-        if len(needed) == 1:
-            return {needed[0]: _value(said, fields[needed[0]])}
+        text = action.content or action.text.strip()
+        if len(needed) != 1:
+            try:
+                value = json.loads(text)
+            except ValueError:
+                value = None
+            if not isinstance(value, dict):
+                raise ValueError(f"an action must be a JSON object with {', '.join(needed)}")
+            return value
+        kind = fields[needed[0]].get("type")
+        parsers: dict[str, Callable[[str], Any]] = {"integer": int, "number": float}
+        parsers |= dict.fromkeys(("object", "array", "boolean"), json.loads)
         try:
-            value = json.loads(said)
+            return {needed[0]: parsers.get(kind, str)(text)}
         except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError(f"an action must be a JSON object with {', '.join(needed)}")
-        return value
+            expected = "a number" if kind in ("integer", "number") else f"JSON of type {kind}"
+            raise ValueError(f"an action must be {expected}, not {text[:80]!r}") from None
 
     def _cut(self, text: str) -> str:
         if len(text) <= self._max_chars:
@@ -176,7 +184,7 @@ class OpenEnvEnvironment(Environment):
             self._client.release(session)
 
 
-def _said(text: str) -> Message:
+def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
@@ -186,23 +194,8 @@ def _parameters(task: Any, seed: int) -> Mapping[str, Any]:
     return {"seed": seed, **(task if isinstance(task, Mapping) else {"task": task})}
 
 
-def _value(text: str, about: Mapping[str, Any]) -> Any:
-    """The text as the schema's field wants it. ValueError: it is no such thing."""
-    if about.get("type") in ("integer", "number"):
-        try:
-            return int(text) if about["type"] == "integer" else float(text)
-        except ValueError:
-            raise ValueError(f"an action must be a number, not {text[:80]!r}") from None
-    if about.get("type") in ("object", "array", "boolean"):
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise ValueError(f"an action must be JSON of type {about['type']}, not {text[:80]!r}") from None
-    return text
-
-
 def _result(reply: Reply) -> str:
-    """What a tool said, or what is wrong with its call."""
+    """The text of a tool's result or error."""
     if error := reply.observation.get("error"):
         return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
     result = reply.observation.get("result", reply.observation)

@@ -1,4 +1,4 @@
-"""An environment server on this machine, for as long as it is needed."""
+"""OpenEnv servers as local processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from forge.envs.environment import InfrastructureError
@@ -15,19 +14,19 @@ from forge.envs.environment import InfrastructureError
 from ..process import Program, words
 from .client import OpenEnvClient, OpenEnvError
 
-_PAUSE = 0.1  # seconds between two looks at its health
-_LEAVING = 2.0  # seconds in which a server that was killed may still have its port
-_PORTS = 3  # ports that are tried: a free one may be taken before the server has it
+_PAUSE = 0.1  # seconds between health checks
+_LEAVING = 2.0  # seconds for a killed server to release its port
+_PORTS = 3  # attempts: a free port may be taken before the server binds it
 
 
 class LocalServer:
-    """A server as a process of its own, which ends with this one, however that ends.
+    """A server process that ends with this one, however that ends.
 
         async with await LocalServer.start(["uvicorn", "server.app:app", "--port", "{port}"]) as server:
             env = OpenEnvEnvironment(OpenEnvClient(server.url))
 
     Attributes:
-        url: where it answers.
+        url: of the server.
     """
 
     def __init__(self, program: Program, url: str) -> None:
@@ -43,18 +42,19 @@ class LocalServer:
         env: Mapping[str, str] | None = None,
         limit: float = 60.0,
     ) -> Self:
-        """Start it and wait until it says that it is healthy.
+        """Start it and wait until it is healthy.
 
         Args:
-            command: its words; {port} in them is the port that it must listen at, on 127.0.0.1.
-            port: None is a free one. One at which somebody listens already is refused.
-            cwd: where it runs.
-            env: variables in addition to those of this process.
+            command: program and arguments; {port} is replaced by the port to listen at, on 127.0.0.1.
+            port: None picks a free one. It must not be in use.
+            cwd: working directory.
+            env: variables added to those of this process.
             limit: seconds until it must be healthy.
 
         Raises:
-            ValueError: the command has no {port}. InfrastructureError: the port is taken; it ended, or was not healthy
-                in time, with the end of its log.
+            ValueError: the command has no {port}.
+            InfrastructureError: the port is in use, or the server ended or was not healthy in time; with the end of its
+                log.
         """
         pattern = words(command)
         if port is None and not any("{port}" in word for word in pattern):
@@ -86,54 +86,51 @@ class LocalServer:
         return self._program.returncode is None
 
     def log(self) -> str:
-        """The end of what it wrote."""
+        """The end of its output."""
         return self._program.tail()
 
     def check(self) -> None:
-        """InfrastructureError: it has ended; says with which exit code, and the end of its log."""
+        """InfrastructureError: it has ended; with its exit code and the end of its log."""
         if not self.running:
             raise InfrastructureError(self._program.ended())
 
     async def stop(self) -> None:
-        """SIGTERM, and after 5 s SIGKILL, to it and all that it started."""
+        """SIGTERM, and after 5 s SIGKILL, to its process group."""
         await self._program.stop()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def _healthy(self, limit: float) -> None:
-        said = "no answer"
+        status = "no answer"
         try:
             async with asyncio.timeout(limit) as deadline, OpenEnvClient(self.url, timeout=limit) as client:
-                while True:
+                while status != "healthy":
                     self.check()
                     try:
-                        said = await client.health()
-                        if said == "healthy":
-                            break
-                    except (InfrastructureError, OpenEnvError) as error:  # the latter from one that still loads
-                        said = str(error)
-                    await asyncio.sleep(_PAUSE)
+                        status = await client.health()
+                    except (InfrastructureError, OpenEnvError) as error:  # OpenEnvError: it is still loading
+                        status = str(error)
+                    if status != "healthy":
+                        await asyncio.sleep(_PAUSE)
         except TimeoutError:
             if not deadline.expired():
                 raise
             raise InfrastructureError(
-                f"{self.url}/health was not healthy within {limit:g} s ({said}); {self._program.ended()}"
+                f"{self.url}/health was not healthy within {limit:g} s ({status}); {self._program.ended()}"
             ) from None
-        self.check()  # else another process has answered at this port
+        self.check()  # or another process answers at this port
 
 
 async def _until_free(port: int) -> None:
-    """InfrastructureError: somebody listens there, who would answer in place of the server."""
+    """InfrastructureError: another process listens there and would answer in place of the server."""
     if not 0 < port < 1 << 16:
         raise ValueError(f"port must be from 1 to 65535, got {port}")
     with socket.socket() as listening:
-        # As servers do: what is left of connections that have ended is in nobody's way, only one that listens.
+        # As servers do: connections in TIME_WAIT do not block the port, only a listener does.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         last = time.monotonic() + _LEAVING
         while True:
@@ -141,7 +138,7 @@ async def _until_free(port: int) -> None:
                 return listening.bind(("127.0.0.1", port))
             except OSError as error:
                 if time.monotonic() > last:
-                    raise InfrastructureError(f"port {port} cannot be had, take another: {error.strerror}") from None
+                    raise InfrastructureError(f"port {port} is unavailable, take another: {error.strerror}") from None
             await asyncio.sleep(_PAUSE)
 
 

@@ -1,4 +1,4 @@
-"""An environment of this library, served to OpenEnv's clients."""
+"""Serve an environment of this library to OpenEnv's clients."""
 
 from __future__ import annotations
 
@@ -6,25 +6,153 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from forge.envs.environment import Environment
+from forge.envs.environment import Environment, InfrastructureError, Step
 
-from .served import Data, Refused, ServedSession, read_message, write_message
-from .session import CLOSING, LARGEST
-from .wire import SCHEMA
+from .wire import CLOSING, LARGEST, SCHEMA, action_from_json, reply_to_json
 
 log = logging.getLogger(__name__)
 
+Data = dict[str, Any]
+_HTTP_STATUS = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503, "INFRASTRUCTURE_ERROR": 503}
+
+
+class ServedError(Exception):
+    """An error reported to the client. `last`: the session ends with it."""
+
+    def __init__(self, code: str, message: str, last: bool = False, **more: Any) -> None:
+        super().__init__(message)
+        self.data = {"message": message, "code": code, **more}
+        self.last = last
+
+
+class ServedSession:
+    """An environment and the state of its episode. Calls are serialised."""
+
+    def __init__(self, environment: Environment, task: Callable[[int], Any], timeout: float) -> None:
+        self.environment, self._task, self._timeout = environment, task, timeout
+        self._first: Step | None = None
+        self._running, self._steps, self._episode = False, 0, ""
+        self._turn = asyncio.Lock()
+        self.reaper: asyncio.TimerHandle | None = None  # of a session over HTTP
+
+    @property
+    def busy(self) -> bool:
+        """A call is running."""
+        return self._turn.locked()
+
+    async def answer(self, kind: str, data: Data) -> tuple[str, Data]:
+        """Type and data of the reply to a message. ServedError: an error reply."""
+        async with self._turn:
+            if kind == "reset":
+                return "observation", await self._reset(data)
+            if kind == "step" and data.get("type") == "list_tools":
+                return "observation", {"observation": {"tools": self._tools()}, "reward": None, "done": False}
+            if kind == "step":
+                return "observation", await self._step(data)
+            if kind == "mcp":
+                return "mcp", await self._mcp(data)
+            if kind == "state":
+                return "state", {"episode_id": self._episode or None, "step_count": self._steps}
+        raise ServedError("UNKNOWN_TYPE", f"Unknown message type: {kind}")
+
+    def _tools(self, schema: str = "input_schema") -> list[Data]:
+        """The episode's tools as MCP describes them; `schema` is the key of their parameters."""
+        if self._first is None:
+            raise ServedError("EXECUTION_ERROR", "reset first: the tools are those of an episode")
+        functions = [tool["function"] for tool in self._first.tools]
+        return [
+            {"name": f["name"], "description": f.get("description", ""), schema: f.get("parameters", {})}
+            for f in functions
+        ]
+
+    async def _reset(self, data: Data) -> Data:
+        given = dict(data)
+        seed, episode = given.pop("seed", None), given.pop("episode_id", None)
+        seed = secrets.randbits(31) if seed is None else seed
+        if not isinstance(seed, int):
+            raise ServedError("VALIDATION_ERROR", f"seed must be an integer, got {seed!r}")
+        task = given.get("task", given) if given else self._task(seed)
+        self._running = False
+        step = await self._within(self.environment.reset(task, seed=seed), "reset")
+        self._first, self._running, self._steps = step, not step.done, 0
+        self._episode = str(episode or secrets.token_hex(16))
+        with _json_errors():
+            return reply_to_json(step)
+
+    async def _step(self, data: Data) -> Data:
+        try:
+            action = action_from_json(data)
+        except ValueError as error:
+            raise ServedError("VALIDATION_ERROR", str(error)) from None
+        if not self._running:
+            raise ServedError("EXECUTION_ERROR", "no episode is under way: reset first")
+        step = await self._within(self.environment.step(action), "step")
+        self._running, self._steps = not step.done, self._steps + 1
+        with _json_errors():
+            reply = reply_to_json(step)
+        if data.get("type") == "call_tool":
+            result = "\n".join(str(message.get("content", "")) for message in step.messages)
+            metadata = reply["observation"]["metadata"]
+            reply["observation"] = {"tool_name": data["tool_name"], "result": result, "error": None}
+            reply["observation"]["metadata"] = metadata
+        return reply
+
+    async def _mcp(self, data: Data) -> Data:
+        method, params = data.get("method"), data.get("params") or {}
+        answer = {"jsonrpc": "2.0", "id": data.get("id")}
+        try:
+            if method == "tools/list":
+                return {**answer, "result": {"tools": self._tools("inputSchema")}}
+            if method == "tools/call":
+                call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
+                text = (await self._step({"type": "call_tool", **call}))["observation"]["result"]
+                content = [{"type": "text", "text": text}]
+                return {**answer, "result": {"content": content, "data": text, "is_error": False}}
+        except ServedError as error:
+            if error.last:
+                raise
+            return {**answer, "error": {"code": -32603, "message": str(error)}}
+        return {**answer, "error": {"code": -32601, "message": f"Method not found: {method}"}}
+
+    async def _within(self, call: Awaitable[Step], name: str) -> Step:
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                return await call
+        except InfrastructureError as error:
+            raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
+        except TimeoutError as error:
+            if limit.expired():
+                late = f"{name} gave no answer within {self._timeout:g} s"
+                raise ServedError("INFRASTRUCTURE_ERROR", late, last=True) from None
+            raise ServedError("EXECUTION_ERROR", repr(error)) from error
+        except Exception as error:
+            log.exception("%s of %s failed", name, type(self.environment).__name__)
+            raise ServedError("EXECUTION_ERROR", f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _json_errors() -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ServedError("EXECUTION_ERROR", f"the environment's step has no JSON form: {error}") from error
+
+
+def _dumps(answer: Data) -> str:
+    with _json_errors():
+        return json.dumps(answer)
+
 
 class Server:
-    """What `web_app` serves: an environment for each WebSocket, one for all resets and steps over HTTP together, and
-    one for each session that an MCP client asks for over HTTP, which it may share with a WebSocket."""
+    """The handlers of `web_app`: an environment per WebSocket, one for all resets and steps over HTTP, and one per
+    session that an MCP client creates over HTTP, which a WebSocket may join by `session_id`."""
 
     def __init__(
         self,
@@ -39,15 +167,20 @@ class Server:
         self._most, self._idle, self._timeout = max_sessions, idle, timeout
         self._sockets: set[web.WebSocketResponse] = set()
         self._open: set[ServedSession] = set()
-        self._named: dict[str, ServedSession] = {}  # those over HTTP; "" is that of resets and steps
-        self._reapers: dict[str, asyncio.TimerHandle] = {}
+        self._named: dict[str, ServedSession] = {}  # over HTTP; "" is that of resets and steps
         self._ending: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[web.RouteDef]:
+        def constant(content: Data) -> Callable[[web.Request], Awaitable[web.Response]]:
+            async def answer(_: web.Request) -> web.Response:
+                return web.json_response(content)
+
+            return answer
+
         return [
-            web.get("/health", self._told({"status": "healthy"})),
-            web.get("/metadata", self._told(self._metadata)),
-            web.get("/schema", self._told(SCHEMA)),
+            web.get("/health", constant({"status": "healthy"})),
+            web.get("/metadata", constant(self._metadata)),
+            web.get("/schema", constant(SCHEMA)),
             web.get("/state", self._over_http),
             web.post("/reset", self._over_http),
             web.post("/step", self._over_http),
@@ -62,22 +195,16 @@ class Server:
         for name in list(self._named):
             await self._end_named(name)
 
-    def _told(self, what: Data) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def answer(_: web.Request) -> web.Response:
-            return web.json_response(what)
-
-        return answer
-
     def _begin(self) -> ServedSession:
         taken = len(self._open)
         if taken >= self._most:
             full = f"Server at capacity: {taken}/{self._most} sessions active"
-            raise Refused("CAPACITY_REACHED", full, last=True, active_sessions=taken, max_sessions=self._most)
+            raise ServedError("CAPACITY_REACHED", full, last=True, active_sessions=taken, max_sessions=self._most)
         try:
             session = ServedSession(self._make(), self._task, self._timeout)
         except Exception as error:
-            log.exception("no environment could be made")
-            raise Refused("FACTORY_ERROR", f"{type(error).__name__}: {error}", last=True) from error
+            log.exception("making an environment failed")
+            raise ServedError("FACTORY_ERROR", f"{type(error).__name__}: {error}", last=True) from error
         self._open.add(session)
         return session
 
@@ -95,15 +222,15 @@ class Server:
         name = request.query.get("session_id")
         try:
             session = self._begin() if name is None else self._of(name)
-        except Refused as refused:
-            await socket.send_json({"type": "error", "data": refused.data})
+        except ServedError as error:
+            await socket.send_json({"type": "error", "data": error.data})
             await socket.close()
             return socket
         self._sockets.add(socket)
         try:
             await self._converse(socket, session, name)
         except ConnectionError:
-            log.info("a client went away in the middle of an answer")
+            log.info("a client disconnected during an answer")
         finally:
             self._sockets.discard(socket)
             if name is None:
@@ -114,22 +241,28 @@ class Server:
     async def _converse(self, socket: web.WebSocketResponse, session: ServedSession, name: str | None) -> None:
         while True:
             try:
-                message = await socket.receive(self._idle)
+                received = await socket.receive(self._idle)
             except TimeoutError:
-                return  # nobody has used it for long
-            if message.type is not aiohttp.WSMsgType.TEXT:
+                return
+            if received.type is not aiohttp.WSMsgType.TEXT:
                 return
             try:
-                kind, data = read_message(message.data)
-                if kind == "close":
+                try:
+                    message = json.loads(received.data)
+                except (ValueError, RecursionError) as error:
+                    raise ServedError("INVALID_JSON", f"Invalid JSON: {error}") from None
+                data = message.get("data", {}) if isinstance(message, dict) else None
+                if not isinstance(data, dict):
+                    raise ServedError("VALIDATION_ERROR", "a message must be an object with a type and an object data")
+                if (kind := str(message.get("type", ""))) == "close":
                     return
                 if name is not None:
                     session = self._of(name)
-                said, answer = await session.answer(kind, data)
-                text = write_message({"type": said, "data": answer})
-            except Refused as refused:
-                await socket.send_json({"type": "error", "data": refused.data})
-                if refused.last:
+                type_, answer = await session.answer(kind, data)
+                text = _dumps({"type": type_, "data": answer})
+            except ServedError as error:
+                await socket.send_json({"type": "error", "data": error.data})
+                if error.last:
                     return
             else:
                 await socket.send_str(text)
@@ -146,57 +279,58 @@ class Server:
             if "" not in self._named:
                 self._named[""] = self._begin()
             _, answer = await self._of("").answer(kind, data["action"] if kind == "step" else data)
-            return web.json_response(text=write_message(answer))
-        except Refused as refused:
-            if refused.last:
+            return web.json_response(text=_dumps(answer))
+        except ServedError as error:
+            if error.last:
                 await self._end_named("")
-            status = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503, "INFRASTRUCTURE_ERROR": 503}
-            body = {"detail": refused.data["message"], "code": refused.data["code"]}
-            return web.json_response(body, status=status.get(refused.data["code"], 500))
+            code = error.data["code"]
+            body = {"detail": error.data["message"], "code": code}
+            return web.json_response(body, status=_HTTP_STATUS.get(code, 500))
 
     async def _mcp(self, request: web.Request) -> web.Response:
-        """JSON-RPC: what MCP clients of OpenEnv ask for, `tools/list` and `tools/call` in a session that they made."""
+        """JSON-RPC of OpenEnv's MCP clients: sessions, and `tools/list` and `tools/call` in them."""
         answer: Data = {"jsonrpc": "2.0", "id": None}
         try:
-            asked = json.loads(await request.text())
-            answer["id"], params = asked.get("id"), asked.get("params") or {}
-            if asked.get("method") == "openenv/session/create":
+            request_body = json.loads(await request.text())
+            answer["id"], params = request_body.get("id"), request_body.get("params") or {}
+            if request_body.get("method") == "openenv/session/create":
                 name = secrets.token_hex(16)
                 self._named[name] = self._begin()
                 self._of(name)
                 return web.json_response({**answer, "result": {"session_id": name}})
             name = str(params.get("session_id"))
             session = self._of(name)
-            if asked.get("method") == "openenv/session/close":
+            if request_body.get("method") == "openenv/session/close":
                 await self._end_named(name)
                 return web.json_response({**answer, "result": {"session_id": name, "closed": True}})
-            return web.json_response(text=write_message((await session.answer("mcp", asked))[1]))
-        except Refused as refused:
-            return web.json_response({**answer, "error": {"code": -32000, "message": str(refused)}})
+            return web.json_response(text=_dumps((await session.answer("mcp", request_body))[1]))
+        except ServedError as error:
+            return web.json_response({**answer, "error": {"code": -32000, "message": str(error)}})
         except (ValueError, AttributeError) as error:
             return web.json_response({**answer, "error": {"code": -32700, "message": f"no JSON-RPC request: {error}"}})
 
     def _of(self, name: str) -> ServedSession:
-        """The session of this name, which was used now."""
+        """The named session, with its idle timer restarted."""
         if name not in self._named:
-            raise Refused("SESSION_ERROR", f"Unknown session_id: {name}", last=True)
-        if name in self._reapers:
-            self._reapers[name].cancel()
-        self._reapers[name] = asyncio.get_running_loop().call_later(self._idle, self._reap, name)
-        return self._named[name]
+            raise ServedError("SESSION_ERROR", f"Unknown session_id: {name}", last=True)
+        session = self._named[name]
+        if session.reaper is not None:
+            session.reaper.cancel()
+        session.reaper = asyncio.get_running_loop().call_later(self._idle, self._reap, name)
+        return session
 
     def _reap(self, name: str) -> None:
         if self._named[name].busy:
             self._of(name)
             return
         task = asyncio.ensure_future(self._end_named(name))
-        self._ending.add(task)
+        self._ending.add(task)  # a reference, or the task may be collected
         task.add_done_callback(self._ending.discard)
 
     async def _end_named(self, name: str) -> None:
-        if name in self._reapers:
-            self._reapers.pop(name).cancel()
         if (session := self._named.pop(name, None)) is not None:
+            if session.reaper is not None:
+                session.reaper.cancel()
             await self._end(session)
 
 
@@ -211,22 +345,21 @@ def web_app(
     idle: float = 600.0,
     timeout: float = 60.0,
 ) -> web.Application:
-    """An application that speaks OpenEnv's wire format.
+    """An aiohttp application that speaks OpenEnv's wire format.
 
-    A reset's `task`, or else its parameters but for `seed` and `episode_id`, is the task of the episode. A step takes
-    {"text": ...} as the schema tells, or {"type": "call_tool", "tool_name": ..., "arguments": ...}.
+    The task of an episode is the reset's `task`, or else its parameters without `seed` and `episode_id`. A step takes
+    {"text": ...} as in the schema, or {"type": "call_tool", "tool_name": ..., "arguments": ...}.
 
     Args:
-        make: an environment, once for each session.
-        task: what is played if a reset names none, from its seed.
-        name, description, version: what /metadata tells; the name is that of `make` by default.
-        max_sessions: more are refused with CAPACITY_REACHED.
+        make: an environment, called for each session.
+        task: from the seed, the task of a reset without one.
+        name, description, version: for /metadata; the name defaults to that of `make`.
+        max_sessions: more are rejected with CAPACITY_REACHED.
         idle: seconds without a message after which a session is ended.
-        timeout: seconds in which an environment must answer; one that does not is an infrastructure failure, and its
-            session ends.
+        timeout: seconds for one call of an environment; exceeding it is an infrastructure error that ends the session.
 
     Raises:
-        ValueError: a setting that cannot be.
+        ValueError: an invalid setting.
     """
     if max_sessions < 1 or min(idle, timeout) <= 0:
         raise ValueError("max_sessions must be at least 1, and idle and timeout above 0 seconds")
@@ -243,13 +376,12 @@ def web_app(
 async def serve(
     make: Callable[[], Environment], *, host: str = "127.0.0.1", port: int = 0, **settings: Any
 ) -> AsyncIterator[str]:
-    """`async with serve(make) as url:` until the block ends; port 0 is a free one, `settings` go to `web_app`."""
+    """`async with serve(make) as url:`; port 0 picks a free one, `settings` go to `web_app`."""
     runner = web.AppRunner(web_app(make, **settings), shutdown_timeout=5.0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        listening = runner.addresses[0]
-        yield f"http://{listening[0]}:{listening[1]}"
+        await web.TCPSite(runner, host, port).start()
+        address = runner.addresses[0]
+        yield f"http://{address[0]}:{address[1]}"
     finally:
         await runner.cleanup()

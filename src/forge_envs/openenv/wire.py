@@ -1,38 +1,32 @@
-"""Actions and steps of this library as OpenEnv's JSON, and back."""
+"""OpenEnv's JSON: replies, and this library's actions and steps."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-from forge.envs.environment import Action, Step, ToolCall
+from forge.envs.environment import Action, InfrastructureError, Step, ToolCall
 
-from .session import Reply
-
-FORGE_ACTION = (
-    "ForgeAction"  # by this title of the schema a client knows that it talks to an environment of this library
-)
+LARGEST = 100 << 20  # bytes of one message, as in OpenEnv's own client
+CLOSING = 1.0  # seconds for the other side to acknowledge a close
+FORGE_ACTION = "ForgeAction"  # the schema's title by which a client recognises an environment of this library
 _TEXT = {"type": "string"}
-_CALL = {
-    "type": "object",
-    "properties": {"name": _TEXT, "arguments": {"type": "object"}, "id": _TEXT},
-    "required": ["name"],
-}
-_METADATA = {"type": "object", "description": "what else is known; truncated: a limit ended the episode"}
+_OBJECT = {"type": "object"}
+_CALL = {**_OBJECT, "properties": {"name": _TEXT, "arguments": _OBJECT, "id": _TEXT}, "required": ["name"]}
 SCHEMA: dict[str, Any] = {
     "action": {
         "title": FORGE_ACTION,
         "type": "object",
         "properties": {
-            "text": {**_TEXT, "description": "what the policy said in its turn"},
+            "text": {**_TEXT, "description": "the policy's turn"},
             "content": {**_TEXT, "description": "the text without its tool calls"},
             "calls": {"type": "array", "items": _CALL},
-            "errors": {"type": "array", "items": _TEXT, "description": "what is wrong with calls that were not read"},
+            "errors": {"type": "array", "items": _TEXT, "description": "errors of tool calls that failed to parse"},
             "truncated": {"type": "boolean", "description": "the turn ran out of tokens"},
-            "metadata": {"type": "object"},
+            "metadata": _OBJECT,
         },
         "required": ["text"],
     },
@@ -40,10 +34,10 @@ SCHEMA: dict[str, Any] = {
         "title": "ForgeObservation",
         "type": "object",
         "properties": {
-            "messages": {"type": "array", "items": {"type": "object"}, "description": "with role and content"},
-            "tools": {"type": "array", "items": {"type": "object"}, "description": "schemas, as OpenAI writes them"},
-            "rewritten": {"type": "boolean", "description": "the messages are the whole conversation anew"},
-            "metadata": _METADATA,
+            "messages": {"type": "array", "items": _OBJECT, "description": "with role and content"},
+            "tools": {"type": "array", "items": _OBJECT, "description": "OpenAI function schemas"},
+            "rewritten": {"type": "boolean", "description": "the messages replace the whole conversation"},
+            "metadata": {**_OBJECT, "description": "further information; truncated: a limit ended the episode"},
         },
         "required": ["messages"],
     },
@@ -55,26 +49,47 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def action_to_json(action: Action) -> dict[str, Any]:
-    """For a server of this library."""
-    return asdict(action)
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An environment's answer to a reset or a step. `reward` is None if it gave none."""
+
+    observation: dict[str, Any]
+    reward: float | None
+    done: bool
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Self:
+        """Parse. InfrastructureError: the reward is not a finite number."""
+        reward, observation = data.get("reward"), data.get("observation")
+        try:
+            number = None if reward is None else float(reward)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if number is not None and not math.isfinite(number):
+            raise InfrastructureError(f"the server gave the reward {str(reward)[:80]!r}, which is not a finite number")
+        observation = observation if isinstance(observation, dict) else {"value": observation}
+        return cls(observation, number, bool(data.get("done")), data.get("metadata") or {})
 
 
 def action_from_json(data: Any) -> Action:
-    """An action, or the call of an MCP tool. ValueError: it is neither."""
+    """Parse an action, or the call of an MCP tool. ValueError: it is neither."""
     if not isinstance(data, Mapping):
         raise ValueError("an action must be an object")
     if data.get("type") == "call_tool":
         name, arguments = data.get("tool_name"), data.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
-            raise ValueError("call_tool needs a tool_name, which is a text, and arguments, which are an object")
+            raise ValueError("call_tool needs a string tool_name and an object arguments")
         return Action("", calls=(ToolCall(name, dict(arguments)),))
     if unknown := set(data) - set(SCHEMA["action"]["properties"]):
         raise ValueError(f"an action has no {', '.join(sorted(unknown))}")
     text, calls, errors = data.get("text"), data.get("calls", ()), data.get("errors", ())
     if not isinstance(text, str) or not isinstance(data.get("content", ""), str):
-        raise ValueError("an action needs a text, which like its content must be a string")
-    if not isinstance(calls, list | tuple) or not all(map(_is_call, calls)):
+        raise ValueError("an action needs a string text; its content must be a string too")
+    if not isinstance(calls, list | tuple) or not all(
+        isinstance(call, Mapping) and isinstance(call.get("name"), str) and isinstance(call.get("arguments", {}), dict)
+        for call in calls
+    ):
         raise ValueError("calls must be a list of objects with a name and arguments")
     if not isinstance(errors, list | tuple) or not all(isinstance(error, str) for error in errors):
         raise ValueError("errors must be a list of strings")
@@ -82,31 +97,23 @@ def action_from_json(data: Any) -> Action:
     return Action(text, data.get("content", text.strip()), read, tuple(errors), bool(data.get("truncated", False)))
 
 
-def _is_call(call: Any) -> bool:
-    return (
-        isinstance(call, Mapping) and isinstance(call.get("name"), str) and isinstance(call.get("arguments", {}), dict)
-    )
-
-
 def reply_to_json(step: Step) -> dict[str, Any]:
-    """A step as what OpenEnv calls an observation. What of its info has no JSON form goes as text.
+    """A step as an OpenEnv observation. Values of `info` without a JSON form become text.
 
-    TypeError, ValueError: that cannot be, as of keys that are tuples; or the reward is no finite number.
+    Raises:
+        TypeError, ValueError: keys without a JSON form, such as tuples, or a reward that is not finite.
     """
     reward = None if step.reward is None else float(step.reward)
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
+    metadata = json.loads(json.dumps(dict(step.info), default=str)) | ({"truncated": True} if step.truncated else {})
     observation = {"messages": list(step.messages), "tools": list(step.tools), "rewritten": step.rewritten}
-    metadata = {
-        **json.loads(json.dumps(dict(step.info), default=str)),
-        **({"truncated": True} if step.truncated else {}),
-    }
     reply: dict[str, Any] = {"observation": {**observation, "metadata": metadata}, "reward": reward}
     return {**reply, "done": step.done, **({"metadata": metadata} if metadata else {})}
 
 
 def step_from_reply(reply: Reply) -> Step:
-    """The step that such a reply was made of."""
+    """Inverse of `reply_to_json`."""
     metadata = dict(reply.metadata)
     truncated = bool(metadata.pop("truncated", False))
     return Step(

@@ -1,1 +1,1 @@
-"""What runs in the sandbox's own processes. They are told the text of these files, and import nothing else of forge."""
+"""Modules of the sandbox's own processes. They are sent as text and import nothing else of forge_sandbox."""

@@ -1,4 +1,4 @@
-"""The program `bwrap` in place of namespaces of our own, where it may do what we may not."""
+"""`bwrap` in place of our own namespaces, where it has the permissions that we lack."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .syscalls import die_with_parent, prctl
 
 
 def execute(
-    settings: dict[str, Any], modules: dict[str, str], source: bytes, cells: Sequence[int] | None, told: int
+    settings: dict[str, Any], modules: dict[str, str], source: bytes, cells: Sequence[int] | None, setup: int
 ) -> None:
-    """Become bwrap with a program in it, or with a session that reads its cells from and answers to `cells`."""
+    """Execute bwrap with a program, or with a session that uses the pipes `cells`."""
     try:
         os.setsid()
         places = readable(settings)
         if not os.geteuid():
             confine.become_user(namespaces.NOBODY)
         die_with_parent()
-        header = {"modules": modules, "main": "bubblewrap", "settings": settings, "cells": cells, "told": told}
+        header = {"modules": modules, "main": "bubblewrap", "settings": settings, "cells": cells, "setup": setup}
         given = os.memfd_create("given")
         os.write(given, wire.pack(header, source))
         os.lseek(given, 0, os.SEEK_SET)
-        for descriptor in (given, told, *(cells or ())):
+        for descriptor in (given, setup, *(cells or ())):
             os.set_inheritable(descriptor, True)
         words = [settings["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
         words += ["--clearenv", "--cap-drop", "ALL"]
@@ -39,12 +39,12 @@ def execute(
         words += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8"]
         os.execv(words[0], [*words, "-c", settings["boot"], str(given)])
     except BaseException as error:
-        os.write(told, f"{type(error).__name__}: {error}".encode())
+        os.write(setup, f"{type(error).__name__}: {error}".encode())
         os._exit(confine.SETUP_FAILED)
 
 
 def main(given: int, header: dict[str, Any], source: bytes) -> None:
-    """In bwrap: the rest of what confines, then the program."""
+    """Inside bwrap: confine further, then run the program."""
     os.close(given)
     program_pid = os.fork()
     if program_pid:
@@ -58,12 +58,12 @@ def main(given: int, header: dict[str, Any], source: bytes) -> None:
         else:
             program.run_cells(*cells)
 
-    confine.confine(settings, None, cells or (), run, header["told"])
+    confine.confine(settings, None, cells or (), run, header["setup"])
 
 
 def _first(program_pid: int) -> None:
-    """Be the first process, to which signals mean nothing, so that the program need not be; end as it does."""
-    prctl(confine.DUMPABLE, 0)  # its memory and files are closed to the program
+    """Act as pid 1, which ignores signals, so that the program is not; exit with its status."""
+    prctl(confine.DUMPABLE, 0)  # the program may not access its memory and files
     confine.close_all_but()
     for descriptor in range(3):
         os.close(descriptor)

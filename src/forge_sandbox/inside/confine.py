@@ -1,4 +1,4 @@
-"""From a process that was just forked to one that can do no harm. What runs here never returns."""
+"""Confines a forked process and runs a program in it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from . import landlock, limits, namespaces, seccomp
 from .syscalls import call, die_with_parent, prctl
 
 BEGUN = b"+"
-SETUP_FAILED = 125  # the exit code of a process that could not be confined
+SETUP_FAILED = 125  # exit code if confinement failed
 DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
 
 
 def confine(
-    settings: dict[str, Any], rules: int | None, kept: Sequence[int], run: Callable[[], None], told: int
+    settings: dict[str, Any], rules: int | None, kept: Sequence[int], run: Callable[[], None], setup: int
 ) -> None:
-    """Confine this process, and run the program in it.
+    """Confine this process and run the program; never returns.
 
     Args:
-        settings: as of `forge_sandbox.Sandbox`, with the level.
-        rules: landlock's, where they are made.
+        settings: of `forge_sandbox.Sandbox`, with the level.
+        rules: landlock's, if used.
         kept: descriptors that stay open besides 0, 1 and 2.
-        run: ends the process.
-        told: `BEGUN` is written here, or what has failed before the program began.
+        run: the program; exits the process.
+        setup: descriptor for `BEGUN`, or for the error if confinement fails.
     """
     try:
         os.setsid()
         die_with_parent()
         level, processes = settings["level"], settings["processes"]
-        close_all_but(*kept, told, *(() if rules is None else (rules,)))
+        close_all_but(*kept, setup, *(() if rules is None else (rules,)))
         tasks = None
         if level == "namespaces":
-            # The user is nobody else's in here, but for an ordinary one the three processes above count.
+            # No other processes of this user in the namespace; without root the three processes above count.
             tasks = processes if os.geteuid() == 0 else processes + 3
             if os.geteuid() == 0:
                 become_user(namespaces.NOBODY)
@@ -55,24 +55,24 @@ def confine(
             else:
                 seccomp.install(seccomp.program(forks=processes > 1))
     except BaseException as error:
-        os.write(told, f"{type(error).__name__}: {error}".encode())
+        os.write(setup, f"{type(error).__name__}: {error}".encode())
         os._exit(SETUP_FAILED)
-    os.write(told, BEGUN)
-    os.close(told)
+    os.write(setup, BEGUN)
+    os.close(setup)
     run()
     os._exit(0)
 
 
 def become_user(user: int) -> None:
-    """Root no longer: limits on processes do not bind root, and rights of files say nothing to it."""
+    """Drop root, which process limits and file permissions do not bind."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    prctl(DUMPABLE, 1)  # or its own /proc/self would be closed to it
+    prctl(DUMPABLE, 1)  # or it could not open its own /proc/self
 
 
 def close_all_but(*kept: int) -> None:
-    """All descriptors but these, and 0, 1 and 2."""
+    """Close all descriptors except these and 0, 1 and 2."""
     start = 3
     for descriptor in (*sorted({*kept}), 1 << 31):
         if start < descriptor:

@@ -1,6 +1,6 @@
-"""The process above a program: reads what is to be run, forks it, watches it, answers, and ends.
+"""The parent of a program: reads the request, forks the program, monitors it, answers and exits.
 
-Each request has a keeper of its own, so that no program can find in its memory what others were or wrote.
+Each request has its own keeper, so that programs cannot find others' data in its memory.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from . import bubblewrap, confine, limits, program, wire
 from .place import Place
 from .syscalls import prctl
 
-_PATIENCE = 5.0  # seconds for processes that were killed to be gone
-_TICK = 0.05  # seconds from one look at what all processes have taken to the next
+_PATIENCE = 5.0  # seconds for killed processes to exit
+_TICK = 0.05  # seconds between checks of memory and CPU time
 _SUBREAPER = 36
 _NO_MEMORY = re.compile(r"^[\w.]*MemoryError\b")
 
 
 def keep(control: int, settings: dict[str, Any], place: Place, modules: dict[str, str]) -> None:
-    """Answer one request from `control`, or all those of a session; this process is to end then."""
+    """Serve one request from `control`, or a session; the caller then exits."""
     looks = place.own(settings) if settings["level"] == "namespaces" else settings["level"] != "landlock"
-    prctl(_SUBREAPER, 1)  # what a program leaves behind comes to this process
+    prctl(_SUBREAPER, 1)  # orphans are reparented to this process
     header, bodies = wire.unpack(lambda size: os.read(control, size))
     if header["kind"] == "run":
         running = Running(control, settings, place, modules, looks, bodies)
-        status = running.watch(header["time_limit"])
-        _answer(control, running, status)
-        return
+        return _answer(control, running, running.watch(header["time_limit"]))
     running = Running(control, settings, place, modules, looks, None)
     _send(control, {})
     while running.pid:
@@ -45,10 +43,11 @@ def keep(control: int, settings: dict[str, Any], place: Place, modules: dict[str
 
 
 class Running:
-    """A program, or a session without `given`, with what it writes.
+    """A program with its output, or a session if `given` is None.
 
     Attributes:
-        pid: 0 once it has ended. begun: it was confined.
+        pid: 0 after its end.
+        begun: confinement succeeded.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Running:
     ) -> None:
         self.control, self.settings, self.looks = control, settings, looks
         self.most = settings["output_kb"] << 10
-        out, error, told, answers, cells = (os.pipe() for _ in range(5))
+        out, error, setup, answers, cells = (os.pipe() for _ in range(5))
         source, stdin = given or (b"", b"")
         self.began = time.monotonic()
         self.pid = os.fork()
@@ -72,7 +71,7 @@ class Running:
                     os.dup2(descriptor, number)
                 kept = (*place.kept, *(() if given else (cells[0], answers[1])))
                 if settings["level"] == "bubblewrap":
-                    bubblewrap.execute(settings, modules, source, None if given else kept, told[1])
+                    bubblewrap.execute(settings, modules, source, None if given else kept, setup[1])
 
                 def run() -> None:
                     if given:
@@ -80,29 +79,29 @@ class Running:
                     else:
                         program.run_cells(cells[0], answers[1])
 
-                confine.confine(settings, place.rules, kept, run, told[1])
+                confine.confine(settings, place.rules, kept, run, setup[1])
             finally:
                 os._exit(confine.SETUP_FAILED)
-        for descriptor in (out[1], error[1], told[1], answers[1], cells[0]):
+        for descriptor in (out[1], error[1], setup[1], answers[1], cells[0]):
             os.close(descriptor)
-        self.out, self.error, self.told, self.answers, self.cells = out[0], error[0], told[0], answers[0], cells[1]
-        for descriptor in (self.out, self.error, self.told, self.answers, self.cells):
+        self.out, self.error, self.setup, self.answers, self.cells = out[0], error[0], setup[0], answers[0], cells[1]
+        for descriptor in (self.out, self.error, self.setup, self.answers, self.cells):
             os.set_blocking(descriptor, False)
         self.exited = os.pidfd_open(self.pid)
-        self.texts = {self.out: bytearray(), self.error: bytearray(), self.told: bytearray()}
+        self.texts = {self.out: bytearray(), self.error: bytearray(), self.setup: bytearray()}
         self.ended: int | None = None
         self.cpu_before = 0.0
 
     @property
     def begun(self) -> bool:
-        return bytes(self.texts[self.told]) == confine.BEGUN
+        return bytes(self.texts[self.setup]) == confine.BEGUN
 
     def clear(self) -> None:
         self.began, self.cpu_before = time.monotonic(), _cpu()
         self.texts[self.out], self.texts[self.error] = bytearray(), bytearray()
 
     def watch(self, limit: float, cell: bytes | None = None) -> str:
-        """Until it has exited ("exited"), has answered a cell ("0", "1"), or may not go on: it has ended then."""
+        """Wait until it has exited ("exited"), answered a cell ("0", "1"), or was killed for exceeding a limit."""
         deadline = self.began + limit
         waiting = b"" if cell is None else struct.pack("I", len(cell)) + cell
         poll = select.poll()
@@ -119,7 +118,7 @@ class Running:
             ready = {descriptor for descriptor, _ in poll.poll(1000 * (min(left, _TICK) if self.looks else left))}
             if self.control in ready:
                 self._end()
-                os._exit(0)  # whoever asked has gone, as nothing is sent while a program runs
+                os._exit(0)  # the caller is gone: it sends nothing while a program runs
             if self.cells in ready:
                 waiting = waiting[_write(self.cells, waiting[:4096]) :]
                 if not waiting:
@@ -128,11 +127,11 @@ class Running:
                 if not self._read(descriptor):
                     poll.unregister(descriptor)
             status = self._overrun() or ("exited" if self.exited in ready else "")
-            if not status and self.answers in ready and (said := _read(self.answers, 1)):
+            if not status and self.answers in ready and (reply := _read(self.answers, 1)):
                 self._drain()
-                status = self._overrun() or ("memory" if said == b"m" else "")
+                status = self._overrun() or ("memory" if reply == b"m" else "")
                 if not status:
-                    return "0" if said == b"0" else "1"
+                    return "0" if reply == b"0" else "1"
             if self.looks and time.monotonic() > look:
                 look = time.monotonic() + _TICK
                 self._reap()
@@ -142,7 +141,7 @@ class Running:
         return self._overrun() or status
 
     def _greed(self) -> str:
-        """What all its processes together have taken too much of."""
+        """Status for a limit exceeded by all its processes together, or ""."""
         processes = limits.below(os.getpid())
         memory, seconds = limits.taken(processes)
         if seconds > self.settings["cpu_seconds"]:
@@ -154,7 +153,7 @@ class Running:
         return "output" if max(len(self.texts[self.out]), len(self.texts[self.error])) > self.most else ""
 
     def _read(self, descriptor: int) -> bool:
-        """Take what is there, up to one byte more than may be. Whether there may be more to come."""
+        """Read what is available, up to one byte beyond the limit. False at the end."""
         try:
             part = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -170,13 +169,13 @@ class Running:
                 self._read(descriptor)
 
     def _reap(self) -> None:
-        with suppress(ChildProcessError):  # there are no more
+        with suppress(ChildProcessError):  # none left
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if found[0] == self.pid:
                     self.ended = found[1]
 
     def _end(self) -> None:
-        """Kill it with all that it started, and wait until nothing of it is left but what ends with this process."""
+        """Kill it with its descendants and wait for them; at other levels those die with this process."""
         until = time.monotonic() + _PATIENCE
         strays = self.settings["level"] in ("bubblewrap", "none")
         while True:
@@ -187,7 +186,7 @@ class Running:
             if time.monotonic() > until:
                 raise TimeoutError(f"a program was killed and has not ended within {_PATIENCE:g} s")
             for child in left:
-                with suppress(ProcessLookupError):  # it has just ended
+                with suppress(ProcessLookupError):  # it has just exited
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.0005)
         self.pid = 0
@@ -196,7 +195,7 @@ class Running:
 def _answer(control: int, running: Running, status: str) -> None:
     seconds = time.monotonic() - running.began
     if not running.begun and status != "timeout":
-        texts = (running.texts[descriptor] for descriptor in (running.told, running.error))
+        texts = (running.texts[descriptor] for descriptor in (running.setup, running.error))
         _send(control, {"failed": b" ".join(texts).decode("utf-8", "replace") or f"{status} before it began"})
         running.pid = 0
         return
@@ -217,7 +216,7 @@ def _status(code: int, error: str, level: str) -> str:
     if code == 0:
         return "ok"
     if level == "bubblewrap" and 128 < code <= 128 + signal.SIGRTMAX:
-        code = 128 - code  # it tells of a signal as shells do
+        code = 128 - code  # bwrap reports signals as shells do
     if code == -signal.SIGXCPU:
         return "timeout"
     if code < 0:
@@ -231,7 +230,7 @@ def _cpu() -> float:
 
 
 def _sealed(content: bytes) -> int:
-    """A file in memory that cannot be written to any more."""
+    """A sealed, read-only memory file."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(content)
     while view:
@@ -253,7 +252,7 @@ def _write(descriptor: int, content: bytes) -> int:
         return os.write(descriptor, content)
     except BlockingIOError:
         return 0
-    except BrokenPipeError:  # it does not read any more: its end is told otherwise
+    except BrokenPipeError:  # it no longer reads: its end is noticed elsewhere
         return len(content)
 
 

@@ -1,4 +1,4 @@
-"""Landlock: the files that a process, and all that it starts, may still open. Needs no rights."""
+"""Landlock: restricts the files that a process and its children may open; unprivileged."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from collections.abc import Iterable
 from .syscalls import call, libc, number
 
 _EXECUTE, _READ, _LIST, _WRITE = 1, 4, 8, 2
-_TRUNCATION = 3  # the version from which on a file that may be read cannot be truncated
+_TRUNCATION = 3  # ABI version that restricts truncation
 
 
 def ruleset(readable: Iterable[str]) -> int:
-    """A descriptor of the rule that these files, and what is in these folders, may be read, and nothing else opened; no
-    TCP port, no abstract socket and no signal to others, as far as the kernel knows how.
+    """Descriptor of a ruleset: read access to these files and folders only; no TCP, abstract sockets and signals to
+    other processes, as far as the kernel supports them.
 
-    OSError: the kernel cannot do that.
+    Raises:
+        OSError: unsupported by the kernel.
     """
     version = libc.syscall(number("landlock_create_ruleset"), None, 0, 1)
     if version < _TRUNCATION:
-        known = f"version {version}" if version > 0 else "no landlock at all, or has it switched off"
+        known = f"version {version}" if version > 0 else "none, or it is disabled"
         raise OSError(f"landlock of version {_TRUNCATION} (Linux 6.2) is needed, the kernel has {known}")
     files = (1 << 15) - 1 | (version >= 5) << 15
     size = 24 if version >= 6 else 16 if version >= 4 else 8
@@ -36,5 +37,5 @@ def ruleset(readable: Iterable[str]) -> int:
 
 
 def restrict(rules: int) -> None:
-    """This process keeps to the rules from now on. OSError: the kernel does not take them."""
+    """Apply the rules to this process, irreversibly. OSError: rejected by the kernel."""
     call("landlock_restrict_self", rules, 0)

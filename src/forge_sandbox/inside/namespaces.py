@@ -1,4 +1,4 @@
-"""Namespaces: a root of its own with nothing but Python in it, no network, no other process to be seen."""
+"""Namespaces: a root file system with Python only, no network, no other processes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ _MOVE, _DETACH = 8192, 2
 _HERE, _ALL_BELOW = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
 NOBODY = 65534
 _SCRATCH = "/.tmp"
-_PLACE = "/sys"  # the new root is made over it: Python is never there
+_PLACE = "/sys"  # mount point of the new root: never holds Python
 
 
 def enter() -> None:
-    """Leave the namespaces of the caller; the next process that is forked is the first of its own. OSError: the machine
-    does not allow it."""
+    """Enter new namespaces; the next forked process is the first of its own. OSError: not permitted here."""
     uid, gid = os.geteuid(), os.getegid()
     if uid:
         _unshare(_ALL)
         _map(os.getpid(), f"{NOBODY} {uid} 1", f"{NOBODY} {gid} 1", "deny")
         return
-    # Root reads folders that are closed to others, and programs run as nobody: two users, which someone must map who
-    # is still root outside.
+    # Two users, since root reads Python's folders and programs run as nobody. A helper that is still root outside must
+    # write the map.
     pid, (ready, go) = os.getpid(), os.pipe()
     helper = os.fork()
     if not helper:
@@ -49,13 +48,14 @@ def enter() -> None:
         os.close(ready)
         _, status = os.waitpid(helper, 0)
     if status:
-        raise OSError(os.waitstatus_to_exitcode(status), f"user {NOBODY} cannot be mapped into a namespace")
+        raise OSError(os.waitstatus_to_exitcode(status), f"mapping user {NOBODY} into a namespace failed")
 
 
 def new_root(readable: Iterable[str], links: dict[str, str]) -> None:
-    """Exchange the root for one with these files, folders and links alone, to be read, and empty /tmp and /proc.
+    """Replace the root by a read-only one with these files, folders and links, and empty /tmp and /proc.
 
-    OSError: says which mount has failed.
+    Raises:
+        OSError: a mount failed; with its target.
     """
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     _mount("tmpfs", _PLACE, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
@@ -69,7 +69,7 @@ def new_root(readable: Iterable[str], links: dict[str, str]) -> None:
         os.makedirs(_PLACE + folder, exist_ok=True)
     for link, target in links.items():
         _link(target, _PLACE + link)
-    # A program's own /proc can be mounted only by those who have a whole one already.
+    # The kernel permits a program's own /proc only if a full one is mounted already.
     mount_proc(f"{_PLACE}/proc")
     call("mount_setattr", _HERE, _PLACE.encode(), 0, struct.pack("QQQQ", _READ_ONLY, 0, 0, 0), 32)
     os.chdir(_PLACE)
@@ -79,10 +79,10 @@ def new_root(readable: Iterable[str], links: dict[str, str]) -> None:
 
 
 def own_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, str]) -> bool:
-    """Give this process, the first of its namespace, a /tmp of its own, and a /proc. Whether there is a /proc.
+    """Mount a private /tmp and /proc for this process, the first of its namespace. False without a /proc.
 
     Args:
-        readable, links: those of `new_root`; the ones in /tmp stay.
+        readable, links: as in `new_root`; those in /tmp are kept.
     """
     _unshare(_NEW_MOUNTS)
     settings = f"size={scratch_mb}m,nr_inodes=1024,mode=1777"
@@ -108,13 +108,13 @@ def _make(target: str, folder: bool) -> None:
 
 
 def _link(target: str, link: str) -> None:
-    if not os.path.lexists(link):  # what lies around it may be mounted
+    if not os.path.lexists(link):  # a parent folder may be mounted
         os.makedirs(os.path.dirname(link), exist_ok=True)
         os.symlink(target, link)
 
 
 def mount_proc(place: str) -> bool:
-    """Whether it could be done. Containers that hide parts of /proc do not allow it: programs go without."""
+    """False if not permitted, as in containers that mask parts of /proc: programs run without one."""
     try:
         _mount("proc", place, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY)
     except PermissionError:

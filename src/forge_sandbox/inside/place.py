@@ -1,4 +1,4 @@
-"""Where programs run, made once for all of them: the root they see, the rules for files, the user."""
+"""The environment of programs, prepared once: root file system, landlock rules, user."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from . import confine, landlock, namespaces
 
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_USERS = 1 << 30  # far above any that a machine has given to somebody
+_USERS = 1 << 30  # far above assigned user ids
 
 
 @dataclass
 class Place:
-    """`rules` of landlock, where they are made; `kept` descriptors that programs need; `readable` files and folders,
-    and the `links` on the way to them."""
+    """Landlock `rules`, if used; `kept` descriptors that programs need; `readable` paths and the `links` on them."""
 
     rules: int | None = None
     kept: tuple[int, ...] = ()
@@ -25,14 +24,15 @@ class Place:
     links: dict[str, str] = field(default_factory=dict)
 
     def own(self, settings: dict[str, Any]) -> bool:
-        """The part that each keeper has for itself, at level namespaces. Whether it can see its processes."""
+        """Private mounts of a keeper at level namespaces. False without a /proc."""
         return namespaces.own_mounts(settings["file_mb"], self.readable, self.links)
 
 
 def readable(settings: dict[str, Any]) -> list[str]:
-    """Python, the libraries of the system, and what the settings say, without links and what lies in another.
+    """Real paths of Python, system libraries and the settings, without those inside others.
 
-    FileNotFoundError: something of the settings is not there.
+    Raises:
+        FileNotFoundError: a path of the settings does not exist.
     """
     for path in settings["readable"]:
         os.stat(path)
@@ -51,7 +51,7 @@ def readable(settings: dict[str, Any]) -> list[str]:
 
 
 def links_to(settings: dict[str, Any]) -> dict[str, str]:
-    """The links on the ways to what the settings say, and those that systems have: where each of them leads."""
+    """Targets of the symbolic links on the paths of the settings and in /."""
     found: dict[str, str] = {}
     for path in ("/bin", "/lib", "/lib64", *settings["readable"]):
         way, rest = "/", path.split("/")
@@ -67,7 +67,7 @@ def links_to(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def prepare(settings: dict[str, Any]) -> Place:
-    """Go there. OSError: the machine does not let this user."""
+    """Enter the environment. OSError: not permitted here."""
     level = settings["level"]
     if level == "namespaces":
         paths, links = tuple(readable(settings)), links_to(settings)
@@ -79,24 +79,24 @@ def prepare(settings: dict[str, Any]) -> Place:
     return Place()
 
 
-def _become_nobody() -> None:
+def _drop_root() -> None:
     for user in (_USERS + os.getpid(), namespaces.NOBODY):
         try:
             return confine.become_user(user)
-        except OSError:  # a container that has fewer users
+        except OSError:  # a container that maps fewer users
             continue
     with open("/proc/self/uid_map") as file:
         if "0" in file.read().split()[1::3]:
-            raise OSError("root cannot become another user here: give it CAP_SETUID and CAP_SETGID, or do not be root")
-    # The only user of a container, whom limits bind as they do any other.
+            raise OSError("dropping root failed: grant CAP_SETUID and CAP_SETGID, or run as another user")
+    # Root of a container with one user: limits bind it as any other.
 
 
 def _leave_root() -> tuple[int, ...]:
-    """Become a user whom nobody else is. What is open of Python's folders, if the way to them is closed to others."""
+    """Drop root to an unused user. Returns descriptors of the sys.path folders that the new user cannot traverse to."""
     if os.geteuid():
         return ()
     opened = {path: os.open(path, os.O_PATH) for path in sys.path if os.path.isdir(path)}
-    _become_nobody()
+    _drop_root()
     closed = {path: number for path, number in opened.items() if not os.access(path, os.R_OK | os.X_OK)}
     for path, number in opened.items():
         if path not in closed:

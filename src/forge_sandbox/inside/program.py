@@ -1,4 +1,4 @@
-"""What runs in a confined process: a program from its beginning to its end, or the cells of a session."""
+"""Runs in a confined process: a program, or the cells of a session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "program.py"
 
 
 def run_program(source: str) -> None:
-    """Run it as the main program and end this process with its exit code."""
+    """Run it as __main__ and exit with its code."""
     module = _fresh()
     code = _execute(module, source, show=False)
     try:
@@ -33,13 +33,12 @@ def run_program(source: str) -> None:
     os._exit(_flushed(code))
 
 
-def run_cells(asked: int, answered: int) -> None:
-    """Run the cells that come through one pipe, each behind its length; a byte through the other ends each: "0" for ok,
-    "1" for an error, "m" for no memory, "x" and its exit code where it asked to end. They share their names; the value
-    of a last expression is printed."""
+def run_cells(source_pipe: int, answer_pipe: int) -> None:
+    """Run length-prefixed cells from one pipe and answer each with a byte: "0" ok, "1" error, "m" out of memory. A cell
+    that raises SystemExit ends the process. Cells share a namespace; the value of a final expression is printed."""
     module = _fresh()
     while True:
-        source = _exactly(asked, struct.unpack("I", _exactly(asked, 4))[0])
+        source = _exactly(source_pipe, struct.unpack("I", _exactly(source_pipe, 4))[0])
         try:
             code = _flushed(_execute(module, source.decode("utf-8", "surrogatepass"), show=True, leave=False))
             answer = b"1" if code else b"0"
@@ -48,11 +47,11 @@ def run_cells(asked: int, answered: int) -> None:
         except MemoryError:
             answer = b"m"
             _flushed(1)
-        os.write(answered, answer)
+        os.write(answer_pipe, answer)
 
 
 def _fresh() -> types.ModuleType:
-    """An empty main module, and a process with nothing of its own from the one that it was forked from."""
+    """An empty __main__, and a process without state inherited from its parent."""
     os.environ.clear()
     os.environ.update(HOME="/tmp", LANG="C.UTF-8", PATH="/usr/bin:/bin")
     random.seed()
@@ -63,7 +62,7 @@ def _fresh() -> types.ModuleType:
         del sys.modules[name]
     builtins.exit = builtins.quit = Quitter("exit", "its end")  # type: ignore[assignment]
     sys.argv = [NAME]
-    # The streams of before were made for other files.
+    # The inherited streams belong to other files.
     for number, name, mode, errors in (
         (0, "stdin", "r", "replace"),
         (1, "stdout", "w", "backslashreplace"),
@@ -77,7 +76,7 @@ def _fresh() -> types.ModuleType:
 
 
 def _execute(module: types.ModuleType, source: str, *, show: bool, leave: bool = True) -> int:
-    """The exit code. Without `leave`, SystemExit and MemoryError are raised, the latter once it is told."""
+    """The exit code. Without `leave`, SystemExit and MemoryError propagate, the latter after its traceback."""
     try:
         tree = ast.parse(source, NAME)
         last: Any = tree.body.pop() if show and tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -110,7 +109,7 @@ def _exit_code(asked_for: SystemExit) -> int:
 
 
 def _flushed(code: int) -> int:
-    """The code; 1 where it was 0 and the output could not be written."""
+    """Flush; the exit code becomes 1 if the output could not be written."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

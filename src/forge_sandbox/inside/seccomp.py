@@ -1,4 +1,4 @@
-"""A filter of system calls: those that reach beyond a program, or that have been the way out of other sandboxes."""
+"""Seccomp filter of system calls that reach beyond a program, or that were used to escape other sandboxes."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ _DENIED = (
     *("syslog", "vhangup", "sethostname", "setdomainname", "settimeofday", "clock_settime", "adjtimex"),
     *("clock_adjtime", "personality", "iopl", "ioperm", "modify_ldt", "vmsplice", "nfsservctl", "lookup_dcookie"),
     *("uselib", "ustat", "sysfs"),
-    # memory that no limit counts
+    # memory outside all limits
     *("memfd_create", "memfd_secret"),
-    # IPC: it outlives its process, and what others have of it can be reached by number alone
+    # IPC: outlives the process, and objects of others are reachable by number
     *("shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop"),
     *("msgget", "msgsnd", "msgrcv", "msgctl"),
     *("mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"),
 )
-# Landlock says nothing of what a file is called, who owns it, and whether it is watched.
+# Landlock does not restrict file modes, owners, times, attributes and watches.
 _OF_FILES = (
     *("chmod", "fchmod", "fchmodat", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat"),
     *("utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr", "truncate"),
     *("inotify_init", "inotify_init1", "inotify_add_watch"),
 )
 _OF_PROCESSES = ("fork", "vfork", "execve", "execveat")
-# Callers have another way where these are not known; io_uring is a way around this filter.
+# ENOSYS: callers of clone3 fall back to clone; io_uring would bypass this filter.
 _UNKNOWN = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
-_NEWEST = 449  # futex_waitv: what has come since then cannot be judged here
+_NEWEST = 449  # futex_waitv; later system calls are unknown here
 
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _NEW_NAMESPACES, _THREAD = 0x7E020080, 0x10000
 _UNIX, _STREAM = 1, 1
 _PARENT_DEATH = 1
-# Signals of the sender's choice to a process of the sender's choice, once there is something to read.
+# fcntl commands that send a chosen signal to a chosen process on input.
 _SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY = 8, 10, 15, 1026
-_IOCTLS = (0x8901, 0x8902, 0x5412, 0x541C)  # the same by ioctl; input typed into a terminal
+_IOCTLS = (0x8901, 0x8902, 0x5412, 0x541C)  # the same by ioctl; TIOCSTI (injects terminal input)
 
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x50000
 _LOAD, _AND, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 Instruction = tuple[int, int, int, int]
-_PERMIT, _REFUSE = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+_PERMIT, _DENY = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 
 
 def _argument(index: int) -> Instruction:
@@ -62,11 +62,11 @@ def _argument(index: int) -> Instruction:
 
 
 def program(*, forks: bool, only: int | None = None) -> bytes:
-    """The filter as BPF.
+    """The filter as BPF code.
 
     Args:
-        forks: it may start processes and execute files.
-        only: the one process that it may send signals to. None where it is alone with its own, files among them.
+        forks: may start processes and execute files.
+        only: the only process it may signal; None if isolated by namespaces, files included.
     """
     code: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)]
     code += [(_LOAD, 0, 0, 0)]
@@ -75,32 +75,32 @@ def program(*, forks: bool, only: int | None = None) -> bytes:
     code += [(_ABOVE, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
 
     def rule(name: str, *then: Instruction) -> None:
-        """What becomes of a call. The last of these must return."""
+        """Instructions for one call; the last must return."""
         if (known := number(name)) is not None:
             code.extend([(_EQUAL, 0, len(then), known), *then])
 
     def only_if(name: str, index: int, value: int) -> None:
-        rule(name, _argument(index), (_EQUAL, 1, 0, value), _REFUSE, _PERMIT)
+        rule(name, _argument(index), (_EQUAL, 1, 0, value), _DENY, _PERMIT)
 
     def unless(name: str, index: int, *values: int) -> None:
         left = range(len(values), 0, -1)  # jumps to the last instruction
         tests = [(_EQUAL, jump, 0, value) for jump, value in zip(left, values, strict=True)]
-        rule(name, _argument(index), *tests, _PERMIT, _REFUSE)
+        rule(name, _argument(index), *tests, _PERMIT, _DENY)
 
     denied = [*_DENIED, *(_OF_FILES if only is not None else ()), *(() if forks else _OF_PROCESSES)]
     for name in denied:
-        rule(name, _REFUSE)
+        rule(name, _DENY)
     for name in _UNKNOWN:
         rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
     only_if("prlimit64", 0, 0)
-    # A datagram socket of a pair could still send to any name.
-    kind = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), _REFUSE, _PERMIT]
-    rule("socketpair", _argument(0), (_EQUAL, 1, 0, _UNIX), _REFUSE, *kind)
+    # Stream pairs only: a datagram socket could send to any address.
+    kind = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), _DENY, _PERMIT]
+    rule("socketpair", _argument(0), (_EQUAL, 1, 0, _UNIX), _DENY, *kind)
     unless("prctl", 0, _PARENT_DEATH)
     unless("fcntl", 1, _SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY)
     unless("ioctl", 1, *_IOCTLS)
     flags = (_ANY_BIT, 0, 1, _NEW_NAMESPACES) if forks else (_ANY_BIT, 1, 0, _THREAD)
-    rule("clone", _argument(0), flags, _REFUSE, _PERMIT)
+    rule("clone", _argument(0), flags, _DENY, _PERMIT)
     if only is not None:
         only_if("kill", 0, only)
         only_if("tgkill", 0, only)
@@ -112,7 +112,7 @@ class _Filter(ctypes.Structure):
 
 
 def install(code: bytes) -> None:
-    """This process, and all that it starts, keeps to the filter from now on. OSError: the kernel does not take it."""
+    """Apply the filter to this process and its children, irreversibly. OSError: rejected by the kernel."""
     buffer = ctypes.create_string_buffer(code, len(code))
     given = _Filter(len(code) // 8, ctypes.addressof(buffer))
     checked(libc.prctl(22, ctypes.c_long(2), ctypes.byref(given), 0, 0), "seccomp")

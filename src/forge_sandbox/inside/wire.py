@@ -1,4 +1,4 @@
-"""Messages: a JSON header behind its length, and as many bodies of bytes as it says."""
+"""Messages: length, JSON header, and bodies of bytes with the sizes in the header."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ def pack(header: dict[str, Any], *bodies: bytes) -> bytes:
 
 
 def unpack(read: Callable[[int], bytes]) -> tuple[dict[str, Any], list[bytes]]:
-    """The next message.
+    """Read the next message.
 
     Args:
-        read: gives at most so many bytes, none at the end.
+        read: returns at most the given number of bytes, none at the end.
 
-    EOFError: it ends before the message does.
+    Raises:
+        EOFError: the stream ended within the message.
     """
 
     def exactly(size: int) -> bytes:

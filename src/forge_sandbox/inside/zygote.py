@@ -1,6 +1,6 @@
-"""The process that programs are forked from: fresh, with an empty environment, and with nothing that they must not see.
+"""The process that keepers are forked from: a fresh interpreter with an empty environment.
 
-It reads no request: whoever it forks for each of them does.
+It reads no requests, so that programs cannot find them in their memory: each is read by its keeper.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from . import keeper, namespaces, wire
 from .place import Place, prepare
 from .syscalls import checked, die_with_parent, libc
 
-# Imported once here, not by each program.
+# Imported once, not by each program.
 _PRELOADED = (
     *("math", "re", "json", "random", "string", "collections", "itertools", "functools", "operator", "heapq", "bisect"),
     *("copy", "datetime", "decimal", "fractions", "statistics", "typing", "dataclasses", "enum", "io", "textwrap"),
     *("contextlib", "abc", "array", "queue", "threading", "traceback", "linecache", "time", "hashlib", "struct"),
 )
-_LOOK = 1.0  # seconds from one look at whether the parent is alive to the next
+_LOOK = 1.0  # seconds between checks that the parent is alive
 
 
 def main(control: int, settings: dict[str, Any], modules: dict[str, str]) -> None:
-    """Answer requests until nobody is there to ask."""
+    """Serve requests until the socket is closed."""
     os.set_inheritable(control, False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -43,8 +43,8 @@ def main(control: int, settings: dict[str, Any], modules: dict[str, str]) -> Non
 
 
 def _guard(control: int) -> None:
-    """Go on in a child. This process waits for it, and kills it if the one that started all this has ended: a closed
-    socket would say so too, unless another of its children has inherited it."""
+    """Continue in a child, which this process kills if its own parent ends. The closed socket does not suffice: another
+    child of the parent may have inherited it."""
     parent = os.getppid()
     child = os.fork()
     if not child:
@@ -62,23 +62,23 @@ def _serve(control: int, settings: dict[str, Any], modules: dict[str, str]) -> N
     sys.path.extend(settings["path"])
     own = os.open("/proc/self/ns/pid", os.O_RDONLY) if settings["level"] == "namespaces" else None
     place = prepare(settings)
-    die_with_parent()  # a change of the user takes it back
+    die_with_parent()  # reset by the change of the user
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     for name in (*_PRELOADED, *settings["imports"]):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    with socket.socket(fileno=control) as asked:
-        asked.sendall(wire.pack({}))
-        while asked.recv(1, socket.MSG_PEEK):
+    with socket.socket(fileno=control) as requests:
+        requests.sendall(wire.pack({}))
+        while requests.recv(1, socket.MSG_PEEK):
             status = _fork_keeper(control, settings, place, modules, own)
             if status:
                 raise OSError(f"the process above a program ended with {os.waitstatus_to_exitcode(status)}")
-            asked.sendall(wire.pack({"over": True}))
+            requests.sendall(wire.pack({"over": True}))
 
 
 def _fork_keeper(control: int, settings: dict[str, Any], place: Place, modules: dict[str, str], own: int | None) -> int:
-    """How it ended, as of `waitpid`. With it all has ended that runs in its namespace."""
+    """Its exit status, as by `waitpid`. With it ends everything in its namespace."""
     if own is not None:
         checked(libc.unshare(namespaces.NEW_PID), "unshare (processes)")
     pid = os.fork()
@@ -88,7 +88,7 @@ def _fork_keeper(control: int, settings: dict[str, Any], place: Place, modules: 
             die_with_parent()
             keeper.keep(control, settings, place, modules)
             status = 0
-        except EOFError:  # nobody asks any more
+        except EOFError:  # the socket is closed
             status = 0
         except BaseException as error:
             os.write(control, wire.pack({"failed": f"{type(error).__name__}: {error}"}))

@@ -171,7 +171,7 @@ def test_rewards_that_are_missing():
 
 @pytest.mark.parametrize("reward", ["much", [1], float("nan")])
 def test_rewards_that_are_no_numbers(reward):
-    with pytest.raises(InfrastructureError, match="which is no finite number"):
+    with pytest.raises(InfrastructureError, match="which is not a finite number"):
         played(
             ["x"],
             lambda kind, data: observed({}, reward if kind == "step" else None),

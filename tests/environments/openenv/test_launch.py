@@ -124,7 +124,7 @@ def test_an_episode_that_lost_its_server_is_played_again(scripted, bpe):
     [
         ("print('no such level'); raise SystemExit(3)", 30.0, r"exit code 3; its log ends with:\nno such level"),
         ("import os; os.kill(os.getpid(), 11)", 30.0, "was ended by SIGSEGV"),
-        ("import time; time.sleep(60)", 0.5, r"not healthy within 0\.5 s \(.*/health: .*\); .* still runs"),
+        ("import time; time.sleep(60)", 0.5, r"not healthy within 0\.5 s \(.*/health: .*\); .* is still running"),
     ],
 )
 def test_a_server_that_does_not_come_up(code, limit, why):
@@ -146,7 +146,7 @@ def test_a_port_at_which_another_server_listens(monkeypatch):
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
         port = stranger.getsockname()[1]
-        with pytest.raises(InfrastructureError, match=f"port {port} cannot be had, take another: Address already"):
+        with pytest.raises(InfrastructureError, match=f"port {port} is unavailable, take another: Address already"):
             asyncio.run(LocalServer.start(["sleep", "9"], port=port))
 
 
