@@ -103,7 +103,7 @@ class PromptFormat:
     def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
         """The text that the policy sees and its token ids, ready for a continuation."""
         if self.chat is not None:
-            text = self.chat.render(self._messages(text), add_generation_prompt=True)
+            text = self.chat.render(self.conversation(text), add_generation_prompt=True)
             return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids = tuple(self.tokenizer(text)["input_ids"])
         # Some tokenizers close every text with eos, after which there is nothing to continue.
@@ -116,15 +116,16 @@ class PromptFormat:
         precedes it is the prompt of `encode`. Without one, eos ends it. ValueError: nothing does.
         """
         if self.chat is not None:
-            return self.chat.encode(self._messages(text, answer))
+            return self.chat.encode(self.conversation(text, answer))
         return supervised(Sample(Prompt(*self.encode(text)), answer), self.tokenizer)
 
     def check(self, text: str, answer: str) -> None:
         """What of `answered` is cheap to check of every row. ValueError as there."""
         if self.chat is not None:
-            self.chat.check(self._messages(text, answer))
+            self.chat.check(self.conversation(text, answer))
 
-    def _messages(self, text: str, answer: str | None = None) -> list[Message]:
+    def conversation(self, text: str, answer: str | None = None) -> list[Message]:
+        """The messages of the system prompt, the user's text and the answer, where there is one."""
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         answers = [{"role": "assistant", "content": answer}] if answer is not None else []
         return [*system, {"role": "user", "content": text}, *answers]
