@@ -86,7 +86,7 @@ class BatchedModel:
 
     def class_index(self, label: str | int | None) -> int:
         """The index of a class. ValueError: no such class, or the model has several and `label` is None."""
-        names = {int(number): name for number, name in self.model.config.id2label.items()}
+        names = {int(number): name for number, name in (self.model.config.id2label or {}).items()}
         known = ", ".join(f"{name!r}" for name in names.values())
         if label is None:
             if len(names) > 1:
