@@ -194,7 +194,7 @@ def test_each_head_answers_its_own_question(model: Path):
 def test_what_is_no_such_model_is_refused(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="head must be policy, value or reward, got 'critic'"):
         load(model, "critic")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tells 3 classes apart: a reward model has one number a token"):
+    with pytest.raises(ValueError, match="has 3 classes: a reward model has one scalar per token"):
         load(write_classifier(tmp_path / "three", num_labels=3), "reward")
     lacking = write_classifier(tmp_path / "lacking")
     tensors = load_file(lacking / "model.safetensors")
