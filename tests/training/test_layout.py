@@ -90,8 +90,8 @@ def test_a_model_that_cannot_be_divided(model: Path):
         build_model(model, "policy", Ranks(0, 4, CPU, None, tensor=Group(0, 4)))
     for changes, message in (
         ({"model_type": "mamba"}, "mamba models are not supported; use llama, qwen2, qwen3"),
-        ({"attention_bias": True}, "has a bias"),
-        ({"mlp_bias": True}, "has a bias"),
+        ({"attention_bias": True}, "a bias of o_proj or down_proj is not supported"),
+        ({"mlp_bias": True}, "a bias of o_proj or down_proj is not supported"),
     ):
         with pytest.raises(ValueError, match=message):
             Parallelism(tensor_parallel_degree=2).check(SimpleNamespace(**four | changes))
