@@ -6,26 +6,18 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ..types import Sample
 from .preferences import PreferenceDataset
 from .prompts import PromptDataset
+from .stream import RowStream
 from .supervised import SupervisedDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T", covariant=True)
-
-
-class Stream(Protocol[T]):
-    skipped: int
-
-    def __next__(self) -> T: ...
-    def held_out(self, n: int) -> Sequence[T]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+T = TypeVar("T")
 
 
 class Mixture(Generic[T]):
@@ -43,7 +35,7 @@ class Mixture(Generic[T]):
         ValueError: no sources, or weights that do not fit them.
     """
 
-    def __init__(self, sources: Sequence[Stream[T]], weights: Sequence[float] | None = None) -> None:
+    def __init__(self, sources: Sequence[RowStream[T, Any]], weights: Sequence[float] | None = None) -> None:
         given = [1.0] * len(sources) if weights is None else list(weights)
         if not sources or len(given) != len(sources):
             raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(given)}")

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 Numbered = tuple[int, Row]
 
 
-class Source(Protocol):
-    epoch: int  # epochs completed
-
-    def read(self) -> Numbered | None: ...
-    def scan(self) -> Iterator[Numbered]: ...
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: dict[str, Any]) -> None: ...
-
-
 class StoredRows:
     """Rows with random access; (seed, epoch) determines the order of an epoch."""
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from .config import RowsConfig
 from .files import Row, Rows, open_rows, open_stream
-from .sources import Source, StoredRows, StreamedRows, TaskRows
+from .sources import StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
 C = TypeVar("C", bound=RowsConfig)
@@ -58,7 +58,7 @@ class RowStream(ABC, Generic[T, C]):
         self._limit: int | None = how[self.LIMIT]
         self._too_long: str = how["too_long"]
         self._name = how.task or (path if isinstance(path, str) else "dataset")
-        self._source: Source
+        self._source: StoredRows | StreamedRows | TaskRows
         self._identity: dict[str, Any] = {"task": how.task, "split": how.split, "seed": seed, "shuffle": how.shuffle}
         if how.task is not None:
             self._source = TaskRows(how.task, split=how.split, seed=seed, difficulty=how.difficulty)
