@@ -183,9 +183,9 @@ def test_a_replaced_trainer_has_the_weights_of_the_one_that_was_lost(model: Path
 
 def test_each_head_answers_its_own_question(model: Path):
     policy, critic = make_trainer(model), make_trainer(model, head="value")
-    with pytest.raises(ValueError, match="has a policy head, which answers logprobs alone"):
+    with pytest.raises(ValueError, match="has a policy head, which supports only logprobs"):
         policy.predict(example())
-    with pytest.raises(ValueError, match="has a value or reward head, which answers predict alone"):
+    with pytest.raises(ValueError, match="has a value or reward head, which supports only predict"):
         critic.logprobs(example())
     actor = started(Trainer(str(model), loss=LOSS))
     np.testing.assert_array_equal(actor.logprobs(example()), policy.logprobs(example()))

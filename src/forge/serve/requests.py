@@ -93,7 +93,7 @@ def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
         raise BadRequest("stop must be a string or a list of strings that are not empty", "stop")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
-        raise BadRequest("stream_options has include_usage alone", "stream_options")
+        raise BadRequest("stream_options supports only include_usage", "stream_options")
     prompts = [_messages(body, tokenizer)] if chat else _prompts(body.get("prompt"), tokenizer)
     top = _logprobs(body, chat)
     sampling = _sampling(body, chat, top or 0)

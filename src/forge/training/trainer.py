@@ -206,7 +206,7 @@ class PolicyTrainer:
         return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
 
     def _forward(self, batch: Batch) -> TokenScores | TokenValues:
-        # FSDP2 has mixed precision of its own.
+        # FSDP2 has its own mixed precision.
         mixed = self.dtype != torch.float32 and self.ranks.mesh is None
         with torch.autocast(self.ranks.device.type, self.dtype) if mixed else nullcontext():
             return self.policy(batch, self.temperature)
@@ -214,7 +214,7 @@ class PolicyTrainer:
     def _score(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
         if (self.head == "policy") != (kind is TokenScores):
             has, gives = ("policy", "logprobs") if self.head == "policy" else ("value or reward", "predict")
-            raise ValueError(f"this trainer has a {has} head, which answers {gives} alone")
+            raise ValueError(f"this trainer has a {has} head, which supports only {gives}")
         self.onload()
         numbers = score(lambda part: self._forward(part)[0], batch, max_tokens=self.passes.seq_len, ranks=self.ranks)
         self._reshard()
