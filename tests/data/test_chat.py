@@ -117,7 +117,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last(turn
             said("a", "b", "c", "d"),
             "message 2: the",
         ),
-        ("{% if messages | length > 2 %}long {% endif %}" + CHATML, said("a", "b", "c", "d"), "message 2: .* precedes"),
+        (
+            "{% if messages | length > 2 %}long {% endif %}" + CHATML,
+            said("a", "b", "c", "d"),
+            "message 2: .* its context",
+        ),
         (CHATML.replace("<|im_end|>\n", ""), said("a", "b"), "writes nothing after an assistant's turn"),
         (CHATML, said("a"), "no assistant turn to learn from: user"),
         (CHATML, said("a", "b")[1:], "message 1 is an assistant's, with nothing to answer"),

@@ -210,7 +210,7 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
         ([{**CHAT, "share": 0}, CHATS[1]], {"weight_field": "share", "max_tokens": 3},
          "all of 2 rows are of weight 0 or longer than max_tokens=3"),
         ([ROWS[0]], {"chat_template": "{% for m in messages %}{{ m.content }}>{% endfor %}"
-         "{% if add_generation_prompt %}:{% endif %}"}, "row 1: message 2: the chat template renders what precedes it"),
+         "{% if add_generation_prompt %}:{% endif %}"}, "row 1: message 2: the chat template renders its context"),
         ([ROWS[0]], {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
          "row 1: message 2: the chat template writes nothing after an assistant's turn"),
         ([CHAT], {"max_tokens": 3}, "all of 1 rows are longer than max_tokens=3"),

@@ -154,4 +154,4 @@ def test_a_program_that_was_cancelled_is_no_progress():
         found = await Panel([verifier], timeout=0.1).score("", [block("hang")], target)
         return ended, verifier.progress, found.reasons[0, 0]
 
-    assert asyncio.run(some()) == (2, 2, "the verifier stood still for 0.1 s")
+    assert asyncio.run(some()) == (2, 2, "the verifier made no progress for 0.1 s")

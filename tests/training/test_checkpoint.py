@@ -159,6 +159,6 @@ def test_an_export_loads_in_transformers_with_equal_logits(which: str, tmp_path:
 
 def test_an_export_does_not_replace_what_is_no_model(model: Path, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("keep me")
-    with pytest.raises(FileExistsError, match="is no model"):
+    with pytest.raises(FileExistsError, match="is not a model"):
         checkpoint.export(make_trainer(model), tmp_path, model)
     assert (tmp_path / "notes.txt").read_text() == "keep me"

@@ -183,9 +183,9 @@ def test_a_replaced_trainer_has_the_weights_of_the_one_that_was_lost(model: Path
 
 def test_each_head_answers_its_own_question(model: Path):
     policy, critic = make_trainer(model), make_trainer(model, head="value")
-    with pytest.raises(ValueError, match="has a policy head, which answers logprobs alone"):
+    with pytest.raises(ValueError, match="has a policy head, which supports only logprobs"):
         policy.predict(example())
-    with pytest.raises(ValueError, match="has a value or reward head, which answers predict alone"):
+    with pytest.raises(ValueError, match="has a value or reward head, which supports only predict"):
         critic.logprobs(example())
     actor = started(Trainer(str(model), loss=LOSS))
     np.testing.assert_array_equal(actor.logprobs(example()), policy.logprobs(example()))
@@ -194,7 +194,7 @@ def test_each_head_answers_its_own_question(model: Path):
 def test_what_is_no_such_model_is_refused(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="head must be policy, value or reward, got 'critic'"):
         load(model, "critic")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tells 3 classes apart: a reward model has one number a token"):
+    with pytest.raises(ValueError, match="has 3 classes: a reward model has one scalar per token"):
         load(write_classifier(tmp_path / "three", num_labels=3), "reward")
     lacking = write_classifier(tmp_path / "lacking")
     tensors = load_file(lacking / "model.safetensors")

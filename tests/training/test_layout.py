@@ -45,7 +45,7 @@ def test_by_default_all_ranks_share_the_weights():
 @pytest.mark.parametrize(
     ("degrees", "ranks", "message"),
     [
-        (Parallelism(pipeline_parallel_degree=2), 2, "pipeline_parallel_degree = 2: no trainer schedules a pipeline"),
+        (Parallelism(pipeline_parallel_degree=2), 2, "pipeline_parallel_degree = 2 is not supported"),
         (Parallelism(tensor_parallel_degree=0), 2, "tensor_parallel_degree must be at least 1, got 0"),
         (degrees_of(None, -1, 2, 2), 6, r"= 2 \* 2 does not divide the trainer's 6 ranks"),
         (degrees_of(None, 3, 2), 4, "shard_degree = 3 does not divide .* tensor and context parallelism leave 2"),
@@ -89,9 +89,9 @@ def test_a_model_that_cannot_be_divided(model: Path):
     with pytest.raises(ValueError, match="num_key_value_heads = 2"):
         build_model(model, "policy", Ranks(0, 4, CPU, None, tensor=Group(0, 4)))
     for changes, message in (
-        ({"model_type": "mamba"}, "mamba models cannot be divided; those of llama, qwen2, qwen3 can"),
-        ({"attention_bias": True}, "has a bias"),
-        ({"mlp_bias": True}, "has a bias"),
+        ({"model_type": "mamba"}, "mamba models are not supported; use llama, qwen2, qwen3"),
+        ({"attention_bias": True}, "a bias of o_proj or down_proj is not supported"),
+        ({"mlp_bias": True}, "a bias of o_proj or down_proj is not supported"),
     ):
         with pytest.raises(ValueError, match=message):
             Parallelism(tensor_parallel_degree=2).check(SimpleNamespace(**four | changes))

@@ -137,14 +137,14 @@ PASSING = {
     "busy": (lambda body: web.Response(status=429, text="slow down"), "answered 429: 'slow down'"),
     "broken": (lambda body: web.Response(status=500), "answered 500"),
     "hangs": (lambda body: hang(body), "gave no answer within 0.2 s"),
-    "garbage": (lambda body: web.Response(text="<html>"), "gave what is no answer: '<html>'"),
-    "no choices": (lambda body: web.json_response({"choices": []}), "gave what is no answer"),
-    "odd choices": (lambda body: web.json_response({"choices": [{"message": "yes"}]}), "gave what is no answer"),
-    "no message": (lambda body: web.json_response({"choices": ["yes"]}), "gave what is no answer"),
-    "another kind": (lambda body: web.json_response({"choices": [{"text": "yes"}]}), "gave what is no answer"),
-    "no text": (lambda body: chat(["yes"]), "gave what is no answer"),
-    "another interface": (lambda body: web.json_response(["yes"]), "gave what is no answer"),
-    "reset": (lambda body: None, "could not be asked"),
+    "garbage": (lambda body: web.Response(text="<html>"), "gave an invalid answer: '<html>'"),
+    "no choices": (lambda body: web.json_response({"choices": []}), "gave an invalid answer"),
+    "odd choices": (lambda body: web.json_response({"choices": [{"message": "yes"}]}), "gave an invalid answer"),
+    "no message": (lambda body: web.json_response({"choices": ["yes"]}), "gave an invalid answer"),
+    "another kind": (lambda body: web.json_response({"choices": [{"text": "yes"}]}), "gave an invalid answer"),
+    "no text": (lambda body: chat(["yes"]), "gave an invalid answer"),
+    "another interface": (lambda body: web.json_response(["yes"]), "gave an invalid answer"),
+    "reset": (lambda body: None, "no connection to"),
 }
 
 
@@ -180,7 +180,9 @@ def test_nobody_listens():
             await judge.close()
             return found
 
-        assert "could not be asked (ConnectError" in asyncio.run(run()).reasons[0, 0]
+        reason = asyncio.run(run()).reasons[0, 0]
+        assert reason.startswith("no connection to http://127.0.0.1")
+        assert "(ConnectError" in reason
 
 
 @pytest.mark.parametrize("after", [lambda: "0.4", lambda: formatdate(time() + 2, usegmt=True)])
@@ -210,7 +212,7 @@ def test_waiting_for_a_turn_costs_no_time_and_a_dead_endpoint_is_given_up():
     found, _ = Endpoint(default=later).judged(["2"] * 50, panel={"timeout": 0.8}, **settings)
     assert not found.reasons
     found, judge = Endpoint(default=hang).judged(["2"] * 50, panel={"timeout": 0.5}, **settings)
-    assert set(found.reasons.values()) == {"the verifier stood still for 0.5 s"}
+    assert set(found.reasons.values()) == {"the verifier made no progress for 0.5 s"}
     assert judge.cost.requests == 2
 
 
@@ -232,7 +234,7 @@ def test_a_budget_ends_the_asking():
     assert judge.cost.money == 3.0
     assert set(found.reasons.values()) == {"the budget of 3 is spent"}
     found, judge = Endpoint(default=lambda body: chat("yes", usage=None)).judged(["1", "2"], budget=3.0, **settings)
-    assert found.reasons == {(1, 0): "the endpoint does not say what it uses: a budget cannot be kept"}
+    assert found.reasons == {(1, 0): "the endpoint does not report its usage, which a budget needs"}
 
 
 def test_targets():

@@ -273,7 +273,7 @@ def test_a_verifier_that_stands_still_or_is_closed_says_so():
         return [found.reasons[0, 0] for found in (*stuck, await waiting, await panel.score("p", ["c"]))]
 
     closed = "RuntimeError: the verifier reader was closed"
-    assert asyncio.run(some()) == ["the verifier stood still for 0.3 s"] * 2 + [closed] * 2
+    assert asyncio.run(some()) == ["the verifier made no progress for 0.3 s"] * 2 + [closed] * 2
 
 
 def test_panels_hold_panels_and_close_what_they_hold():

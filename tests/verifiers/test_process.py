@@ -63,7 +63,7 @@ def test_what_cannot_be_read_says_why(folders):
     assert np.isnan(found.values[1:]).all()
     assert [found.reasons[i, 2] for i in (1, 2)] == [
         "it has no steps",
-        "it has 3 markers 'z' for 1 steps: the text holds more of them, or the tokenizer does not tell them",
+        "it has 3 markers 'z' for 1 steps: the text contains the marker, or the tokenizer merges it",
     ]
     assert "93 tokens, and the model reads 64" in found.reasons[3, 0]
     asyncio.run(verifier.close())

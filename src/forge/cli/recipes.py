@@ -1,4 +1,4 @@
-"""`forge train CONFIG` and its kin: the recipes from the command line."""
+"""The recipes from the command line: `forge train CONFIG` and others."""
 
 from __future__ import annotations
 

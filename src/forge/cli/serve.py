@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Start the engines, then answer until interrupted. SystemExit, in one line: what is wrong."""
+    """Start the engines, then serve until interrupted. SystemExit: an error, in one line."""
     from ..models import resolve_model
 
     try:

@@ -1,7 +1,7 @@
-"""From a conversation to tokens and a mask of what the assistant wrote, through the tokenizer's chat template.
+"""Conversations to tokens and a mask of the assistant's turns, through the tokenizer's chat template.
 
-The whole conversation is rendered and tokenised once; the mask is laid over it by character positions. Nothing is ever
-tokenised in pieces, so the tokens are those that the template gives anywhere else.
+The whole conversation is rendered and tokenized once, and the mask follows from character positions. Nothing is
+tokenized in pieces, so that the tokens are those of inference.
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def messages(row: Row, field: str) -> list[Message]:
     """The conversation in a field of a row, as {role, content} or {from, value}; other keys of a message stay.
 
-    ValueError: no such field, no list of messages, an unknown role, content that is no text.
+    Raises:
+        ValueError: no such field, not a list of messages, an unknown role, or content that is not text.
     """
     if field not in row:
         raise ValueError(f"no field {field!r}: it has {', '.join(row)}")
     if not isinstance(row[field], list) or not row[field]:
         raise ValueError(f"field {field!r} must be a list of messages, got {str(row[field])[:60]!r}")
-    return [_message(entry, f"{field}, message {number}") for number, entry in enumerate(row[field], 1)]
-
-
-def _message(entry: Any, where: str) -> Message:
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} must be a message {{role, content}}, not {type(entry).__name__}")
-    # Columnar files give every message the keys of all others, as None.
-    found = {name: value for name, value in entry.items() if value is not None}
-    if "from" in found and "role" not in found:
-        role = found.pop("from")
-        found = {"role": _ALIASES.get(role, role), "content": found.pop("value", None), **found}
-    if found.get("role") not in ROLES:
-        raise ValueError(f"{where} has the role {found.get('role')!r}: use {', '.join(ROLES)}")
-    if found.get("content") is None and found.get("tool_calls"):
-        found["content"] = ""
-    if not isinstance(found.get("content"), str):
-        raise ValueError(f"{where} must have text as its content, not {type(found.get('content')).__name__}")
-    return found
+    conversation = []
+    for number, entry in enumerate(row[field], 1):
+        where = f"{field}, message {number}"
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"{where} must be a message {{role, content}}, not {type(entry).__name__}")
+        # Columnar files give every message the keys of all others, as None.
+        message = {name: value for name, value in entry.items() if value is not None}
+        if "from" in message and "role" not in message:
+            role = message.pop("from")
+            message = {"role": _ALIASES.get(role, role), "content": message.pop("value", None), **message}
+        if message.get("role") not in ROLES:
+            raise ValueError(f"{where} has the role {message.get('role')!r}: use {', '.join(ROLES)}")
+        if message.get("content") is None and message.get("tool_calls"):
+            message["content"] = ""
+        if not isinstance(message.get("content"), str):
+            raise ValueError(f"{where} must have text as its content, not {type(message.get('content')).__name__}")
+        conversation.append(message)
+    return conversation
 
 
 class ChatFormat:
     """Renders and encodes conversations.
 
     Args:
-        tokenizer: for `encode`, one that knows the characters of its tokens (a fast one).
-        template: True is the tokenizer's chat template; else the text of a jinja template, or a file that holds it.
+        tokenizer: for `encode` a fast one, which knows the characters of its tokens.
+        template: True is the tokenizer's chat template; else the text of a jinja template, or a file with it.
         options: further arguments of the template, such as enable_thinking.
 
     Raises:
@@ -77,7 +78,14 @@ class ChatFormat:
     ) -> None:
         self.tokenizer, self.options = tokenizer, dict(options or {})
         if isinstance(template, str):
-            self.template = _template(template)
+            if "{" not in template:
+                file = Path(template).expanduser()
+                if not file.is_file():
+                    raise FileNotFoundError(
+                        f"chat_template {template!r} is neither a jinja template nor a file (in {Path.cwd()})"
+                    )
+                template = file.read_text(encoding="utf-8")
+            self.template = template
         elif not tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat template: use a chat model's, or set chat_template to a jinja template"
@@ -97,18 +105,18 @@ class ChatFormat:
     def encode(
         self, conversation: Sequence[Message], *, train_on: TrainOn = "assistant", since: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of the whole conversation, and a mask: True on what the assistant wrote in its turns.
+        """Token ids of the whole conversation, and a mask: True on the tokens of the assistant's turns.
 
-        That is what follows the prompt for a generation, to the token that ends the turn. Where the template marks it
-        with `{% generation %}`, it is what it marks. A token of which one character belongs to it belongs to it: if it
-        did not, nothing would ever teach that character.
+        A turn is the text after its generation prompt, up to and with the token that ends it; or the text that the
+        template marks with `{% generation %}`. A token counts if any of its characters does, since the policy could
+        not learn that character otherwise.
 
         Args:
             train_on: all turns of the assistant, or only its last.
-            since: only turns from this message on.
+            since: index of the first message whose turn counts.
 
         Raises:
-            ValueError: no such turn, or the template makes it impossible to say what was written in it.
+            ValueError: no such turn, or its text is ambiguous because the template renders it differently later.
         """
         turns = [i for i, message in enumerate(conversation) if i >= since and message["role"] == "assistant"]
         if not turns:
@@ -116,18 +124,18 @@ class ChatFormat:
         turns = turns[-1:] if train_on == "last" else turns
         text = self.render(conversation)
         encoding = self._backend.encode(text, add_special_tokens=False)
-        tokens, reach = encoding.ids, encoding.offsets
+        tokens, offsets = encoding.ids, encoding.offsets
         if _MARK.search(self.template):
             start = len(self._context(conversation, turns[0], text)) if turns[0] else 0
             spans = [(max(start, begin), end) for begin, end in self._marked(conversation) if end > start]
         else:
-            closers = {end for token, (_, end) in zip(tokens, reach, strict=True) if token in self._special}
+            closers = {end for token, (_, end) in zip(tokens, offsets, strict=True) if token in self._special}
             spans = [self._answer(conversation, turn, text, closers) for turn in turns]
-        return tokens, [any(begin < last and end > first for first, last in spans) for begin, end in reach]
+        return tokens, [any(begin < last and end > first for first, last in spans) for begin, end in offsets]
 
     def check(self, conversation: Sequence[Message], *, train_on: TrainOn = "assistant", since: int = 0) -> None:
         """`encode`, once for every kind of conversation. ValueError as there."""
-        # What a template makes of a turn depends on the roles before and after it, and on thoughts that it removes.
+        # The rendering of a turn depends on the roles around it, and on thoughts, which templates may remove.
         kind = (train_on, since, *((m["role"], "</think>" in m["content"]) for m in conversation))
         if kind not in self._checked:
             self.encode(conversation, train_on=train_on, since=since)
@@ -135,7 +143,7 @@ class ChatFormat:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer, telling all characters of a token: some leave the spaces out."""
+        """The tokenizer with untrimmed offsets: some tokenizers leave spaces out of them."""
         from tokenizers import processors
 
         if not self.tokenizer.is_fast:
@@ -147,11 +155,15 @@ class ChatFormat:
         return backend
 
     def _context(self, conversation: Sequence[Message], turn: int, text: str) -> str:
-        """What the policy is given before it writes this turn."""
+        """The policy's prompt for this turn."""
         context = self.render(conversation[:turn], add_generation_prompt=True)
         if not text.startswith(context):
-            remedy = _HELP if turn + 1 < len(conversation) else _ALONE
-            raise ValueError(f"message {turn + 1}: the chat template renders what precedes it in another way {remedy}")
+            alone = (
+                "before an answer than with it: set chat_template to one whose generation prompt is how its answers "
+                "begin"
+            )
+            remedy = _REWRITES if turn + 1 < len(conversation) else alone
+            raise ValueError(f"message {turn + 1}: the chat template renders its context differently {remedy}")
         return context
 
     def _answer(self, conversation: Sequence[Message], turn: int, text: str, closers: set[int]) -> Span:
@@ -160,23 +172,20 @@ class ChatFormat:
         context = self._context(conversation, turn, text)
         upto = text if turn == len(conversation) - 1 else self.render(conversation[: turn + 1])
         if not text.startswith(upto) or not upto.startswith(context):
-            raise ValueError(f"message {turn + 1}: the chat template renders it in another way {_HELP}")
+            raise ValueError(f"message {turn + 1}: the chat template renders it differently {_REWRITES}")
         answer = upto[len(context) :]
         if answer == conversation[turn]["content"]:
             raise ValueError(
-                f"message {turn + 1}: the chat template writes nothing after an assistant's turn, so nothing would "
-                "teach the policy to end it: use a template that closes it, as with {{ eos_token }}"
+                f"message {turn + 1}: the chat template writes nothing after an assistant's turn, so the policy would "
+                "not learn to end it: use a template that closes it, as with {{ eos_token }}"
             )
-        # Generation stops at a special token; the line break that many templates add after it is not generated.
+        # Generation stops at a special token. Many templates add a line break after it, which is not generated.
         closed = len(context) + len(answer.rstrip())
         return len(context), closed if closed in closers else len(upto)
 
     def _marked(self, conversation: Sequence[Message]) -> list[Span]:
-        """The characters that the template marks.
-
-        Not through return_assistant_tokens_mask, which loses a turn, and all after it, if a tokenizer that trims its
-        offsets begins the turn with a space.
-        """
+        """The character spans that the template marks."""
+        # return_assistant_tokens_mask would lose turns that begin with a space if the tokenizer trims its offsets.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {**self.tokenizer.special_tokens_map, **self.options, "add_generation_prompt": False}
@@ -196,17 +205,7 @@ class ChatFormat:
             raise ValueError(f"the chat template fails: {' '.join(str(error).split())}") from error
 
 
-_ALONE = "before an answer than with it: set chat_template to one whose generation prompt is how its answers begin"
-_HELP = (
-    "once later ones follow, so what the assistant wrote cannot be told apart: set train_on: last, "
+_REWRITES = (
+    "once later messages follow, so the assistant's text is ambiguous: set train_on: last, "
     "or chat_template to one that leaves earlier messages as they are"
 )
-
-
-def _template(setting: str) -> str:
-    if "{" in setting:
-        return setting
-    place = Path(setting).expanduser()
-    if not place.is_file():
-        raise FileNotFoundError(f"chat_template {setting!r} is neither a jinja template nor a file (in {Path.cwd()})")
-    return place.read_text(encoding="utf-8")

@@ -57,11 +57,7 @@ class RowsConfig(Section):
                 raise ValueError(f"{where}.weight must be a number above 0, got {weight!r}")
 
     def bound(self, key: str, most: int, message: str) -> None:
-        """Nothing may have more than `most` tokens: the default where `key` is not set, of the whole or of a source.
-
-        Raises:
-            ConfigError: `message`.
-        """
+        """Set `key` to `most` if it is None. ConfigError with `message`: it is larger, here or in a source."""
         if getattr(self, key) is None:
             setattr(self, key, most)
         lengths = (getattr(self, key), *(source.get(key) or 0 for source in self.sources or ()))
@@ -69,23 +65,18 @@ class RowsConfig(Section):
             raise ConfigError(message)
 
     @property
-    def paths(self) -> list[str]:
-        """All paths that are named."""
-        return self._all("path")
-
-    @property
     def files(self) -> list[str]:
-        """All that is read and may be a file of this machine: data, and chat templates."""
-        return [*self.paths, *self._all("chat_template")]
-
-    def _all(self, key: str) -> list[str]:
-        named = [getattr(self, key), *(source.get(key) for source in self.sources or ())]
+        """Paths and chat templates, which may be local files."""
+        every = [{"path": self.path, "chat_template": self.chat_template}, *(self.sources or ())]
+        named = [source.get(key) for key in ("path", "chat_template") for source in every]
         return [name for name in named if isinstance(name, str)]
 
     @property
     def procedural(self) -> bool:
-        """All of it is made by tasks, which hold problems out themselves."""
-        return self.task is not None or (self.sources is not None and not self.paths)
+        """Whether all rows come from tasks, which have test splits."""
+        if self.sources is not None:
+            return self.path is None and not any(isinstance(source.get("path"), str) for source in self.sources)
+        return self.task is not None
 
 
 class DatasetConfig(RowsConfig):
@@ -115,7 +106,7 @@ class SupervisedConfig(RowsConfig):
     messages_field: str | None = None
     """Column of conversations; null finds messages or conversations."""
     text_field: str | None = None
-    """Column of plain text, of which everything is learnt."""
+    """Column of plain text, all of which is trained."""
     train_on: Literal["assistant", "last"] = "assistant"
     """Of a conversation, all turns of the assistant, or the last; templates that rewrite earlier turns need `last`."""
     weight_field: str | None = None

@@ -1,7 +1,4 @@
-"""Rows from local files, from folders and from the Hugging Face hub.
-
-Rows are numbered from 1 in every message, as lines are.
-"""
+"""Rows from local files, folders and the Hugging Face hub. Messages number rows from 1, as lines."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _FILE_SUFFIXES = {*_BUILDERS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", "
 
 
 class Rows(Sequence[Row]):
-    """Rows that were passed from Python, in place of a path: mappings, or a `datasets.Dataset`."""
+    """Rows from Python in place of a path: mappings, or a `datasets.Dataset`."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._rows = [dict(row) for row in rows]
@@ -36,7 +33,7 @@ class Rows(Sequence[Row]):
         return self._rows[index]
 
     def describe(self) -> str:
-        """Number and digest: what a run's configuration keeps of them."""
+        """Number and digest, for a run's config.yaml."""
         digest = hashlib.sha256(json.dumps(self._rows, default=str).encode()).hexdigest()
         return f"<{len(self)} rows from Python, sha256 {digest[:16]}>"
 
@@ -44,8 +41,10 @@ class Rows(Sequence[Row]):
 def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Sequence[Row]:
     """All rows of a .json, .jsonl or .parquet file (`split` does not apply), a folder or a hub id, with random access.
 
-    A folder is one written by `datasets` or one of data files. FileNotFoundError, ValueError or ImportError says
-    in one line what is wrong; a malformed line is named by file and number.
+    A folder is one written by `datasets` or one of data files.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: one line; a malformed line is named by file and number.
     """
     if isinstance(path, Rows):
         return list(path)
@@ -60,17 +59,15 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
             rows = parquet.read_table(place).to_pylist()
         except (ValueError, OSError) as error:
             raise ValueError(f"{place} is not a parquet file: {error}") from error
-    elif place.suffix == ".jsonl":
-        rows = _read_lines(place)
     else:
-        rows = _read_list(place)
+        rows = _read_json(place)
     if not len(rows):
         raise ValueError(f"{path} is empty: it has no rows")
     return rows
 
 
 def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
-    """The same rows read as they are needed. Errors as `open_rows`; those of later rows come when they are read."""
+    """As `open_rows`, but rows are read, and their errors raised, as they are needed."""
     place = _local(path)
     if place is None or place.is_dir():
         return _load(path, place, split=split, subset=subset, streaming=True)
@@ -79,7 +76,7 @@ def open_stream(path: str, *, split: str, subset: str | None = None) -> Iterable
 
 
 def _local(path: str) -> Path | None:
-    """The file or folder that a path names, or None where it reads as a hub id."""
+    """The file or folder of a path, or None if it is a hub id."""
     place = Path(path).expanduser()
     if place.is_dir():
         return place
@@ -95,33 +92,29 @@ def _local(path: str) -> Path | None:
     return None
 
 
-def _read_lines(place: Path) -> list[Row]:
-    rows: list[Row] = []
-    with place.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{place}, line {number}: not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{place}, line {number}: a row must be an object, not {type(row).__name__}")
-            rows.append(row)
-    return rows
-
-
-def _read_list(place: Path) -> list[Row]:
-    try:
-        rows = json.loads(place.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{place} must hold a list of objects, not {type(rows).__name__}")
-    for number, row in enumerate(rows, 1):
+def _read_json(place: Path) -> list[Row]:
+    """The rows of a .jsonl file, one object a line, or of a .json file, a list of objects."""
+    if place.suffix == ".jsonl":
+        numbered: list[tuple[str, Any]] = []
+        with place.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    if line.strip():
+                        numbered.append((f"line {number}", json.loads(line)))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{place}, line {number}: not JSON: {error}") from error
+    else:
+        try:
+            listed = json.loads(place.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
+        if not isinstance(listed, list):
+            raise ValueError(f"{place} must hold a list of objects, not {type(listed).__name__}")
+        numbered = [(f"row {number}", row) for number, row in enumerate(listed, 1)]
+    for where, row in numbered:
         if not isinstance(row, dict):
-            raise ValueError(f"{place}, row {number}: a row must be an object, not {type(row).__name__}")
-    return rows
+            raise ValueError(f"{place}, {where}: a row must be an object, not {type(row).__name__}")
+    return [row for _, row in numbered]
 
 
 def _datasets(what: str) -> Any:
@@ -146,7 +139,7 @@ def _load(path: str, place: Path | None, *, split: str, subset: str | None, stre
     source = str(place) if place else path
     try:
         if subset is None:
-            # Some datasets insist on a configuration; "main" is the usual name of the one that is meant.
+            # Some datasets require a configuration; "main" is the usual name of the default.
             names = datasets.get_dataset_config_names(source)
             subset = "main" if len(names) > 1 and "main" in names else None
         return datasets.load_dataset(source, subset, split=split, streaming=streaming)

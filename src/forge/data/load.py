@@ -1,4 +1,4 @@
-"""The data of a run from its settings: one dataset, or a mixture of several."""
+"""Open the data of a run: one dataset, or a weighted mixture of several."""
 
 from __future__ import annotations
 
@@ -6,43 +6,36 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ..types import Sample
 from .preferences import PreferenceDataset
 from .prompts import PromptDataset
+from .stream import RowStream
 from .supervised import SupervisedDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T", covariant=True)
-
-
-class Stream(Protocol[T]):
-    skipped: int
-
-    def __next__(self) -> T: ...
-    def held_out(self, n: int) -> Sequence[T]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+T = TypeVar("T")
 
 
 class Mixture(Generic[T]):
-    """An iterator over the items of several sources; it ends when the source whose turn it is has ended.
+    """An iterator over the items of several sources; it ends when the source that is next has ended.
 
-    Every source keeps its own order and epochs. Which one is next is fixed: after k items, each source has given
-    within one of its share of k (Tijdeman 1980, The chairman assignment problem). Samples get numbers of their own.
+    Every source keeps its own order and epochs. The next source is deterministic: after k items, each source has given
+    within one of its share of k (Tijdeman 1980, The chairman assignment problem). Samples are numbered across sources,
+    as a replay buffer accepts every number once.
 
     Args:
-        sources: anything that is iterated, saved and restored like a `RowStream`.
+        sources: datasets.
         weights: finite numbers above 0; None is equal shares.
 
     Raises:
         ValueError: no sources, or weights that do not fit them.
     """
 
-    def __init__(self, sources: Sequence[Stream[T]], weights: Sequence[float] | None = None) -> None:
+    def __init__(self, sources: Sequence[RowStream[T, Any]], weights: Sequence[float] | None = None) -> None:
         given = [1.0] * len(sources) if weights is None else list(weights)
         if not sources or len(given) != len(sources):
             raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(given)}")
@@ -67,16 +60,16 @@ class Mixture(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        chosen = self._turn(self.counts)
+        chosen = self._next_source(self.counts)
         item = _numbered(next(self.sources[chosen]), self.served)
         self.counts[chosen] += 1
         return item
 
     def held_out(self, n: int) -> list[T]:
-        """A fixed list for evaluation, of every source its share. ValueError if one has too little."""
+        """A fixed list for evaluation, of every source its share. ValueError: a source has too few."""
         counts, order = [0] * len(self.sources), []
         for _ in range(n):
-            order.append(self._turn(counts))
+            order.append(self._next_source(counts))
             counts[order[-1]] += 1
         held = [iter(source.held_out(count)) for source, count in zip(self.sources, counts, strict=True)]
         return [_numbered(next(held[chosen]), index) for index, chosen in enumerate(order)]
@@ -90,7 +83,7 @@ class Mixture(Generic[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called. ValueError if that was over other sources or weights."""
+        """Resume where `state_dict` was called. ValueError: the sources or weights differ."""
         was, now = state.get("shares"), [str(share) for share in self.shares]
         if was != now:
             raise ValueError(f"the saved position does not fit: the mixture's shares were {was} and are {now}")
@@ -98,14 +91,16 @@ class Mixture(Generic[T]):
             source.load_state_dict(saved)
         self.counts = list(state["counts"])
 
-    def _turn(self, counts: Sequence[int]) -> int:
-        """The source that gives the next item: of those that are not too far ahead, the one that is due first."""
+    def _next_source(self, counts: Sequence[int]) -> int:
+        """Of the sources that are not too far ahead of their share, the one with the earliest deadline."""
         slack = Fraction(1, max(2, 2 * len(counts) - 2))
         now = sum(counts) + 1
-        ready = [
-            i for i, (share, count) in enumerate(zip(self.shares, counts, strict=True)) if share * now - count >= slack
-        ]
+        ready = [i for i, share in enumerate(self.shares) if share * now - counts[i] >= slack]
         return min(ready, key=lambda i: (counts[i] + 1 - slack) / self.shares[i])
+
+
+def _numbered(item: Any, index: int) -> Any:
+    return item._replace(prompt=dataclasses.replace(item.prompt, index=index)) if isinstance(item, Sample) else item
 
 
 Kind = Literal["prompts", "supervised", "preferences"]
@@ -121,16 +116,16 @@ def load_data(
     sources: Sequence[Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Data:
-    """Open and check the data, see the three datasets for what is checked.
+    """Open and check a dataset.
 
     Args:
-        kind: what it is made of: prompts with targets, episodes to imitate, or pairs of episodes.
-        sources: settings of several datasets, over the common `settings`, and `weight`: its share of the items, 1
-            where it is not given.
+        kind: of the items: prompts with targets, episodes to imitate, or pairs of episodes.
+        sources: of a `Mixture`, settings of each dataset, which override the common `settings`, and its `weight`
+            (default 1).
         **settings: of the dataset.
 
     Raises:
-        ValueError, FileNotFoundError, ImportError: what is wrong, in one line; of several sources, in which.
+        ValueError, FileNotFoundError, ImportError: one line; of several sources, it names the number.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
@@ -149,8 +144,3 @@ def load_data(
         except (FileNotFoundError, ImportError) as error:
             raise type(error)(f"source {number}: {error}") from error
     return Mixture(opened, [source.get("weight", 1.0) for source in sources])
-
-
-def _numbered(item: Any, index: int) -> Any:
-    """Samples of all sources share one numbering: a replay buffer takes every number once."""
-    return item._replace(prompt=dataclasses.replace(item.prompt, index=index)) if isinstance(item, Sample) else item

@@ -1,9 +1,9 @@
-"""From episodes to packed batches, and from a batch to the micro-batches of each data-parallel rank."""
+"""Pack episodes into batches, and split a batch into the micro-batches of each data-parallel rank."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -24,12 +24,12 @@ def pack(
             1 / (episodes * `horizon`), however long its episode is (Liu et al. 2025, Dr.GRPO). An episode's `weight`
             multiplies its tokens' shares; in the two means they are taken over weighted tokens or episodes.
         horizon: a number of tokens, for `fixed_horizon` alone; 1 gives sums over tokens.
-        unit: so many neighbouring episodes belong together and are never separated.
+        unit: number of neighbouring episodes that are never separated, such as the 2 of a preference pair.
 
     Raises:
-        ValueError: no episodes, an episode without an advantage, or one that trains its first token (which nothing
-            precedes that could predict it); a weight that is negative or not finite, or none above 0; a number of
-            episodes that is no multiple of `unit`.
+        ValueError: no episodes, an episode without an advantage, or one that trains its first token, which no context
+            predicts; weights that are negative, not finite or all 0; a number of episodes that is not a multiple of
+            `unit`.
     """
     if not episodes:
         raise ValueError("cannot pack an empty list of episodes")
@@ -41,31 +41,33 @@ def pack(
     if len(episodes) % unit:
         raise ValueError(f"{len(episodes)} episodes cannot be packed in units of {unit}")
     share = _shares(episodes, aggregation, horizon)
-    mask = _flat([episode.mask for episode in episodes], np.bool_)
-    lengths = np.array([len(episode.tokens) for episode in episodes])
-    logprobs = [
-        e.logprobs if e.logprobs is not None else [math.nan if own else 0.0 for own in e.mask] for e in episodes
-    ]
+
+    def flat(rows: Iterable[Sequence], dtype: type) -> np.ndarray:
+        return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
+
+    mask = flat((e.mask for e in episodes), np.bool_)
+    lengths = np.array([len(e.tokens) for e in episodes])
+    unknown = ([math.nan if own else 0.0 for own in e.mask] if e.logprobs is None else e.logprobs for e in episodes)
     return Batch(
-        tokens=_flat([episode.tokens for episode in episodes], np.int64),
+        tokens=flat((e.tokens for e in episodes), np.int64),
         lengths=lengths,
         mask=mask,
-        logprobs=_flat(logprobs, np.float32),
-        versions=_flat([episode.versions for episode in episodes], np.int64),
+        logprobs=flat(unknown, np.float32),
+        versions=flat((e.versions for e in episodes), np.int64),
         advantages=np.repeat(np.array([e.advantage for e in episodes], np.float32), lengths) * mask,
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
-        rewards=_final(episodes),
+        rewards=_rewards(episodes),
         origins=frozenset().union(*(episode.origins for episode in episodes)),
         unit=unit,
     )
 
 
 def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> list[list[Batch]]:
-    """Share a batch out: one list of micro-batches for each data-parallel rank, all lists of one length.
+    """One list of micro-batches for each data-parallel rank, all of the same length.
 
-    Units (sequences, or what belongs together) are placed longest first into the lightest micro-batch, so ranks get
-    about the same number of tokens. A micro-batch with nothing to train (fewer units than places) holds one unit with
-    its mask cleared: every rank takes part in every collective, and it adds exactly nothing to the loss.
+    Units of sequences are placed longest first into the lightest micro-batch, so that ranks get about the same number
+    of tokens. If there are fewer units than micro-batches, an empty one holds a unit with its mask cleared: every rank
+    takes part in every collective, and the loss does not change.
 
     Args:
         ranks: number of data-parallel ranks.
@@ -83,12 +85,19 @@ def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> li
     per_rank = max(at_least, math.ceil(int(lengths.sum()) / (ranks * max_tokens)))
     while (bins := _place(lengths, ranks * per_rank, max_tokens)) is None:
         per_rank += 1
-    filled = [batch.select(_members(sorted(units), batch.unit)) if units else _idle(batch, lengths) for units in bins]
-    return [filled[rank::ranks] for rank in range(ranks)]
+    micro_batches = []
+    for units in bins:
+        chosen = np.array(sorted(units) or [int(lengths.argmin())])
+        micro_batch = batch.select((chosen[:, None] * batch.unit + np.arange(batch.unit)).ravel())
+        if not units:
+            micro_batch.mask = np.zeros_like(micro_batch.mask)
+            micro_batch.weights = np.zeros_like(micro_batch.weights)
+        micro_batches.append(micro_batch)
+    return [micro_batches[rank::ranks] for rank in range(ranks)]
 
 
 def _shares(episodes: Sequence[Episode], aggregation: str, horizon: int | None) -> np.ndarray:
-    """Every episode's share of the loss for one of its tokens."""
+    """[episodes]: the share of the loss of each token of an episode."""
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
     counts = np.array([sum(episode.mask) for episode in episodes])
@@ -104,9 +113,9 @@ def _shares(episodes: Sequence[Episode], aggregation: str, horizon: int | None) 
     raise ValueError(f"unknown aggregation {aggregation!r}: use token_mean, sequence_mean or fixed_horizon")
 
 
-def _final(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """Rewards at the last tokens of the turns that they are for, and what is left at the last trained one; None if an
-    episode has no reward."""
+def _rewards(episodes: Sequence[Episode]) -> np.ndarray | None:
+    """[tokens]: each turn's reward at its last token, and the rest of the episode's reward at its last trained token;
+    None if an episode has no reward."""
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     if len(rewards) < len(episodes):
         return None
@@ -121,7 +130,7 @@ def _final(episodes: Sequence[Episode]) -> np.ndarray | None:
 
 
 def _place(lengths: np.ndarray, places: int, max_tokens: int) -> list[list[int]] | None:
-    """Greedy longest-first placement; None if it does not fit."""
+    """Greedy longest-first bin packing: the units of each place; None if they do not fit."""
     bins: list[list[int]] = [[] for _ in range(places)]
     load = np.zeros(places, dtype=np.int64)
     for sequence in np.argsort(-lengths, kind="stable"):
@@ -131,19 +140,3 @@ def _place(lengths: np.ndarray, places: int, max_tokens: int) -> list[list[int]]
             return None
         bins[lightest].append(int(sequence))
     return bins
-
-
-def _members(units: list[int], size: int) -> np.ndarray:
-    """The indices of the sequences of these units."""
-    return (np.array(units)[:, None] * size + np.arange(size)).ravel()
-
-
-def _idle(batch: Batch, lengths: np.ndarray) -> Batch:
-    idle = batch.select(_members([int(lengths.argmin())], batch.unit))
-    idle.mask = np.zeros_like(idle.mask)
-    idle.weights = np.zeros_like(idle.weights)
-    return idle
-
-
-def _flat(rows: Sequence[Sequence], dtype) -> np.ndarray:
-    return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])

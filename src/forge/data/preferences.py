@@ -1,4 +1,4 @@
-"""Pairs of answers of which one is preferred, as a stream of pairs of episodes."""
+"""Preference pairs: a stream of a chosen and a rejected episode."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class Pair(NamedTuple):
 
 
 class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
-    """An iterator of `Pair`: the masks are True on the answers and on what ends them.
+    """An iterator of `Pair`; the masks are True on the answers and the tokens that end them.
 
     The first row decides the form of all:
 
-    - a prompt and two texts: the prompt is rendered as `PromptDataset` does it, and with `chat_template` each answer is
-      a conversation with it; without one eos ends them;
-    - two lists of messages, whole conversations or answers to a prompt (text or messages): the context is what both
-      begin with, and all turns of the assistant after it are its answer (see `forge.data.chat`);
-    - two texts without a prompt: the context is the tokens that both begin with;
-    - a procedural task: the right answer and one with a slip in it, drawn by (seed, row).
+    - a prompt and two texts: the prompt is rendered as in `PromptDataset`; with `chat_template` each answer is a turn
+      after it, without one eos ends it;
+    - two lists of messages, whole conversations or answers to a prompt (text or messages): the context is their common
+      beginning, and all turns of the assistant after it are the answer (see `forge.data.chat`);
+    - two texts without a prompt: the context is the common beginning of their tokens;
+    - a procedural task: the right answer and a wrong one, drawn by (seed, row).
 
-    Pairs of equal answers, in text or in tokens, are left out and counted in `skipped`: neither can be preferred.
+    Pairs of equal answers, in text or in tokens, are left out and counted in `skipped`.
 
-    Settings are the fields of `forge.data.config.PreferencesConfig`. One that does nothing in the form that the rows
-    have is an error; `chat_template` and `chat_options` also apply to conversations. Whole conversations need no
-    `prompt_field`: one that is set must be what they begin with.
+    Settings are the fields of `forge.data.config.PreferencesConfig`. A setting without effect on the form of the rows
+    is an error; `chat_template` and `chat_options` also apply to conversations. Whole conversations need no
+    `prompt_field`: if it is set, they must begin with it.
 
     Args:
         as_scores: for a reward model: the masks are True on the last token only, where it reads its score.
@@ -79,7 +79,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             for conversation in both if both[0] != both[1] else ():
                 self._chat.check(conversation, since=since)
             return
-        texts = self._texts(row)
+        texts = [plain(row, name) for name in self._fields]
         if self._format is not None:
             prompt, _ = self._format.render(row)
             for text in texts:
@@ -96,10 +96,8 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         chosen, rejected = both
         if not self.fits(max(len(chosen[0]), len(rejected[0]))):
             return None
-        return Pair(self._episode(*chosen), self._episode(*rejected))
-
-    def _episode(self, tokens: list[int], mask: list[bool]) -> Episode:
-        return Episode.given(tokens, [False] * (len(mask) - 1) + [True] if self._as_scores else mask)
+        masks = [[False] * (len(m) - 1) + [True] if self._as_scores else m for _, m in (chosen, rejected)]
+        return Pair(Episode.given(chosen[0], masks[0]), Episode.given(rejected[0], masks[1]))
 
     def _encode(self, row: Row) -> tuple[Marked, Marked] | None:
         """Both answers in their context; None if they are equal."""
@@ -109,7 +107,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
                 return None
             return self._chat.encode(chosen, since=since), self._chat.encode(rejected, since=since)
         prompt = self._format.render(row)[0] if self._format is not None else ""
-        one, other = self._texts(row)
+        one, other = (plain(row, name) for name in self._fields)
         if one == other:
             return None
         if self._format is not None:
@@ -117,21 +115,16 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         first, second = document(one, self.tokenizer), document(other, self.tokenizer)
         if first == second:
             return None
-        # Both end with eos, so they part before the end of the shorter.
+        # Both end with eos, so they differ before the end of the shorter one.
         shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
         if not shared:
             raise ValueError("chosen and rejected share no beginning that could be their prompt: name a prompt_field")
-        lengths = [len(tokens) - shared for tokens in (first, second)]
-        one_mask, other_mask = ([False] * shared + [True] * length for length in lengths)
+        one_mask, other_mask = ([False] * shared + [True] * (len(tokens) - shared) for tokens in (first, second))
         return (first, one_mask), (second, other_mask)
 
-    def _texts(self, row: Row) -> tuple[str, str]:
-        chosen, rejected = (plain(row, name) for name in self._fields)
-        return chosen, rejected
-
     def _conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
-        """Both conversations, and how many messages they begin with alike."""
-        chosen, rejected = (self._whole(row, name) for name in self._fields)
+        """Both conversations, and the number of messages that they begin with in common."""
+        chosen, rejected = (self._conversation(row, name) for name in self._fields)
         alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
         since = next(alike, min(len(chosen), len(rejected)))
         for name, conversation in zip(self._fields, (chosen, rejected), strict=True):
@@ -142,8 +135,8 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
                 )
         return chosen, rejected, since
 
-    def _whole(self, row: Row, name: str) -> list[Message]:
-        """The whole conversation: an answer alone comes after the prompt. ValueError if it begins with another."""
+    def _conversation(self, row: Row, name: str) -> list[Message]:
+        """The whole conversation; an answer alone follows the prompt. ValueError: it begins with another prompt."""
         found, field = messages(row, name), self._prompt_field
         alone = found[0]["role"] == "assistant"
         if field is None or not (alone or "prompt_field" in self._given):
@@ -154,13 +147,10 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             return [*prompt, *found]
         first = next((i for i, message in enumerate(found) if message["role"] not in _SYSTEM), 0)
         start = 0 if prompt[0]["role"] in _SYSTEM else first
-        if [*map(_content, found[start : start + len(prompt)])] != [*map(_content, prompt)]:
+        begun = [(m["role"], m["content"].strip()) for m in found[start : start + len(prompt)]]
+        if begun != [(m["role"], m["content"].strip()) for m in prompt]:
             raise ValueError(f"{name} does not begin with what field {field!r} holds: leave prompt_field out")
         return found
 
 
 _SYSTEM = ("system", "developer")
-
-
-def _content(message: Message) -> tuple[str, str]:
-    return message["role"], message["content"].strip()

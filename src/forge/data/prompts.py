@@ -1,4 +1,4 @@
-"""From a row to a prompt: fields, template, chat format, tokens; and the data set that a run draws prompts from."""
+"""Rows to prompts: fields, template, chat format, tokens; and the dataset of prompts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ PROMPT_FIELDS = (
 
 @dataclass(slots=True)
 class PromptFormat:
-    """How rows become prompts and targets: fields of `forge.data.config.DatasetConfig`, where the defaults of a data
-    set stand.
+    """Renders rows as prompts and targets; see the fields of `forge.data.config.DatasetConfig`.
 
     Raises:
-        ValueError: settings that do not go together, or are invalid.
+        ValueError: invalid settings.
     """
 
     tokenizer: Any  # None where only the settings are checked
@@ -75,7 +74,7 @@ class PromptFormat:
         return names
 
     def fields(self, row: Iterable[str]) -> dict[str, str]:
-        """The row's field behind every name in the template. ValueError says which is missing and what there is."""
+        """The row's field for every name in the template. ValueError: one is missing; lists the existing ones."""
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
         wanted = {name: question if name == "question" else name for name in self._names()}
@@ -85,7 +84,7 @@ class PromptFormat:
         return wanted
 
     def render(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        """The user's text and the target of a row. ValueError says what is wrong with it."""
+        """The user's text and the target of a row. ValueError: a missing or empty field, or no match."""
         values = {name: plain(row, behind) for name, behind in self.fields(row).items()}
         text = self.prompt_template.format(**values)
         if not text.strip():
@@ -101,30 +100,28 @@ class PromptFormat:
         return text, target
 
     def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
-        """The text that the policy sees and its token ids, ready for a continuation."""
+        """The policy's prompt as text and token ids."""
         if self.chat is not None:
-            text = self.chat.render(self._messages(text), add_generation_prompt=True)
+            text = self.chat.render(self.conversation(text), add_generation_prompt=True)
             return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids = tuple(self.tokenizer(text)["input_ids"])
-        # Some tokenizers close every text with eos, after which there is nothing to continue.
+        # Some tokenizers end every text with eos, which a prompt must not have.
         return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def answered(self, text: str, answer: str) -> tuple[list[int], list[bool]]:
-        """The text with an answer, as token ids and a mask: True on the answer and on what ends it.
-
-        With a chat template it is the conversation of both: what ends the answer is what ends a turn there, and what
-        precedes it is the prompt of `encode`. Without one, eos ends it. ValueError: nothing does.
-        """
+        """Token ids of the prompt of `encode` with an answer, and a mask: True on the answer and the tokens that end
+        it, which are eos, or with a chat template those that end a turn. ValueError: there are none."""
         if self.chat is not None:
-            return self.chat.encode(self._messages(text, answer))
+            return self.chat.encode(self.conversation(text, answer))
         return supervised(Sample(Prompt(*self.encode(text)), answer), self.tokenizer)
 
     def check(self, text: str, answer: str) -> None:
-        """What of `answered` is cheap to check of every row. ValueError as there."""
+        """The checks of `answered` that are cheap enough for every row."""
         if self.chat is not None:
-            self.chat.check(self._messages(text, answer))
+            self.chat.check(self.conversation(text, answer))
 
-    def _messages(self, text: str, answer: str | None = None) -> list[Message]:
+    def conversation(self, text: str, answer: str | None = None) -> list[Message]:
+        """The messages of the system prompt, the user's text and the answer, where there is one."""
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         answers = [{"role": "assistant", "content": answer}] if answer is not None else []
         return [*system, {"role": "user", "content": text}, *answers]
@@ -150,11 +147,8 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
 
 def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Prompt, target and eos as token ids, and a mask of that length: True on the target's tokens and on eos.
-
-    Of prompts without a chat template: with one a turn ends otherwise, see `PromptFormat.answered`. ValueError if the
-    tokenizer has no eos token.
-    """
+    """Token ids of prompt, target and eos, and a mask: True on the target and eos. For prompts without a chat template,
+    see `PromptFormat.answered`. ValueError: the tokenizer has no eos token."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos token to end an answer with")
     prompt = list(sample.prompt.token_ids)
@@ -163,7 +157,7 @@ def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list
 
 
 def plain(row: Mapping[str, Any], name: str) -> str:
-    """A field of a row as text. ValueError if it is not there, or neither text nor a number."""
+    """A field of a row as text. ValueError: it is missing, or neither text nor a number."""
     if name not in row:
         raise ValueError(f"no field {name!r}: it has {', '.join(row)}")
     value = row[name]

@@ -1,14 +1,14 @@
-"""Where rows come from, in which order, and how to come back to a position exactly.
+"""Sources of rows with a resumable order.
 
-A source is read with `read()`, which gives (row number from 1, row), or None once at the end of every epoch.
-`state()` is plain JSON; `load(state)` on a source made alike continues with the same rows in the same order.
-`scan()` reads from the beginning in stored order and disturbs nothing.
+`read()` returns (row number from 1, row), or None once at the end of every epoch. `state()` is plain JSON;
+`load(state)` on a source with the same settings continues with the same rows. `scan()` iterates in stored order
+without moving the position.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,17 +21,8 @@ if TYPE_CHECKING:
 Numbered = tuple[int, Row]
 
 
-class Source(Protocol):
-    epoch: int  # epochs completed
-
-    def read(self) -> Numbered | None: ...
-    def scan(self) -> Iterator[Numbered]: ...
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: dict[str, Any]) -> None: ...
-
-
 class StoredRows:
-    """Rows with random access; every epoch has an order of its own that (seed, epoch) determines."""
+    """Rows with random access; (seed, epoch) determines the order of an epoch."""
 
     def __init__(self, rows: Sequence[Row], *, shuffle: bool, seed: int) -> None:
         self.rows, self._shuffle, self._seed = rows, shuffle, seed
@@ -62,8 +53,8 @@ class StoredRows:
 class StreamedRows:
     """Rows of an iterable dataset, shuffled within blocks of `block` rows.
 
-    Blocks rather than the usual sliding buffer: a buffer's content is no part of the dataset's state, while a block
-    can be read again from the state at its start.
+    Blocks rather than the usual shuffle buffer: its content is not part of the dataset's state, while a block can be
+    read again from the state at its start.
     """
 
     def __init__(self, opened: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000) -> None:
@@ -79,7 +70,7 @@ class StreamedRows:
         self._start, self._block, self._offset = start, self._fill(), 0
 
     def _fill(self) -> list[Numbered]:
-        block = list(enumerate(islice(self._rows, self._size), self._number * self._size + 1))
+        block = list(enumerate(itertools.islice(self._rows, self._size), self._number * self._size + 1))
         if self._shuffle:
             Random(f"{self._seed}/{self.epoch}/{self._number}").shuffle(block)
         return block
@@ -109,20 +100,20 @@ class StreamedRows:
 class Task(Protocol):
     """A procedural task: an endless, seeded source of rows. A configuration names its class as `package.module:Name`.
 
-    Rows are mappings or named tuples with `question` and `answer`. `row` is a pure function of its arguments, so that a
-    position is one number; the questions of the splits "train" and "test" are disjoint under every seed.
+    Rows are mappings or named tuples with `question` and `answer`. `row` is a pure function of its arguments; the
+    questions of the splits "train" and "test" are disjoint under every seed.
     """
 
-    name: str  # part of the identity of a position
+    name: str  # part of a saved position
 
     def row(self, index: int, *, split: str, seed: int, difficulty: int | Sequence[int]) -> Any:
-        """Row `index`. ValueError: unknown split, or bad difficulty."""
+        """Row `index`. ValueError: unknown split or invalid difficulty."""
 
     def take(self, n: int, *, split: str = "test", seed: int, difficulty: int | Sequence[int]) -> list[Any]:
         """`n` rows with distinct questions, for evaluation. ValueError: the split has fewer."""
 
     def wrong(self, answer: str, rng: Random) -> str:
-        """A wrong answer that looks right: the rejected one of a preference pair."""
+        """A plausible wrong answer, for preference pairs."""
 
 
 # Names of earlier versions.
@@ -138,7 +129,7 @@ _MOVED = {
 
 
 def load_task(name: str) -> Task:
-    """The task that `package.module:Name` names. ValueError: there is none."""
+    """The task `package.module:Name`. ValueError: it does not exist or is not a task."""
     if name in _MOVED:
         raise ValueError(f"task {name!r} is now {_MOVED[name]!r}")
     found = resolve(name, "task")
@@ -148,7 +139,7 @@ def load_task(name: str) -> Task:
 
 
 class TaskRows:
-    """The endless rows of a procedural task, as {"question", "answer"}: one epoch that never ends."""
+    """The rows of a procedural task, as {"question", "answer"}: one endless epoch."""
 
     epoch = 0
 
@@ -159,21 +150,18 @@ class TaskRows:
 
     def _row(self, index: int) -> Numbered:
         drawn = self.task.row(index, split=self._split, seed=self.seed, difficulty=self.difficulty)
-        return index + 1, _plain(drawn)
+        return index + 1, _as_dict(drawn)
 
     def read(self) -> Numbered | None:
         self._index += 1
         return self._row(self._index - 1)
 
     def scan(self) -> Iterator[Numbered]:
-        index = 0
-        while True:
-            yield self._row(index)
-            index += 1
+        return map(self._row, itertools.count())
 
     def held_out(self, n: int) -> Iterator[Numbered]:
         """`n` distinct questions of the test split."""
-        return enumerate(map(_plain, self.task.take(n, seed=self.seed, difficulty=self.difficulty)), 1)
+        return enumerate(map(_as_dict, self.task.take(n, seed=self.seed, difficulty=self.difficulty)), 1)
 
     def state(self) -> dict[str, Any]:
         return {"index": self._index}
@@ -182,5 +170,5 @@ class TaskRows:
         self._index = state["index"]
 
 
-def _plain(row: Any) -> Row:
+def _as_dict(row: Any) -> Row:
     return dict(row) if isinstance(row, Mapping) else row._asdict()

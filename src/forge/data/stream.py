@@ -1,4 +1,4 @@
-"""Rows as a stream of items: opened and checked at once, read in an order that can be resumed at every position."""
+"""The base of datasets: a resumable stream of items made from rows, which are checked when it is opened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from .config import RowsConfig
 from .files import Row, Rows, open_rows, open_stream
-from .sources import Source, StoredRows, StreamedRows, TaskRows
+from .sources import StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
 C = TypeVar("C", bound=RowsConfig)
@@ -19,17 +19,18 @@ _PROBE = 1000
 class RowStream(ABC, Generic[T, C]):
     """An iterator of items made from rows; iteration ends after `epochs`, or never.
 
-    Every problem that can be known is raised before the first item, as a ValueError, FileNotFoundError or ImportError
-    of one line: all rows of a local file are checked, the columns and the first row of everything else. Rows count
-    from 1. Subclasses name their section and define `begin`, `validate` and `make`; their constructors end with
-    `check`.
+    The constructor checks all rows of a local file, and the columns and the first row of other sources. Subclasses
+    set SECTION and define `begin`, `validate` and `make`; their constructors end with `check`.
 
     Args:
         path: a .json, .jsonl or .parquet file, a folder that `datasets` can load, a Hugging Face id, or rows.
         tokenizer: of the policy.
         seed: of the order, and of a task's rows.
         epochs: passes over the data; None is endless. A task takes None only.
-        **settings: fields of SECTION, where their defaults stand.
+        **settings: fields of SECTION.
+
+    Raises:
+        ValueError, FileNotFoundError, ImportError: one line; rows count from 1.
     """
 
     SECTION: type[C]
@@ -57,7 +58,7 @@ class RowStream(ABC, Generic[T, C]):
         self._limit: int | None = how[self.LIMIT]
         self._too_long: str = how["too_long"]
         self._name = how.task or (path if isinstance(path, str) else "dataset")
-        self._source: Source
+        self._source: StoredRows | StreamedRows | TaskRows
         self._identity: dict[str, Any] = {"task": how.task, "split": how.split, "seed": seed, "shuffle": how.shuffle}
         if how.task is not None:
             self._source = TaskRows(how.task, split=how.split, seed=seed, difficulty=how.difficulty)
@@ -76,19 +77,16 @@ class RowStream(ABC, Generic[T, C]):
         self._reasons: list[str] = []
 
     def begin(self, row: Row) -> None:
-        """Look at the first stored row, before anything else is asked."""
+        """Decide by the first stored row; called before `validate` and `make`."""
 
     @abstractmethod
     def validate(self, row: Row) -> None:
-        """Check what is cheap to check of every row. ValueError says what is wrong with it."""
+        """Raise ValueError for a malformed row; called for every row, so only cheap checks."""
 
     @abstractmethod
     def make(self, number: int, row: Row, index: int) -> T | None:
-        """The item of row `number`, or None if it is left out (see `leave_out`); ValueError as `validate`.
-
-        Args:
-            index: how many items came before it.
-        """
+        """Item `index` (from 0) out of row `number`, or None if it is left out (see `leave_out`). ValueError: the row
+        is malformed."""
 
     @property
     def epoch(self) -> int:
@@ -111,20 +109,13 @@ class RowStream(ABC, Generic[T, C]):
         raise StopIteration
 
     def held_out(self, n: int) -> list[T]:
-        """A fixed list for evaluation, whatever has been drawn: the same at every call.
-
-        The first n rows of the split in stored order; of a procedural task n distinct questions of its test split.
-        ValueError if there are no n that fit.
-        """
-        if isinstance(self._source, TaskRows):
-            rows: Iterator[tuple[int, Row]] = self._source.held_out(n)
-        else:
-            rows = self._source.scan()
+        """A list for evaluation, the same at every call: the first n rows of the split in stored order, or n distinct
+        questions of a task's test split. ValueError: there are fewer that fit."""
+        source = self._source
+        rows = source.held_out(n) if isinstance(source, TaskRows) else source.scan()
         found: list[T] = []
-        for number, row in rows:
-            if len(found) == n:
-                break
-            item = self._made(number, row, index=len(found))
+        while len(found) < n and (numbered := next(rows, None)) is not None:
+            item = self._made(*numbered, index=len(found))
             if item is not None:
                 found.append(item)
         if len(found) < n:
@@ -144,7 +135,7 @@ class RowStream(ABC, Generic[T, C]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called. ValueError if that was over other data or another order."""
+        """Resume where `state_dict` was called. ValueError: the data or the order differ."""
         for name in {**self._identity, **state["identity"]}:
             was, now = state["identity"].get(name), self._identity.get(name)
             if was != now:
@@ -153,7 +144,7 @@ class RowStream(ABC, Generic[T, C]):
         self.served, self.skipped = state["served"], state["skipped"]
 
     def fits(self, tokens: int) -> bool:
-        """Whether an item of so many tokens is handed out; ValueError if it is not and that is an error."""
+        """Whether an item of so many tokens is kept; ValueError if it is not and `too_long` is "error"."""
         if self._limit is None or tokens <= self._limit:
             return True
         if self._too_long == "error":
@@ -162,7 +153,7 @@ class RowStream(ABC, Generic[T, C]):
         return False
 
     def leave_out(self, reason: str) -> None:
-        """Remember why `make` gives None, for messages: items are `reason`, as in "of weight 0"."""
+        """Remember why `make` returns None, for messages: items are `reason`, such as "of weight 0"."""
         if reason not in self._reasons:
             self._reasons.append(reason)
 
@@ -173,7 +164,7 @@ class RowStream(ABC, Generic[T, C]):
             raise ValueError(f"{self._name}, row {number}: {error}") from error
 
     def check(self) -> None:
-        """Look for problems in the rows, as far as they can be known without reading all of a remote source."""
+        """Check the rows: all of a local file, otherwise until one fits, of streams and tasks within the first 1000."""
         for _, row in islice(self._source.scan(), 1):
             self.begin(row)
         stored = self._source.rows if isinstance(self._source, StoredRows) else None

@@ -1,4 +1,4 @@
-"""Rows to imitate as a stream of episodes: conversations, prompts with answers, or plain text."""
+"""Supervised data: a stream of episodes from conversations, prompts with answers, or plain text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .stream import RowStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Marked = tuple[list[int], list[bool]]  # tokens, and which of them are to be learnt
+Marked = tuple[list[int], list[bool]]  # tokens, and the mask of those that are trained
 
 
 class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
-    """An iterator of `Episode`: its mask is True on what is to be imitated, its advantage is 1.
+    """An iterator of `Episode`: its mask is True on the trained tokens, its advantage is 1.
 
-    The first row decides the form of all. With `text_field` it is plain text, of which all tokens after the first are
-    learnt; with `messages_field`, or a field messages or conversations, it is a conversation (see
-    `forge.data.chat`); else a prompt with its answer: with `chat_template` the conversation of both, without one closed
-    by eos. What follows the last learnt token is left out: nothing can be learnt from it.
+    The first row decides the form of all: plain text with `text_field`, of which all tokens after the first are
+    trained; a conversation with `messages_field`, or a field messages or conversations (see `forge.data.chat`); else a
+    prompt with its answer, as a conversation with `chat_template`, closed by eos without one. Tokens after the last
+    trained one are dropped.
 
-    Settings are the fields of `forge.data.config.SupervisedConfig`. One that does nothing in the form that the rows
-    have is an error; `chat_template` and `chat_options` also apply to conversations.
+    Settings are the fields of `forge.data.config.SupervisedConfig`. A setting without effect on the form of the rows
+    is an error; `chat_template` and `chat_options` also apply to conversations.
     """
 
     SECTION = SupervisedConfig
@@ -106,7 +106,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
 
 
 def closed(tokens: list[int], mask: list[bool]) -> Marked:
-    """Up to the last token that is to be learnt. ValueError if nothing is, or nothing precedes it."""
+    """Cut after the last trained token. ValueError: there is none, or the first token is trained."""
     if not any(mask):
         raise ValueError("it holds nothing to learn")
     if mask[0]:
@@ -116,7 +116,7 @@ def closed(tokens: list[int], mask: list[bool]) -> Marked:
 
 
 def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of a text, closed by eos. ValueError if it is empty, or the tokenizer has no eos token."""
+    """The tokens of a text, closed by eos. ValueError: it is empty, or the tokenizer has no eos token."""
     if not text.strip():
         raise ValueError("the text is empty")
     if tokenizer.eos_token_id is None:
@@ -126,20 +126,20 @@ def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def differing(settings: RowsConfig) -> dict[str, Any]:
-    """The settings of prompts that differ from their defaults: those that somebody expects an effect of."""
+    """The settings of prompts that differ from their defaults."""
     fields = type(settings).model_fields
     return {n: settings[n] for n in PROMPT_FIELDS if n in fields and settings[n] != fields[n].default}
 
 
 def check_effects(given: Mapping[str, Any], used: tuple[str, ...], form: str) -> None:
-    """ValueError names the settings that do nothing for rows of this form."""
+    """ValueError: a setting has no effect on rows of this form."""
     if idle := [name for name in given if name not in used]:
         raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: leave it out")
 
 
 def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
-    """What a policy is asked to reproduce the last learnt stretch of each episode: the tokens before it as the prompt,
-    its text, without special tokens, as the target.
+    """For evaluation: of each episode the last trained span as the target, without special tokens, and the tokens
+    before it as the prompt.
 
     Args:
         tokenizer: Hugging Face folder or hub id.

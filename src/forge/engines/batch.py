@@ -1,11 +1,11 @@
-"""The running batch: sequences in the first rows of the cache, one token for each of them a step.
+"""The running batch (continuous batching): one token per step for each sequence in the first rows of the cache.
 
-Active rows are always rows 0 to B - 1, so that a decode step works on views. A finished row is taken over by a waiting
-sample, or else by the last row. Everything a row needs while it runs sits in tensors, so that a step costs the same few
-operations whatever the number of rows, and the host waits for the device once: for the finished rows.
+Active rows are always rows 0 to B - 1, so that a decode step works on views. A waiting sample, or else the last row,
+replaces a finished row. The state of rows is in tensors, so that a step has the same few operations for any number of
+rows and one synchronisation with the device: for the finished rows.
 
-A token is drawn through the cumulative distribution with a uniform number of its own: it depends on its row's logits
-and number alone, never on the rest of the batch.
+Each token is drawn by inverse transform sampling with its own uniform number: it depends on its row's logits and number
+alone, not on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .decoder import Decoder, rounded
 from .interface import Listener
 from .weights import Weights
 
-WIDTH = 8  # kernels are prepared for every new number of rows: few numbers, at the price of idle rows
+WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
 Prefix = tuple[Tensor, Tensor]  # keys and values, (layers, K, tokens, D) each
@@ -49,10 +49,10 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sample that runs, or that was preempted and waits for a row.
+    """A running or preempted sample.
 
-    `drawn` is its state when it last got its row: the i-th token since then is drawn in step `start + i` and recorded
-    at position `context + i`.
+    `drawn` is its state when it last got a row: the i-th token since then is drawn in step `start + i` and recorded at
+    position `context + i`.
     """
 
     request: Request
@@ -64,12 +64,12 @@ class Row:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens it continues from."""
+        """The prompt and the drawn tokens, which it continues."""
         return [*self.request.prompt, *self.drawn.token_ids]
 
     @property
     def context(self) -> int:
-        """How many of them are in the cache: all but the last."""
+        """Number of these in the cache: all but the last."""
         return len(self.request.prompt) + len(self.drawn.token_ids) - 1
 
 
@@ -85,7 +85,7 @@ class Batch:
         self.holes: list[int] = []
         self.cut: deque[Row] = deque()  # preempted, to be resumed before waiting requests
         self.steps = self.generated = self.prefilled = 0
-        self._docked: tuple[Request | Row | None, int] = (None, 0)  # a long prompt in the dock, and its tokens there
+        self._docked: tuple[Request | Row | None, int] = (None, 0)  # a long prompt in the dock, its tokens there
         # (first step, version, identity) of the weights, in order.
         self._drew = [(0, decoder.weights.version, decoder.weights.identity)]
         device, length, rows = decoder.device, decoder.cache.longest, rounded(slots, WIDTH)
@@ -95,22 +95,22 @@ class Batch:
         self.temperature, self.top_p = (torch.ones(rows, device=device) for _ in range(2))
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
         self.stops = torch.full((rows, 1), -1, device=device)
-        # By position, like the cache: the numbers to draw with, and the tokens drawn.
+        # By position, like the cache: the uniform numbers, and the tokens drawn with them.
         self.uniform, self.logprobs = (torch.zeros(rows, length, device=device) for _ in range(2))
         self.drawn = torch.zeros(rows, length, dtype=torch.long, device=device)
 
     @property
     def running(self) -> int:
-        """Rows that still draw tokens."""
+        """Number of unfinished rows."""
         return len(self.rows) - len(self.holes)
 
     @property
     def serves(self) -> tuple[int, str]:
-        """Version and identity of the newest weights that were taken into use."""
+        """Version and identity of the weights in use."""
         return self._drew[-1][1:]
 
     def release(self, waiting: deque[Request]) -> None:
-        """Free weights, cache and computed prompts. Nothing may be busy; `switch` brings weights back."""
+        """Free weights, cache and computed prompts, when nothing runs; `switch` sets new weights."""
         self.rows, self.holes = [], []
         for request in waiting:
             request.prefix = None
@@ -118,10 +118,8 @@ class Batch:
         self.decoder.release()
 
     def switch(self, weights: Weights, waiting: deque[Request], cut: bool = False) -> None:
-        """Compute with other weights from the next step on; computed prompts of waiting requests are dropped.
-
-        cut: running rows are preempted, too, to recompute their keys and values from their tokens.
-        """
+        """Use other weights from the next step on; computed prompts of waiting requests are dropped. With `cut`,
+        running rows are preempted to recompute their keys and values."""
         if cut:
             rows = [(row, self._so_far(i)) for i, row in enumerate(self.rows) if i not in self.holes]
             for row, drawn in rows:
@@ -143,7 +141,7 @@ class Batch:
         self.cut = deque(row for row in self.cut if row.request is not request)
 
     def admit(self, waiting: deque[Request]) -> None:
-        """Move samples into free rows, preempted ones and then the front of `waiting`, in order; close the gaps."""
+        """Assign free rows to preempted samples, then to `waiting` ones, in order; close the gaps between rows."""
         self.holes.sort()
         free = self.holes + list(range(len(self.rows), self.slots))
         placed: dict[int, Row] = {}
@@ -169,7 +167,7 @@ class Batch:
             if isinstance(item, Row):
                 item.start, rows = self.steps, rows[:1]
                 placed[rows[0]] = item
-            else:  # as many of the request's samples as there are rows
+            else:  # as many of the request's samples as there are free rows
                 rows = rows[: item.sampling.n - item.admitted]
                 for sample, i in enumerate(rows, item.admitted):
                     placed[i] = Row(item, sample, self.steps, Completion(item.prompt, [], [], [], ""))
@@ -193,19 +191,15 @@ class Batch:
             self._prefill(fresh)
             self._set_rows(placed)
         self._compact()
-        # What a step needs to know of its rows as a whole, which changes only here.
-        requests = [row.request for row in self.rows]
+        # Properties of all rows that `step` needs; they change only here.
         self._reach = max((row.context - row.start for row in self.rows), default=0)
-        self._any_greedy = any(request.sampling.temperature == 0 for request in requests)
-        # Greedy decoding has no distribution for top-k and top-p to cut.
-        narrow = [
-            i
-            for i, s in enumerate(request.sampling for request in requests)
-            if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)
-        ]
+        samplings = [row.request.sampling for row in self.rows]
+        self._any_greedy = any(s.temperature == 0 for s in samplings)
+        # Top-k and top-p have no effect on greedy decoding.
+        narrow = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)]
         self._narrow = torch.tensor(narrow, device=self.decoder.device) if narrow else None
-        self._listening = [i for i, request in enumerate(requests) if request.listener]
-        self._wants_top = [i for i, request in enumerate(requests) if request.sampling.top_logprobs]
+        self._listening = [i for i, row in enumerate(self.rows) if row.request.listener]
+        self._wants_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
 
     def _dock(self, item: Request | Row, context: list[int]) -> int:
         """Compute the next piece of a long prompt; returns its length. The last one sets `item.prefix`."""
@@ -286,7 +280,7 @@ class Batch:
         rows, cache = len(self.rows), self.decoder.cache
         length = rounded(self._reach + self.steps + 1, self.decoder.granule)
         cache.reserve(length, rows)
-        # A single row would be multiplied by other kernels, which round differently.
+        # At least two rows: other kernels multiply a single one, and round differently.
         width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
         logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)[:rows].float()
         positions = self.positions[:rows]
@@ -320,7 +314,7 @@ class Batch:
         return complete
 
     def _stream(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """Pass this step's tokens to the listeners. The host waits for the device once more, for all of them."""
+        """Pass this step's tokens to the listeners, with one more synchronisation for all of them."""
         _, version, identity = self._drew[-1]
         drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, self._listening].tolist()
         for i, token, logprob in zip(self._listening, *drawn, strict=True):
@@ -338,7 +332,7 @@ class Batch:
                     request.future.set_exception(error)
 
     def _so_far(self, i: int) -> Completion:
-        """All tokens of the sample in row i, from before it was last preempted and since."""
+        """All tokens of the sample in row i, including those before it was preempted."""
         row = self.rows[i]
         before, span = row.drawn, slice(row.context, row.context + self.steps - row.start)
         versions, identities = list(before.versions), dict(before.identities)
@@ -360,7 +354,7 @@ class Batch:
 
 
 def uniforms(seed: int, sample: int, count: int) -> Tensor:
-    """The random numbers in [0, 1) of one sample, (count,); a longer count has the shorter one as prefix."""
+    """The random numbers in [0, 1) of one sample, (count,); a smaller count gives a prefix."""
     key = np.array([seed % 2**64, sample], dtype=np.uint64)
     return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32))
 
@@ -372,8 +366,8 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     limit = torch.where(top_k > 0, top_k, logits.shape[-1])
     ordered = ordered.masked_fill(ranks >= limit[:, None], -torch.inf)
     probs = ordered.softmax(-1)
-    # A token stays if those before it do not reach top_p: the first always does. A top_p of 1 keeps all, whatever the
-    # rounding of the sum.
+    # A token stays if those before it do not reach top_p, so the first always stays. top_p = 1 keeps all, however the
+    # sum is rounded.
     outside = (probs.cumsum(-1) - probs >= top_p[:, None]) & (top_p[:, None] < 1)
     return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))
 
@@ -381,12 +375,11 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,) each.
 
-    `logits` are already divided by the temperature and cut to the top. Rows marked in `greedy` (B,), if given, take
-    the most likely token instead.
+    `logits` are after temperature, top-k and top-p. Rows marked in `greedy` (B,) take the most likely token.
     """
     probs = logits.softmax(-1)
     total = probs.cumsum(-1)
-    # Kept a rounding step below the total, the target always falls on a token with a probability above zero.
+    # A rounding step below the total, so that the target always falls on a token with positive probability.
     target = uniform.clamp(max=1 - 2**-22)[:, None] * total[:, -1:]
     tokens = torch.searchsorted(total, target, right=True)
     if greedy is not None:
@@ -395,11 +388,10 @@ def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor
 
 
 def top_logprobs(logits: Tensor) -> list[dict[int, float]]:
-    """The most likely tokens of each row in descending order, with their log-probabilities under logits (B, V) as in
-    `draw`, without those at -inf.
+    """The most likely tokens of each row of logits (B, V) in descending order, with their log-probabilities, without
+    those at -inf.
 
-    Always up to 20 tokens, so that which of two equals is taken does not depend on the requests of other rows. The host
-    waits for the device.
+    Always up to 20 tokens, so that ties do not break differently with the requests of other rows. Synchronises.
     """
     probs, tokens = logits.softmax(-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))
     ids, logprobs = torch.stack([tokens.double(), probs.log_().double()]).tolist()

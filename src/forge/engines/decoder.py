@@ -16,14 +16,14 @@ from torch import Tensor
 from ..weight_layouts import head_size
 from .weights import Layer, Weights
 
-BLOCK = 128  # cache positions in one sum over values: from 200 on, MKL may split a sum by the length of the whole
-QUERIES = 64  # prompt tokens that attend together
+BLOCK = 128  # cache positions in one sum over values: from 200 on, MKL may split sums depending on the length
+QUERIES = 64  # prompt tokens in one attention call
 
 
 class Cache:
     """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`.
 
-    After the rows that decode there is one more, the `dock`, where a long prompt is computed piece by piece.
+    One more row after those that decode, the `dock`, is for long prompts computed in pieces.
     """
 
     def __init__(self, config: Any, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device):
@@ -52,7 +52,7 @@ class Cache:
                 setattr(self, name, after)
 
     def index(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where `write` puts tokens: rows and positions (N,) -> (N * K,)."""
+        """The index for `write`: rows and positions (N,) -> (N * K,)."""
         return ((rows[:, None] * len(self.heads) + self.heads) * self.keys.shape[3] + positions[:, None]).flatten()
 
     def write(self, layer: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -74,11 +74,11 @@ class Cache:
 
 
 class Decoder:
-    """The model: `weights` may be replaced between any two calls.
+    """The model; `weights` may be replaced between any two calls.
 
-    On a CPU in float32, a row's result depends bit for bit on that row alone: not on other rows or their number (2 to
-    8, or a multiple of 8), the pieces of its prompt, or the length of the cache. Where kernels round differently with
-    the shape, products are made of blocks of one shape; `granule` keeps to one kind of kernel.
+    On a CPU in float32 it is batch invariant, bit for bit: a row's result does not depend on other rows or their number
+    (2 to 8, or a multiple of 8), the pieces of its prompt, or the length of the cache. Where kernels round differently
+    with the shape, products use blocks of a fixed shape; `granule` keeps to one kind of kernel.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Decoder:
         self.cos, self.sin = rotary_tables(config, max_seq_len, dtype, device)
         self.row_ids = torch.arange(rows, device=device)
         self.steps = torch.arange(self.cache.longest, device=device)
-        # Attention sees lengths in multiples of this. MKL rounds differently below 16, and PyTorch multiplies matrices
-        # of less than 400 products in a loop of its own, which rounds differently again: so none is that small.
+        # Attention lengths are multiples of this. MKL rounds differently below 16, and PyTorch multiplies matrices of
+        # less than 400 products in a loop of its own, which rounds differently again.
         self.granule = 16
         while self.granule * self.D * self.H // self.K < 400 and self.granule < BLOCK:
             self.granule *= 2
-        # With fewer than 4 heads in a group MKL sums over values in order, however many there are.
+        # With fewer than 4 heads in a group MKL sums over values in order at any length.
         self.block = BLOCK if self.H // self.K >= 4 else self.cache.longest
-        self.queries = QUERIES if device.type == "cpu" else None  # elsewhere, one large product is the faster
+        self.queries = QUERIES if device.type == "cpu" else None  # elsewhere one large product is faster
 
     def release(self) -> None:
         """Free weights and cache, until other weights are assigned."""
@@ -123,7 +123,7 @@ class Decoder:
         for i, layer in enumerate(self.weights.layers):
             q, k, v = self._qkv(layer, x, cos, sin)
             cache.write(i, index, k, v)
-            # Rows and heads merge into one batch dimension without a copy; the heads of a group share its keys.
+            # Rows and heads are one batch dimension, without a copy; the heads of a group share its keys.
             keys, values = (c[i].flatten(0, 1)[: rows * self.K, :length] for c in (cache.keys, cache.values))
             q = q.reshape(rows * self.K, G, self.D)
             probs = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self.D**-0.5).softmax(-1)
@@ -134,11 +134,10 @@ class Decoder:
         return self.weights.head(F.rms_norm(x, x.shape[-1:], self.weights.norm, self.eps))
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], start: int = 0) -> None:
-        """Write keys and values of each prompt's tokens into its row; there are no logits.
+        """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
 
-        The last token of a prompt is left to the first decode step, so that the last layer's attention and MLP are not
-        needed here. `start` > 0 continues prompts whose first `start` tokens are in their rows. The cache must have
-        room for them.
+        There are no logits: the last token of a prompt is left to the first decode step, so that the last layer's
+        attention and MLP are skipped. `start` > 0 continues prompts whose first `start` tokens are in their rows.
         """
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
@@ -146,7 +145,7 @@ class Decoder:
         positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths)[prompt] + start
         blocks = self._blocks(prompt, positions, torch.tensor(rows), lengths + start)
         index = self.cache.index(torch.tensor(rows)[prompt].to(self.device), positions.to(self.device))
-        # Kernels are prepared for every new number of tokens: few numbers, by padding whose results are never stored.
+        # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
         real, count = len(tokens), rounded(len(tokens), 64)
         tokens, positions = F.pad(tokens, (0, count - real)), F.pad(positions, (0, count - real)).to(self.device)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
@@ -169,10 +168,10 @@ class Decoder:
             self._finish_layer(layer, x, attended)
 
     def _blocks(self, prompt: Tensor, positions: Tensor, rows: Tensor, ends: Tensor) -> list[_Block]:
-        """Prompt tokens that attend together: `queries` positions of every prompt that reaches them, or all.
+        """Split prompt tokens into attention calls of `queries` positions of every prompt that reaches them, or all.
 
         prompt, positions: (N,). rows, ends: (prompts,). A block begins at a multiple of its size whatever the pieces of
-        the prompt, so that its keys always have one shape. Half a block, for short prompts, rounds like a whole one.
+        the prompt, so that its keys have a fixed shape. Half a block, for short prompts, rounds like a whole one.
         """
         blocks, first, longest = [], int(positions.min()), int(ends.max())
         size = longest - first
@@ -187,7 +186,7 @@ class Decoder:
             mask = torch.zeros(seen.shape, dtype=self.cos.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
             chosen = rows[reaching].tolist()
             stride = chosen[1] - chosen[0] if len(chosen) > 1 else 1
-            # Rows at even distances, as they mostly are, are taken as a view.
+            # Evenly spaced rows, the usual case, are a view.
             even = stride > 0 and chosen == list(range(chosen[0], chosen[-1] + 1, stride))
             where = slice(chosen[0], chosen[-1] + 1, stride) if even else chosen
             blocks.append(_Block(inside.to(self.device), place.to(self.device), len(chosen), where, mask))
@@ -210,10 +209,10 @@ class Decoder:
 
 
 class _Block(NamedTuple):
-    tokens: Tensor  # (n,): which of the tokens
-    place: Tensor  # (n,): where they stand among the block's queries, prompt after prompt
+    tokens: Tensor  # (n,): indices of the tokens
+    place: Tensor  # (n,): their positions among the block's queries, prompt after prompt
     prompts: int
-    rows: Any  # the cache row of each prompt, as an index
+    rows: Any  # index of the prompts' cache rows
     mask: Tensor  # (queries of a prompt, keys)
 
 

@@ -1,4 +1,4 @@
-"""The embedded generation engine: a model, its running batch and the thread that steps it."""
+"""The embedded generation engine: a running batch, and the thread that steps it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Order = tuple[Weights | Literal["release", "restore"], "Future[None]"]
 
 
 class EmbeddedEngine:
-    """Generates with a Llama, Qwen2 or Qwen3 checkpoint in this process, as `forge.engines.Engine` says.
+    """An `Engine` for Llama, Qwen2 or Qwen3 checkpoints in this process.
 
-    All callers share one batch, which a thread of its own runs. A request starts as soon as rows of the batch are free,
-    its prompt computed once for all its samples.
+    All callers share one batch, which runs in a thread of its own. A request starts as soon as rows of the batch are
+    free; its prompt is computed once for all samples.
     """
 
     def __init__(
@@ -47,10 +47,9 @@ class EmbeddedEngine:
             device: by default a GPU if there is one.
             version: of the weights in the folder, whose identity is "".
             prefill_tokens: prompt tokens computed between two decode steps; a longer prompt is computed in pieces.
-            settings: fields of `forge.engines.settings.EngineSettings`; the cache grows with use. After a weight
-                update (`on_update`) running sequences "continue" with their keys and values; or they "finish" under
-                the old weights while nothing is admitted; or they are preempted and "recompute" keys and values of
-                prompt and tokens, before waiting requests. Drawn tokens keep their log-probabilities and versions.
+            settings: fields of `forge.engines.settings.EngineSettings`. With `on_update` "finish" nothing is admitted
+                before an update; with "recompute" running sequences are preempted and resume before waiting requests.
+                Drawn tokens keep their log-probabilities and versions.
 
         Raises:
             FileNotFoundError, ValueError: the folder is incomplete, the model unsupported, or an argument invalid.
@@ -69,10 +68,10 @@ class EmbeddedEngine:
         decoder = Decoder(config, weights, rounded(how.slots, WIDTH), self.max_seq_len, self.dtype, self.device)
         self._batch = Batch(decoder, how.slots, prefill_tokens)
         self._waiting: deque[Request] = deque()
-        self._orders: deque[Order] = deque()  # taken over, not yet carried out
+        self._orders: deque[Order] = deque()  # accepted by the thread, still pending
         self._released = False
         self._wake = threading.Condition()
-        # Guarded by _wake: what callers hand to the thread, and why it ended.
+        # Guarded by _wake: the callers' side.
         self._submitted: list[Request] = []
         self._cancelled: list[Request] = []
         self._ordered: list[Order] = []
@@ -87,9 +86,9 @@ class EmbeddedEngine:
     ) -> Future[list[Completion]]:
         """As `Engine.submit`.
 
-        On a CPU in float32 the tokens and log-probabilities of a seeded request depend on the request and the weights
-        alone, bit for bit, whatever else runs, on one machine and number of threads (tested with one and two).
-        Elsewhere it draws with the same random numbers, but matrix products may round differently with the batch.
+        On a CPU in float32 the result of a seeded request depends on the request and the weights alone, bit for bit, on
+        one machine and number of threads (tested with one and two). Elsewhere the random numbers are the same, but
+        matrix products may round differently with the batch.
         """
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
@@ -129,11 +128,11 @@ class EmbeddedEngine:
         return future
 
     def release(self) -> Future[None]:
-        """As `Engine.release`: weights and cache are freed when the running sequences have ended."""
+        """As `Engine.release`."""
         return self._order("release")
 
     def restore(self) -> Future[None]:
-        """As `Engine.restore`: all memory comes back with the next weight update."""
+        """As `Engine.restore`; memory is allocated at the next weight update."""
         return self._order("restore")
 
     @property
@@ -145,11 +144,8 @@ class EmbeddedEngine:
         return self._batch.serves[1]
 
     def stats(self) -> dict[str, int]:
-        """Running rows, waiting samples, and totals since the start: tokens generated and prefilled, decode steps.
-
-        A preempted sample counts as waiting, the last token of a prompt as decoded, and tokens recomputed after a
-        weight update as prefilled.
-        """
+        """As `Engine.stats`, with `prefilled_tokens` and `decode_steps`. A preempted sample counts as waiting, tokens
+        recomputed after a weight update count as prefilled."""
         with self._wake:
             self._check_alive()
             requests = [*self._waiting, *self._submitted]
@@ -162,7 +158,7 @@ class EmbeddedEngine:
         }
 
     def close(self) -> None:
-        """Stop the thread. Requests that are not complete fail with a RuntimeError."""
+        """As `Engine.close`."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -198,7 +194,7 @@ class EmbeddedEngine:
                     self._batch.admit(deque() if self._orders or self._released else self._waiting)
                     if self._batch.rows:
                         for request in self._batch.step():
-                            # Its listener may have failed it in this very step.
+                            # Its listener may have failed it in this step.
                             if not request.future.done() and request.future.set_running_or_notify_cancel():
                                 request.future.set_result([c for _, c in sorted(request.done.items())])
         except BaseException as raised:  # any error must reach the callers
@@ -219,7 +215,7 @@ class EmbeddedEngine:
                 future.set_exception(error)
 
     def _collect(self) -> bool:
-        """Take over the callers' requests and orders, waiting for them if nothing runs; False when closing."""
+        """Accept the callers' requests and orders, waiting for them if nothing runs; False when closing."""
         batch = self._batch
         with self._wake:
             while not (self._closing or self._submitted or self._ordered or self._cancelled):
@@ -242,7 +238,7 @@ class EmbeddedEngine:
         return True
 
     def _carry_out(self) -> bool:
-        """Carry out the first order, consecutive updates at once; False if running sequences must end before."""
+        """Carry out the first order; of consecutive updates the newest. False if running sequences must end first."""
         batch, (what, _) = self._batch, self._orders[0]
         count = 1
         if isinstance(what, Weights):

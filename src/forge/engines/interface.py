@@ -31,17 +31,17 @@ class Engine(Protocol):
     ) -> Future[list[Completion]]:
         """Start `sampling.n` completions of a prompt; cancelling the future frees their resources.
 
-        Waiting requests start in the order of their priority, lowest number first, then of submission. Completions end
-        at `max_tokens`, or at `max_seq_len` if that is earlier; their text is left empty.
+        Waiting requests start by priority, lowest number first, then in order of submission. Completions end at
+        `max_tokens`, or at `max_seq_len` if that is earlier; their text is empty.
 
         Args:
-            listener: called in the engine's thread with the tokens of each sample as they are drawn: all before the
-                future completes, none after it failed. It must be quick, as it blocks all requests. Its exceptions fail
-                the request.
+            listener: called in the engine's thread with new tokens of each sample: all before the future completes,
+                none after it failed. It must be fast, as it blocks all requests. Its exceptions fail the request.
 
         Raises:
             ValueError: an empty or too long prompt, or a token outside the vocabulary.
-            RuntimeError: the engine is closed; EngineFailed: it has failed.
+            RuntimeError: the engine is closed.
+            EngineFailed: it has failed.
         """
 
     def update_weights(
@@ -50,18 +50,18 @@ class Engine(Protocol):
         """Replace all weights; `on_update` decides about running sequences. A released engine is restored.
 
         The tensors, by Hugging Face name, are read and checked before this returns, into memory beside the weights in
-        use. The future completes when they are in use; of several waiting updates the newest is taken, and all
-        complete. It carries a ValueError naming the tensor if one is unknown, duplicate, missing or of a wrong shape:
-        weights and version are unchanged then.
+        use. The future completes when they are in use; of several pending updates the newest is applied, and all
+        complete. It fails with a ValueError naming the tensor if one is unknown, duplicate, missing or of a wrong
+        shape; the weights are unchanged then.
 
         Args:
-            identity: a digest of the weights by their publisher. Completions carry version and identity of the weights
-                that drew their tokens; a version stands for one set of weights.
+            identity: the publisher's digest of the weights. Completions have version and identity of the weights that
+                drew their tokens; a version stands for one set of weights.
         """
 
     @property
     def version(self) -> int:
-        """The version of the weights in use; while the engine is released, of the last ones."""
+        """The version of the weights in use; of a released engine, the last one."""
 
     @property
     def identity(self) -> str:
@@ -72,17 +72,14 @@ class Engine(Protocol):
         more."""
 
     def release(self) -> Future[None]:
-        """Free the memory of weights and cache for a trainer on the same device.
-
-        Running sequences end first; later requests wait. The future completes when the memory is free. Releases,
-        restores and weight updates take effect in the order of their calls.
-        """
+        """Free the memory of weights and cache for a trainer on the same device, once running sequences have ended;
+        later requests wait. Releases, restores and weight updates take effect in order."""
 
     def restore(self) -> Future[None]:
         """Allocate the memory again. Waiting requests start after the next weight update."""
 
     def close(self) -> None:
-        """End the engine and its processes. Requests that are not complete fail with a RuntimeError."""
+        """Stop the engine and its processes. Incomplete requests fail with a RuntimeError."""
 
 
 def extend(whole: Completion, piece: Completion) -> None:

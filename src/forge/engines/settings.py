@@ -21,7 +21,7 @@ class EngineSettings(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and cache."""
     on_update: Literal["continue", "finish", "recompute"] = "continue"
-    """What a weight update does to running sequences: they `continue` under the new weights with the keys and values
+    """Running sequences at a weight update: they `continue` under the new weights with the keys and values
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
     ([weights.md](weights.md))."""
     vllm: dict[str, Any] = Field(default_factory=dict)

@@ -22,10 +22,10 @@ from .settings import EngineSettings
 from .vllm_args import OWNER, Request, engine_args, import_args, sampling_params, top_logprobs
 from .weights import Handover, load_eos, read_config
 
-# How vLLM pauses for an update: what becomes of running sequences, and whether their keys and values are forgotten.
+# How vLLM pauses for an update: the mode for running sequences, and whether keys and values are dropped.
 PAUSE = {"continue": ("keep", False), "finish": ("wait", True), "recompute": ("keep", True)}
-END = 60  # seconds that closing may take
-LOOK = 1  # seconds between looks at whether vLLM's process is alive
+END = 60  # seconds for closing
+LOOK = 1  # seconds between checks that vLLM's process is alive
 DEAD = "vLLM's engine process has died"
 STARTING = threading.Lock()  # of OWNER, which all engines of this process share
 
@@ -33,7 +33,7 @@ Order = tuple[Handover | Literal["release", "restore"], "Future[None]"]
 
 
 class VLLMEngine:
-    """Generates with a Llama, Qwen2 or Qwen3 checkpoint in vLLM, as `forge.engines.Engine` says.
+    """An `Engine` for Llama, Qwen2 or Qwen3 checkpoints in vLLM.
 
     Every sample is a request of its own to vLLM, which computes their common prompt once as far as it fills blocks of
     its cache. Seeded samples are reproducible except for ties that rounding decides: products round differently with
@@ -67,13 +67,13 @@ class VLLMEngine:
         self._updates = 0
         self._salt = ""  # prompts share blocks of the cache only under the same one
         self._memory: Literal["held", "released", "restored"] = "held"
-        self._open = asyncio.Event()  # whether vLLM may be given requests: from a release on it may not
+        self._open = asyncio.Event()  # whether vLLM accepts requests; cleared by a release
         self._open.set()
         self._orders: deque[Order] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._unstarted: dict[str, None] = {}  # of vLLM's requests, in order
-        self._given: dict[str, str] = {}  # those that vLLM has, with the label of the weights when it got them
-        self._idle = asyncio.Event()  # set when it has none any more
+        self._given: dict[str, str] = {}  # those in vLLM, with the label of the weights when they were submitted
+        self._idle = asyncio.Event()  # set while it has none
         self._started = self._generated = self._numbered = 0
         self._lock = threading.Lock()
         # Guarded by the lock.
@@ -86,7 +86,7 @@ class VLLMEngine:
             target=lambda: asyncio.run(self._main(args, ready)), name="forge-vllm", daemon=True
         )
         self._thread.start()
-        ready.result()  # vLLM waits for its processes for at most VLLM_ENGINE_READY_TIMEOUT_S
+        ready.result()  # vLLM's own timeout is VLLM_ENGINE_READY_TIMEOUT_S
 
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
@@ -146,7 +146,7 @@ class VLLMEngine:
         return {"running": self._started, "waiting": len(self._unstarted), "generated_tokens": self._generated}
 
     def close(self) -> None:
-        """End vLLM and its processes. Requests that are not complete fail with a RuntimeError."""
+        """Stop vLLM and its processes. Incomplete requests fail with a RuntimeError."""
         with self._lock:
             if self._error is None:
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -178,7 +178,7 @@ class VLLMEngine:
             self._loop.call_soon_threadsafe(function, *args)
         future.add_done_callback(self._pending.discard)
 
-    # From here on, everything runs in the loop.
+    # Everything below runs in the loop.
 
     async def _main(self, args: Any, ready: Future[None]) -> None:
         try:
@@ -212,7 +212,7 @@ class VLLMEngine:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._llm.shutdown(timeout=END / 4)
-            del self._llm  # it would complain when the interpreter ends
+            del self._llm  # it would log an error at interpreter exit
 
     def _end(self, error: BaseException) -> None:
         """Fail all pending and later calls, with the first error."""
@@ -369,7 +369,7 @@ class VLLMEngine:
                 # The weights may be half of one version and half of another.
                 self._end(EngineFailed(DEAD if self._llm.errored else f"vLLM failed: {error}"))
                 return
-            if self._error is not None:  # it has ended meanwhile, and taken the orders with it
+            if self._error is not None:  # it has ended meanwhile, with the orders
                 return
             for what, future in [self._orders.popleft() for _ in range(count)]:
                 if isinstance(what, Handover):

@@ -1,4 +1,4 @@
-"""What vLLM gets: the arguments it is started with, and the sampling parameters of a request."""
+"""Arguments of vLLM's engine, and the sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..types import Completion, Sampling
 from ..weight_layouts import head_size
 from .interface import Listener
 
-# Fields of AsyncEngineArgs that the engine's own settings give, and those that it depends on.
+# Fields of AsyncEngineArgs that are set by the engine's own settings, and those that must not change.
 OWN = {
     "model": "model",
     "max_num_seqs": "generator.slots",
@@ -42,13 +42,13 @@ INSTALL = (
 
 
 def check_installed() -> None:
-    """ImportError, with what to install, where there is no vLLM."""
+    """ImportError: vLLM is not installed; says what to install."""
     if find_spec("vllm") is None:
         raise ImportError(INSTALL)
 
 
 def import_args() -> Any:
-    """vLLM's AsyncEngineArgs, with the environment that it wants at import. ImportError: as `check_installed`."""
+    """vLLM's AsyncEngineArgs; sets the environment for its import. ImportError: as `check_installed`."""
     check_installed()
     for name, value in (
         ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
@@ -80,7 +80,7 @@ def check_options(options: Iterable[str]) -> None:
 def engine_args(
     folder: Path, config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
 ) -> tuple[Any, bool]:
-    """The AsyncEngineArgs, and whether vLLM runs on a CPU. ValueError: a model or an option it does not take."""
+    """The AsyncEngineArgs, and whether vLLM runs on a CPU. ValueError: an unsupported model or option."""
     check_options(options)
     kind = import_args()
     from vllm.platforms import current_platform

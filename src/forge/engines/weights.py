@@ -1,4 +1,4 @@
-"""Weights of an engine: read from a checkpoint, fused for decoding (q, k, v and gate, up), passed to vLLM."""
+"""Weights of an engine: read from a checkpoint, fused for decoding (q, k, v and gate, up), handed over to vLLM."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> Any:
 
 
 def load_eos(folder: Path, config: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids: of generation_config.json where it names any, else of the model config."""
+    """The end-of-sequence ids of generation_config.json, or else of the model config."""
     path = folder / "generation_config.json"
     eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     eos = config.eos_token_id if eos is None else eos
@@ -97,8 +97,8 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def pack(weight: Tensor) -> Tensor:
     """A weight (out, in) for `Linear`: in float32 on a CPU repacked for oneDNN, else unchanged.
 
-    There PyTorch multiplies with MKL, which uses AVX-512 on Intel's processors alone: on AMD's oneDNN takes less than
-    half the time, for the same result to rounding.
+    PyTorch's default, MKL, uses AVX-512 on Intel's processors only: on AMD's oneDNN takes less than half the time, with
+    the same result up to rounding.
     """
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -134,8 +134,7 @@ class Layer:
 class Weights:
     """All weights of one policy version, with its number and identity.
 
-    A new version is a new `Weights`, made while the old one still decodes: to use it is an assignment, and a version
-    that fails to load was never in use.
+    A new version is a new object, filled while the old one still decodes; switching is an assignment.
     """
 
     def __init__(
@@ -167,8 +166,8 @@ class Weights:
                 filling[whole][first : first + parts[i].rows] = tensor
                 left[whole] -= 1
                 if not left[whole]:
-                    # Packed at once, so that the plain copy's memory serves the next one: touching new memory would
-                    # cost more than all the copying.
+                    # Packed immediately, so that the next tensor reuses the plain copy's memory: allocating fresh
+                    # memory would cost more than all the copying.
                     full = filling.pop(whole)
                     done[whole] = pack(full) if whole.endswith(".weight") else full
 
@@ -194,7 +193,7 @@ class Weights:
 def checked(
     table: dict[str, tuple[Part, ...]], named: Iterable[tuple[str, Tensor]], tied: bool
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """(entry of `table`, which part of it, tensor) for every tensor that the engine needs, as they come.
+    """(entry of `table`, index of its part, tensor) for every tensor that the engine needs, in the given order.
 
     Raises:
         ValueError: an unknown or duplicate name, a wrong shape or, after the last tensor, a missing one.
@@ -217,8 +216,8 @@ def checked(
 class Handover:
     """A policy's weights for another process of this host: all tensors, checked and in one dtype, in shared memory.
 
-    The memory has no name in any folder: it is reached through the process that wrote it, and freed with it however it
-    ends. `path`, `places` and `dtype` are the arguments of `read_handover`.
+    The memory is a memfd, reached through the writing process and freed with it. `path`, `places` and `dtype` are the
+    arguments of `read_handover`.
     """
 
     def __init__(

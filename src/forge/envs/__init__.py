@@ -1,4 +1,4 @@
-"""Environments and tools: what a policy acts in, and episodes of several turns with it."""
+"""Environments and tools, and episodes of several turns in them."""
 
 from .calls import read_action
 from .dialogue import Dialogue

@@ -1,4 +1,4 @@
-"""Tool calls in what a policy wrote, in three ways of writing them. Reading never raises: what cannot be read is told.
+"""Parse tool calls in three syntaxes. Parsing never raises: malformed calls become `Action.errors`.
 
 - "hermes" (Qwen, Hermes): `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`
 - "llama3": the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several of them separated by `;`
@@ -21,16 +21,15 @@ Schema = Mapping[str, Any]
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
-_MOST = 64  # calls of one turn that are looked at
+_MOST = 64  # calls of one turn
 _LONGEST = 1 << 16  # characters of one call
 
 
 def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
-    """What was said in a turn, with the calls in it. Without tools nothing is a call.
+    """Parse the text of a turn, without the token that ends it.
 
     Args:
-        text: of the turn, without the token that ends it.
-        tools: schemas of what may be called, as OpenAI writes them.
+        tools: schemas of the available tools in OpenAI's format; without tools nothing is a call.
     """
     if not tools:
         return Action(text, text.strip(), truncated=truncated)
@@ -86,7 +85,7 @@ def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
         if found.start() < position:
             continue  # within the arguments of another
         end = _closing(text, found.end(), quotes="'\"")
-        end = _closing(text, found.end(), quotes="") if end is None else end  # an apostrophe
+        end = _closing(text, found.end(), quotes="") if end is None else end  # an unpaired apostrophe
         left.append(text[position : found.start()])
         if end is None:
             errors.append(f"the call of {found[1]} is not closed by )")
@@ -117,8 +116,12 @@ def _closing(text: str, start: int, quotes: str) -> int | None:
 
 
 def _arguments(text: str, function: Schema) -> dict[str, Any]:
-    """`a=1, b="x"` as Python writes it, values alone in the order of the parameters, or the text of the only one."""
+    """Python keyword or positional arguments; of a function with one parameter also its bare text."""
     names = list(function.get("parameters", {}).get("properties", {}))
+
+    def bare() -> dict[str, Any]:
+        return {names[0]: re.sub(rf"^\s*{re.escape(names[0])}\s*=\s*", "", text)}
+
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call):
@@ -130,22 +133,17 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
             values[keyword.arg] = ast.literal_eval(keyword.value)
     except (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError) as error:
         if len(names) == 1:
-            return {names[0]: _bare(names[0], text)}
+            return bare()
         raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
-    for name in names[:1] if len(names) == 1 else ():
-        wanted = function["parameters"]["properties"][name].get("type")
-        if wanted == "string" and not isinstance(values.get(name, ""), str):
-            return {name: _bare(name, text)}  # 12 of a parameter that is text is no number
+    if len(names) == 1:
+        is_text = function["parameters"]["properties"][names[0]].get("type") == "string"
+        if is_text and not isinstance(values.get(names[0], ""), str):
+            return bare()  # 12 is a text where the parameter is one
     return values
 
 
-def _bare(name: str, text: str) -> str:
-    """The text of the only argument, with or without its name."""
-    return re.sub(rf"^\s*{re.escape(name)}\s*=\s*", "", text)
-
-
 def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) -> None:
-    """Add the call that the JSON says, or what is wrong with it."""
+    """Append the call to `calls`, or its error to `errors`."""
     try:
         if len(text) > _LONGEST:
             raise ValueError(f"it has more than {_LONGEST} characters")
@@ -153,7 +151,7 @@ def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) ->
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError('it must be an object with a "name"')
         arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):  # as OpenAI's answers have it
+        if isinstance(arguments, str):  # OpenAI's format
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise ValueError(f'its "{key}" must be an object')

@@ -35,16 +35,16 @@ class EpisodeConfig(Section):
             raise ValueError("episode.template must be true, a name, a jinja template or a file: turns need one")
 
     def limits(self) -> dict[str, Any]:
-        """Of `forge.envs.rollout`."""
+        """Arguments of `forge.envs.rollout`."""
         return {name: self[name] for name in ("max_turns", "max_tokens", "step_timeout", "retries")}
 
     @property
     def files(self) -> list[str]:
-        """All that is read and may be a file of this machine."""
+        """Settings that may be local files."""
         return [self.template] if isinstance(self.template, str) and self.template not in TEMPLATES else []
 
     def dialogue(self, model: str) -> Dialogue:
-        """Between messages and the tokens of a model's folder. ValueError, FileNotFoundError: see `Dialogue`."""
+        """The `Dialogue` of a model's folder, and its errors."""
         from transformers import AutoTokenizer
 
         from .dialogue import Dialogue

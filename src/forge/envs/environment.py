@@ -1,4 +1,4 @@
-"""What an environment is: it is reset with a task, takes what the policy says, and answers."""
+"""The environment interface: reset with a task, step with the policy's actions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Message = dict[str, Any]  # {"role": "system" | "user" | "tool", "content": text
 
 
 class InfrastructureError(Exception):
-    """What an environment stands on has failed: a connection, a server, a sandbox. Not the policy's doing and not its
-    failure: the episode is played again from the start, and if that does not help either it stays unscored."""
+    """A connection, server or sandbox of the environment failed, which is not the policy's fault. The episode is
+    retried from the start, and unscored if retries fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the policy asks for, read from what it wrote."""
+    """A tool call of the policy."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -26,11 +26,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy said in one turn.
-
-    `text` is all of it, `content` what is left without its tool calls, `errors` what is wrong with calls that could not
-    be read. `truncated` says that it ran out of tokens before it had ended its turn.
-    """
+    """One turn of the policy: the whole `text`, the `content` without tool calls, the calls, and the `errors` of
+    malformed ones. `truncated`: it ran out of tokens before the turn ended."""
 
     text: str
     content: str = ""
@@ -41,13 +38,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers.
+    """The environment's answer.
 
-    `reward` is for the action that led here; None says that it could not be scored, and the episode stays unscored
-    (never read as 0). `terminated` says that the task has come to its own end, `truncated` that
-    something else ended it, such as a limit: the rewards so far count in both cases. `tools` are the schemas of what
-    may be called, as OpenAI writes them, and count at reset alone. With `rewritten`, `messages` is the whole
-    conversation anew, in place of what was said before: what follows is a new branch of the episode.
+    `reward` is for the action that led here; None leaves the whole episode unscored, which differs from 0.
+    `terminated`: the task reached its own end; `truncated`: something else ended it, such as a limit. Rewards so far
+    count in both cases. `tools` are schemas in OpenAI's format, of which only those at reset count. With `rewritten`,
+    `messages` replace the whole conversation, and a new branch of the episode begins.
     """
 
     messages: tuple[Message, ...] = ()
@@ -64,19 +60,18 @@ class Step:
 
 
 class Environment(ABC):
-    """One episode at a time: `reset`, `step` until a step is done, `close`; then `reset` again or never more.
+    """One episode at a time: `reset`, `step` until a step is done, `close`; then possibly `reset` again.
 
-    Whatever a method raises ends the episode: `InfrastructureError` and its kin mean that it may be played again,
-    anything else is a mistake in the environment and reaches whoever runs it.
+    An exception ends the episode: after an `InfrastructureError` it is retried, all others propagate.
     """
 
     @abstractmethod
     async def reset(self, task: Any, *, seed: int) -> Step:
-        """Begin an episode on this task; all of its randomness comes from the seed."""
+        """Begin an episode on this task; all randomness comes from the seed."""
 
     @abstractmethod
     async def step(self, action: Action) -> Step:
-        """Take an action, and answer."""
+        """Apply an action."""
 
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Let go of everything that is held. It may be called at any time, and twice."""
+        """Free all resources. It may be called at any time, and twice."""

@@ -1,4 +1,4 @@
-"""What a recipe asks an environment for: groups of scored episodes, and success on held-out tasks.
+"""Environments as recipes use them: groups of scored episodes, and evaluation on held-out tasks.
 
 One verb, `rollout`, plays a prompt with a reward function (`SingleTurnEnv`) or a dialogue with tools (`MultiTurnEnv`).
 Evaluation is the same verb with greedy decoding.
@@ -30,8 +30,8 @@ class GroupEnv(ABC):
     async def play(
         self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """n episodes; `reward` is None where it could not be scored, `info["correct"]` whether it succeeded, if that is
-        known. With `evaluation`, only success has to be decided."""
+        """n episodes; `reward` is None where unscored, `info["correct"]` is None where unknown. With `evaluation`, only
+        success has to be decided."""
 
     async def rollout(self, policy: Any, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any) -> list[Episode]:
         """n scored episodes of the same sample, from the same start.
@@ -42,7 +42,7 @@ class GroupEnv(ABC):
             sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
 
         Raises:
-            RuntimeError: no episode of `MAX_UNSCORED_GROUPS` groups in a row could be scored: the run would never end.
+            RuntimeError: all episodes of `MAX_UNSCORED_GROUPS` groups in a row are unscored: the run would never end.
         """
         episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
         for episode in episodes:
@@ -79,7 +79,7 @@ class GroupEnv(ABC):
 
 
 class SingleTurnEnv(GroupEnv):
-    """A reward as an environment of one step: the prompt is answered once, and the answer is scored.
+    """A reward as an environment of one step.
 
     Args:
         reward: a service of `forge.actors.RewardActor`.
@@ -107,7 +107,7 @@ class MultiTurnEnv(GroupEnv):
 
     Args:
         environment: makes an environment.
-        dialogue: between the environment's messages and the policy's tokens.
+        dialogue: converts between messages and tokens.
         limits: of `forge.envs.rollout`: max_turns, max_tokens and so on.
     """
 

@@ -1,24 +1,24 @@
-"""One episode: the policy and an environment take turns until one of them, or a limit, ends it."""
+"""Roll out one episode: policy and environment take turns until one of them, or a limit, ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+import math
+from collections.abc import Awaitable, Mapping, Sequence
 from random import Random
 from typing import Any, Protocol
 
-from ..types import Completion, Episode
+from ..types import Completion, Episode, Origin, Turn
 from .dialogue import Dialogue
 from .environment import Environment, InfrastructureError, Message, Step
-from .transcript import Transcript
 
 log = logging.getLogger(__name__)
-_CLOSING = 10.0  # seconds for an environment to let go
+_CLOSING = 10.0  # seconds for an environment to close
 
 
 class Policy(Protocol):
-    """A service of generators, or whatever has an endpoint of this form."""
+    """A service of generators, or any object with such an endpoint."""
 
     @property
     def generate(self) -> Any:
@@ -42,24 +42,22 @@ async def rollout(
 ) -> Episode:
     """Play an episode of `env` on `task`.
 
-    Its tokens are those that the policy was given and that it sampled, one array that only grows; a conversation
-    that the environment rewrites begins a new branch (`Episode.branches` has the earlier ones). `info["stop"]` says
-    why it ended: "terminated" or "truncated" by the environment, "max_turns", "max_tokens", "infrastructure", and
-    `info["messages"]` what was said, `info["environment"]` what its last step told of itself. What an environment
-    gave counts, whatever ended the episode; one that lost its infrastructure, or that the environment could not
-    score, has no reward.
+    The episode's tokens are those that the policy was given and sampled, in one array that only grows; a conversation
+    that the environment rewrites begins a new branch (`Episode.branches` has the earlier ones). `info` has "stop", why
+    it ended ("terminated" or "truncated" by the environment, "max_turns", "max_tokens", "infrastructure"), "messages",
+    and "environment", the info of its last step. The reward is the sum of the steps', however the episode ended; None
+    if the environment failed or could not score a step.
 
     Args:
-        seed: of the environment, and with `sample`, the number of this episode among those of the task, of what the
-            policy draws.
+        seed: of the environment; with `sample`, the number of this episode among those of the task, of the policy.
         max_tokens: of the whole episode, or of each branch, the first prompt included.
-        max_turn_tokens: of one turn; None is what is left.
-        step_timeout: seconds for each of the environment's answers.
-        retries: how often an episode is played anew after an `InfrastructureError`.
+        max_turn_tokens: of one turn; None: as many as are left.
+        step_timeout: seconds for each answer of the environment.
+        retries: how often an episode is played again after an `InfrastructureError`.
         sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
 
     Raises:
-        ValueError: a limit that cannot be. Whatever else the environment, or the policy, raises.
+        ValueError: an invalid limit. Other exceptions of the environment and the policy propagate.
     """
     if max_turns < 1 or max_tokens < 1 or (max_turn_tokens or 1) < 1 or step_timeout <= 0 or retries < 0:
         raise ValueError("max_turns, max_tokens, max_turn_tokens and step_timeout must be above 0, retries at least 0")
@@ -75,8 +73,49 @@ async def rollout(
             raise
         finally:
             played.attempts = attempt + 1
-            await played.close(env)
+            try:  # a failed close does not invalidate the episode
+                async with asyncio.timeout(min(step_timeout, _CLOSING)):
+                    await env.close()
+            except (InfrastructureError, TimeoutError) as error:
+                log.warning("%s.close: %s", type(env).__name__, str(error) or f"no answer within {_CLOSING:g} s")
     return played.episode()
+
+
+class _Branch:
+    """Tokens that only grow, and what is known about each of them."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.turns: list[Turn] = []
+        self.origins: set[Origin] = set()
+        self.observe(prompt)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the environment."""
+        self.tokens += tokens
+        self.mask += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+
+    def sampled(self, completion: Completion) -> None:
+        """Append a turn of the policy. ValueError: it was not sampled as a continuation of these tokens."""
+        if list(completion.prompt_ids) != self.tokens:
+            raise ValueError(f"a turn continues {len(completion.prompt_ids)} tokens that are not the episode's")
+        start, ids = len(self.tokens), completion.token_ids
+        self.tokens += ids
+        self.mask += [True] * len(ids)
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+        self.turns.append(Turn(start, len(self.tokens), completion.version, completion.finish))
+        known = completion.identities
+        self.origins |= {Origin(v, known.get(v, ""), completion.sampled_by) for v in {*completion.versions}}
+
+    @property
+    def reward(self) -> float:
+        return sum(turn.reward for turn in self.turns)
 
 
 class _Played:
@@ -84,11 +123,11 @@ class _Played:
 
     def __init__(self, dialogue: Dialogue, max_tokens: int, step_timeout: float, random: Random) -> None:
         self.dialogue, self.max_tokens, self.step_timeout, self.random = dialogue, max_tokens, step_timeout, random
-        self.transcripts = [Transcript()]
+        self.branches = [_Branch([])]
         self.messages: list[Message] = []
         self.scored, self.stop, self.error, self.attempts = True, "", "", 0
-        self.calls = self.misread = 0
-        self.said: Mapping[str, Any] = {}
+        self.calls = self.unread_calls = 0
+        self.info: Mapping[str, Any] = {}
 
     async def play(
         self,
@@ -100,65 +139,56 @@ class _Played:
         max_turn_tokens: int | None,
         sampling: dict[str, Any],
     ) -> str:
-        """Why it ended. InfrastructureError: it was lost."""
+        """Why it ended.
+
+        Raises:
+            InfrastructureError: the environment failed or timed out.
+            ValueError: the environment ended at reset, or gave a reward that is not finite.
+        """
         name = type(env).__name__
-        step = await self.answer(env.reset(task, seed=seed), f"{name}.reset")
+        step = await self._answer(env.reset(task, seed=seed), f"{name}.reset")
         if step.done:
             raise ValueError(f"{name}.reset gave an episode that has already ended")
         tools = step.tools
-        transcript = self._begin(step)
+        self.messages += step.messages
+        branch = self.branches[0] = _Branch(self.dialogue.initial(step.messages, tools))
         for _ in range(max_turns):
-            room = self.max_tokens - len(transcript.tokens)
+            room = self.max_tokens - len(branch.tokens)
             if room < 1:
                 return "max_tokens"
             completion: Completion = await policy.generate.route(
-                list(transcript.tokens),
+                list(branch.tokens),
                 max_tokens=min(room, max_turn_tokens or room),
                 stop_token_ids=self.dialogue.stop_ids,
                 seed=self.random.getrandbits(48),
                 **sampling,
             )
-            transcript.sampled(completion)
+            branch.sampled(completion)
             action = self.dialogue.read(completion.token_ids, tools, truncated=completion.finish == "length")
             self.calls += len(action.calls)
-            self.misread += len(action.errors)
+            self.unread_calls += len(action.errors)
             self.messages.append({"role": "assistant", "content": action.text})
-            step = await self.answer(env.step(action), f"{name}.step")
-            self.said = step.info
-            self._reward(step)
+            step = await self._answer(env.step(action), f"{name}.step")
+            self.info = step.info
+            if step.reward is None:
+                self.scored = False
+            elif not math.isfinite(step.reward):
+                raise ValueError(f"an environment gave the reward {step.reward}: use None for what could not be scored")
+            else:
+                last = branch.turns[-1]
+                branch.turns[-1] = last._replace(reward=last.reward + step.reward)
             self.messages += step.messages
             if step.done:
                 return "terminated" if step.terminated else "truncated"
             if step.rewritten:
-                self.transcripts.append(Transcript())
-                transcript = self._begin(step, tools)
+                branch = _Branch(self.dialogue.initial(step.messages, tools))
+                self.branches.append(branch)
             else:
-                transcript.observe(self.dialogue.extend(transcript.tokens, step.messages, tools))
+                branch.observe(self.dialogue.extend(branch.tokens, step.messages, tools))
         return "max_turns"
 
-    def _begin(self, step: Step, tools: Any = None) -> Transcript:
-        transcript = self.transcripts[-1]
-        if tools is None:
-            self.messages += step.messages
-        transcript.observe(self.dialogue.initial(step.messages, step.tools if tools is None else tools))
-        return transcript
-
-    def _reward(self, step: Step) -> None:
-        if step.reward is None:
-            self.scored = False
-        else:
-            self.transcripts[-1].rewarded(step.reward)
-
-    async def close(self, env: Environment) -> None:
-        """The episode is over: what does not end in time, or is lost already, cannot take it back."""
-        try:
-            async with asyncio.timeout(min(self.step_timeout, _CLOSING)):
-                await env.close()
-        except (InfrastructureError, TimeoutError) as error:
-            log.warning("%s.close: %s", type(env).__name__, str(error) or f"no answer within {_CLOSING:g} s")
-
-    async def answer(self, asked: Awaitable[Any], what: str) -> Any:
-        """What the environment says. InfrastructureError: it said nothing in time."""
+    async def _answer(self, asked: Awaitable[Step], what: str) -> Step:
+        """The environment's answer. InfrastructureError: there was none in time."""
         try:
             async with asyncio.timeout(self.step_timeout) as limit:
                 return await asked
@@ -168,19 +198,32 @@ class _Played:
             raise InfrastructureError(f"{what} gave no answer within {self.step_timeout:g} s") from None
 
     def episode(self) -> Episode:
-        """The last branch with the earlier ones; each has the reward that was still to come when it began."""
-        whole = self.scored and self.stop != "infrastructure"
-        branches: list[Episode] = []
-        to_come = sum(transcript.reward for transcript in self.transcripts)
-        turns = sum(len(transcript.turns) for transcript in self.transcripts)
-        for transcript in [t for t in self.transcripts if t.turns] or self.transcripts[-1:]:
-            info: dict[str, Any] = {"stop": self.stop, "turns": turns, "messages": self.messages}
-            info |= {"calls": self.calls, "unread_calls": self.misread, "attempts": self.attempts}
-            info |= {"error": self.error} if self.error else {}
-            info |= {"environment": dict(self.said)} if self.said else {}
-            text = "\n".join(f"[{m['role']}] {m['content']}" for m in self.messages[1:])
-            branches.append(transcript.episode(to_come if whole and transcript.turns else None, text=text, info=info))
-            to_come -= transcript.reward
-        *earlier, last = branches
+        """The last branch, with the earlier ones. The reward of a branch is the sum from its beginning on."""
+        scored = self.scored and self.stop != "infrastructure"
+        to_come = sum(branch.reward for branch in self.branches)
+        info: dict[str, Any] = {"stop": self.stop, "turns": sum(len(branch.turns) for branch in self.branches)}
+        info |= {"messages": self.messages, "calls": self.calls, "unread_calls": self.unread_calls}
+        info |= {"attempts": self.attempts}
+        info |= {"error": self.error} if self.error else {}
+        info |= {"environment": dict(self.info)} if self.info else {}
+        text = "\n".join(f"[{m['role']}] {m['content']}" for m in self.messages[1:])
+        episodes: list[Episode] = []
+        for branch in [b for b in self.branches if b.turns] or self.branches[-1:]:
+            end = branch.turns[-1].end if branch.turns else len(branch.tokens)  # nothing is trained after it
+            episodes.append(
+                Episode.played(
+                    branch.tokens[:end],
+                    branch.mask[:end],
+                    branch.logprobs[:end],
+                    branch.versions[:end],
+                    turns=branch.turns,
+                    reward=to_come if scored and branch.turns else None,
+                    origins=branch.origins,
+                    text=text,
+                    info=dict(info),
+                )
+            )
+            to_come -= branch.reward
+        *earlier, last = episodes
         last.branches = tuple(earlier)
         return last

@@ -1,5 +1,5 @@
-"""Chat templates for tokenizers that have none, or one that changes what was said before. All keep every message as it
-was when later ones follow."""
+"""Chat templates for tokenizers without one, or whose own rewrites earlier messages. These keep every message as it is
+when later ones follow."""
 
 _TOOLS = (
     "# Tools\n\nYou may call one or more of these functions, each given by its JSON schema:\n"
@@ -12,7 +12,7 @@ PLAIN = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% else %}{{ '\n' }}{% endif %}{% endfor %}"
 )
 
-# ChatML as Qwen and Hermes models read it, tool calls and results between tags. What a tool says is the user's turn.
+# ChatML as Qwen and Hermes models read it, tool calls and results between tags. A tool's result is a user turn.
 CHATML = (
     "{% set system = messages[0].role == 'system' %}"
     "{% if tools or system %}<|im_start|>system\n"

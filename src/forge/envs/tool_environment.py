@@ -1,4 +1,4 @@
-"""A question, tools to work on it over several turns, and an answer that is scored."""
+"""An environment of a question, tools, and an answer that is scored."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .tools import Toolbox
 
 
 class ToolEnvironment(Environment):
-    """The policy calls tools as long as it likes; the first turn without a call is its answer, and ends the episode.
-    An answer that was cut off earns nothing.
+    """The policy may call tools in every turn; the first turn without a call is the answer and ends the episode. A
+    truncated answer has reward 0.
 
     Args:
-        tools: what may be called.
+        tools: the available tools.
         score: `score(prompt, response, target) -> float | None`, plain or async, such as those of `forge.data.rewards`;
             `response` is the answer.
         system: a system message before the question.
-        turn_reward: for each turn that calls a tool; below 0 it is the price of one.
+        turn_reward: for each turn that calls a tool; negative to penalise calls.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Python functions as tools: a schema from the signature, and calls that are run with limits and never lost."""
+"""Python functions as tools: a schema from the signature, and calls with limits."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import reprlib
@@ -22,33 +23,33 @@ _TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: 
 
 
 class ToolServer(Protocol):
-    """Tools that live elsewhere, such as behind `forge_envs.mcp`. What `call` raises of its own class `ToolError` is
-    the tool's answer; an InfrastructureError is nobody's."""
+    """Remote tools, such as those of `forge_envs.mcp`. A `ToolError` of `call` is shown to the policy, an
+    InfrastructureError propagates."""
 
     def schemas(self) -> Sequence[Mapping[str, Any]]: ...
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str: ...
 
 
 class ToolError(Exception):
-    """A tool says that a call was wrong: its text goes back to the policy."""
+    """An error of a call; its text is shown to the policy."""
 
 
 class Toolbox:
-    """Tools by name, run as the policy asks for them: the calls of one turn at the same time.
+    """Tools by name; the calls of one turn run concurrently.
 
-    Whatever a tool does, its call is answered by one message: its result, cut to `max_chars`, or what went wrong. Only
-    an InfrastructureError is raised.
+    Every call is answered by one message: its result, cut to `max_chars`, or its error. Only an InfrastructureError is
+    raised.
 
     Args:
-        tools: functions, plain (they run in a thread) or async, with annotated parameters; what they return is shown as
-            text, or as JSON if it is none.
-        servers: tools that live elsewhere.
+        tools: functions, plain (they run in a thread) or async, with annotated parameters; results that are not strings
+            are shown as JSON.
+        servers: remote tools.
         timeout: seconds for one call.
         max_chars: of an answer.
-        max_calls: of one turn; the others are refused.
+        max_calls: of one turn; further calls get an error.
 
     Raises:
-        ValueError: a function of which no schema can be made, or two tools of one name.
+        ValueError: a function without a schema (see `schema_of`), or two tools of one name.
     """
 
     def __init__(
@@ -77,14 +78,13 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
-        """What may be called, as OpenAI writes it."""
+        """The schemas of all tools in OpenAI's format."""
         return tuple(self._schemas.values())
 
     async def answer(self, action: Action) -> list[Message]:
-        """A message for each call of the turn, in order, and one for each that could not be read."""
+        """A message for each call of the turn, in order, and one for each malformed call."""
         texts = await asyncio.gather(*map(self._run, action.calls[: self._max_calls]))
-        refused = f"error: not run: a turn may make {self._max_calls} calls"
-        texts += [refused] * (len(action.calls) - len(texts))
+        texts += [f"error: not run: a turn may make {self._max_calls} calls"] * (len(action.calls) - len(texts))
         answers = [
             {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
             for call, text in zip(action.calls, texts, strict=True)
@@ -96,30 +96,29 @@ class Toolbox:
             return f"error: there is no tool {call.name!r}: there is {', '.join(self._schemas)}"
         try:
             if wrong := mismatch(call.arguments, self._schemas[call.name]["function"]):
-                return self._cut(f"error: {call.name}: {wrong}")
-            result = await self._result(call)
-            return self._cut(result if isinstance(result, str) else _as_json(result))
+                raise ToolError(f"{call.name}: {wrong}")
+            function = self._functions.get(call.name)
+            if function is None:
+                result = await within(
+                    self._timeout, self._servers[call.name].call(call.name, call.arguments), call.name
+                )
+            elif inspect.iscoroutinefunction(function):
+                result = await within(self._timeout, function(**call.arguments), call.name)
+            else:
+                work = functools.partial(function, **call.arguments)
+                result = await in_own_thread(work, limit=self._timeout, what=call.name)
+            try:
+                text = result if isinstance(result, str) else json.dumps(result)
+            except (TypeError, ValueError, RecursionError):
+                text = str(result)
         except InfrastructureError:
             raise
-        except Unscored as late:
-            return f"error: {late}"
-        except ToolError as told:
-            return self._cut(f"error: {told}")
+        except (Unscored, ToolError) as error:  # Unscored: the timeout
+            text = f"error: {error}"
         except Exception as error:
-            return self._cut(f"error: {call.name} raised {type(error).__name__}: {error}")
-
-    async def _result(self, call: ToolCall) -> Any:
-        if server := self._servers.get(call.name):
-            return await within(self._timeout, server.call(call.name, call.arguments), call.name)
-        function = self._functions[call.name]
-        if inspect.iscoroutinefunction(function):
-            return await within(self._timeout, function(**call.arguments), call.name)
-        return await in_own_thread(lambda: function(**call.arguments), limit=self._timeout, what=call.name)
-
-    def _cut(self, text: str) -> str:
-        if len(text) <= self._max_chars:
-            return text
-        return f"{text[: self._max_chars]}... ({len(text) - self._max_chars} more characters)"
+            text = f"error: {call.name} raised {type(error).__name__}: {error}"
+        surplus = len(text) - self._max_chars
+        return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
 
 
 def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> Schema:
@@ -164,8 +163,7 @@ def _type(hint: Any) -> dict[str, Any]:
 
 
 def mismatch(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call; "" if they fit the function's schema as far as that is checked:
-    names, and the types of values on the top level."""
+    """The error in the arguments of a call; "" if there is none. Checks names, and the types of top-level values."""
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {})
     if missing := [name for name in parameters.get("required", ()) if name not in arguments]:
@@ -190,10 +188,3 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
 }
-
-
-def _as_json(value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return str(value)

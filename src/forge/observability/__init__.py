@@ -1,4 +1,4 @@
-"""What a run records about itself: metrics, time by phase, and where they are written."""
+"""Metrics, time by phase, and the run's folder that they are written to."""
 
 from .metrics import Reduce, phase, record_metric
 from .run import Run

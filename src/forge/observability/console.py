@@ -1,8 +1,7 @@
-"""What a run shows on the console: log lines, and a progress bar on a terminal or a progress line in a log.
+"""Console output: log lines, and a progress bar on a terminal or progress lines in a log.
 
-Everything that the library reports goes through loggers below `forge`. `configure_logging` gives them one handler, in
-the controller and in every process that it starts: messages go to standard error as `forge: message`, those of the run
-itself (`forge.run`) to standard output as they are.
+The library logs through loggers below `forge`. `configure_logging` gives them one handler, in the controller and in
+every process that it starts: messages go to stderr as `forge: message`, those of `forge.run` unprefixed to stdout.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import time
 
 from tqdm import tqdm
 
-# In a log, one line every so many seconds.
-LOG_EVERY = 10.0
+LOG_EVERY = 10.0  # seconds between progress lines
 
 log = logging.getLogger("forge.run")
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes to the streams that are current at each message, above a progress bar if there is one."""
+    """Writes to the current sys.stdout and sys.stderr, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         plain = record.name == log.name
@@ -34,24 +32,24 @@ class ConsoleHandler(logging.Handler):
 
 
 def configure_logging() -> None:
-    """Show the library's messages of level INFO and above; does nothing where a program has given `forge` a handler."""
+    """Show the library's messages of level INFO and above; does nothing if the logger `forge` has a handler."""
     logger = logging.getLogger("forge")
     if not logger.handlers:
         logger.addHandler(ConsoleHandler())
-        logger.propagate = False  # a program that configured the root logger would print every line twice
+        logger.propagate = False  # a configured root logger would print every line twice
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
 
 
 def log_failure(task: asyncio.Task) -> None:
-    """Done-callback of a background task, whose exception would otherwise be lost."""
+    """Done-callback that logs the exception of a background task."""
     if not task.cancelled() and (error := task.exception()) is not None:
         name = task.get_coro().__qualname__  # type: ignore[union-attr]
         logging.getLogger("forge").error("%s ended with %s: %s", name, type(error).__name__, error)
 
 
 class Progress:
-    """Shows step, reward, accuracy, tokens a second, policy age and the time that is left."""
+    """Shows step, reward, accuracy, tokens per second, policy age and the remaining time."""
 
     def __init__(self, name: str, steps: int, start: int = 0) -> None:
         self.steps = steps

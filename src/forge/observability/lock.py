@@ -1,4 +1,4 @@
-"""One run, one controller."""
+"""The lock on a run's folder: one controller per run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 class RunLock:
-    """Holds a run's folder, which is made if need be, for as long as a process of this run lives.
+    """Locks a run's folder, created if missing, as long as a process of this run lives.
 
-    The processes that are started inherit the lock: after a kill -9 of the controller it is free once the last of them
-    is gone, and none of them can write into the folder any more.
+    Child processes inherit the lock: after a kill -9 of the controller it is free once the last of them has ended, so
+    that none of them still writes into the folder.
 
     Args:
-        patience: seconds to wait for those of a controller that is gone.
+        patience: seconds to wait for the processes of a dead controller.
 
     Raises:
         BlockingIOError: another process runs it; says which.
@@ -28,7 +28,7 @@ class RunLock:
         while (handle := self._take()) is None:
             try:
                 owner = self.path.read_text()
-            except FileNotFoundError:  # it was let go of in between
+            except FileNotFoundError:  # released meanwhile
                 continue
             gone = owner in ("", str(os.getpid())) or not _runs(owner)
             if not gone or time.monotonic() > deadline:
@@ -53,7 +53,7 @@ class RunLock:
         return None
 
     def close(self) -> None:
-        """Let go of it; a folder that was made and stayed empty goes too."""
+        """Release the lock, and remove the folder if this lock created it and it stayed empty."""
         if self._new and [path.name for path in self.path.parent.iterdir()] == [self.path.name]:
             self.path.unlink()
             self.path.parent.rmdir()
@@ -61,7 +61,7 @@ class RunLock:
 
 
 def _runs(pid: str) -> bool:
-    """Whether a process is there and not just waiting for its parent to take note of its end."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,8 +1,7 @@
-"""Metrics from any process: recorded where they arise, merged exactly by the controller once a step.
+"""Metrics from any process, merged exactly by the controller once per step.
 
-`record_metric("reward", 1.0, Reduce.MEAN)` adds to this process's collector. A collector is drained into a `Snapshot`,
-snapshots of any number of processes merge without loss (a mean stays the mean of all values, not of means), and
-`Snapshot.values()` gives the numbers. Nothing is recorded twice: draining empties the collector.
+`record_metric("reward", 1.0, Reduce.MEAN)` adds to this process's collector, and `drain` empties it into a `Snapshot`.
+Snapshots of several processes merge without loss: a mean stays the mean of all values, not of means.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time: `start` in seconds since the epoch, `duration` in seconds."""
+    """A timed block: `start` in seconds since the epoch, `duration` in seconds."""
 
     name: str
     process: str
@@ -79,7 +78,7 @@ class Span:
 
 @dataclass(slots=True)
 class Snapshot:
-    """What one or more processes recorded since the last drain."""
+    """Metrics and spans of one or more processes since the last drain."""
 
     moments: dict[tuple[str, Reduce], Moments] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
@@ -97,19 +96,17 @@ class Snapshot:
 
 _lock = threading.Lock()
 _current = Snapshot()
-# How this process is called in traces; set in the environment of every process that is started.
-PROCESS_NAME = "FORGE_PROCESS"
+PROCESS_NAME = "FORGE_PROCESS"  # environment variable: the process's name in traces, set by the controller
 
 
 def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight: float = 1.0) -> None:
     """Add one value to this process's collector.
 
     Args:
-        weight: how many observations the value stands for (a mean over 100 tokens has weight 100). For SUM the value
-            is added as it is. Non-finite values are an error: a NaN that is averaged away is a hidden bug.
+        weight: number of observations of the value (a mean over 100 tokens has weight 100); SUM ignores it.
 
     Raises:
-        ValueError: the value is not finite.
+        ValueError: the value is not finite: averaging over a NaN would hide a bug.
     """
     value = float(value)
     if not math.isfinite(value):
@@ -120,7 +117,7 @@ def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight:
 
 
 class Clock:
-    """What the time of one task went into: the phases and calls that it was in, each second in one of them."""
+    """Splits the time of one task by the phases and calls that it is in, each second in one of them."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -128,18 +125,18 @@ class Clock:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Count the current task's time from here on, and that of no task that it starts."""
+        """Count the current task's time from now on, but not that of its child tasks."""
         self.task, self.thread = asyncio.current_task(), threading.current_thread()
         _clock.set(self)
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last time."""
+        """Seconds by name since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Count a block under this name, whatever is within it."""
+        """Count a block under this name, including nested ones."""
         token, began = _clock.set(None), time.perf_counter()
         try:
             yield
@@ -152,7 +149,7 @@ _clock: ContextVar[Clock | None] = ContextVar("forge_clock", default=None)
 
 
 def on_the_clock(name: str) -> AbstractContextManager[None]:
-    """A block of which the current task's clock, if it has one, takes note."""
+    """Count a block on the current task's clock, if it has one."""
     clock = _clock.get()
     if clock is None or threading.current_thread() is not clock.thread:
         return nullcontext()
@@ -174,7 +171,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def drain() -> Snapshot:
-    """Take everything recorded in this process so far."""
+    """Return and clear everything recorded in this process."""
     global _current
     with _lock:
         taken, _current = _current, Snapshot()

@@ -1,4 +1,4 @@
-"""What is written when a run ends: a page with curves, numbers and rollouts, and a trace of time by process."""
+"""The report of a run (curves, numbers and rollouts as HTML) and its trace of time by process."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Write spans in the Trace Event Format that ui.perfetto.dev opens (microseconds), one track a process."""
+    """Write spans in the Trace Event Format for ui.perfetto.dev (microseconds), one track per process."""
     zero = min((span.start for span in spans), default=0.0)
     processes = sorted({(span.pid, span.process) for span in spans})
     events: list[dict] = [

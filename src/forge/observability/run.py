@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind, and everything that is written to it."""
+"""The folder of a run, and everything that is written to it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Run:
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
-        ModuleNotFoundError: tensorboard is asked for and not installed.
-        ValueError: the run that is resumed is damaged; names the file and the line.
+        ModuleNotFoundError: tensorboard is not installed.
+        ValueError: the resumed run is corrupted; names the file and the line.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def recovery(self) -> str:
-        """Folder of what replaced components recover their state from; removed by `close`."""
+        """Folder from which replaced components recover their state; removed by `close`."""
         return str((self.folder / "recovery").resolve())
 
     @property
@@ -95,18 +95,16 @@ class Run:
         return str(self.folder / "model")
 
     def steps(self, end: int) -> Iterator[int]:
-        """The steps that are still to be made up to `end`, numbered by the version that each trains. The time of the
-        task that makes them is split up by what it waits for: `wall/<phase>`, in seconds."""
+        """The remaining steps up to `end`, numbered by the version that each trains. Measures how long the current
+        task waits in each phase: `wall/<phase>`, in seconds."""
         self._clock.start()
-        if self.start:  # no row stands for what led up to here
+        if self.start:  # the start-up time belongs to no row
             self._last = time.perf_counter()
         yield from range(self.start, end)
 
     def log(self, step: int, snapshot: Snapshot, **values: float) -> dict[str, float]:
-        """Write one row: everything recorded since the last one, `values`, and the rates that follow from them.
-
-        `wall/accounted` is the share of the time since the last row that the phases add up to.
-        """
+        """Write one row: everything recorded since the last one, `values`, and rates. `wall/accounted` is the share of
+        the time since the last row that the phases add up to."""
         with phase("log"):
             now = time.perf_counter()
             seconds, self._last = now - self._last, now
@@ -129,7 +127,7 @@ class Run:
             return row
 
     def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Write one line for each group of this step: the first response, and the rewards of all."""
+        """Write one line per group: the first response, and all rewards."""
         with phase("log"):
             for group in groups:
                 fields = {name: getattr(group, name) for name in ("index", "version", "prompt")}
@@ -138,16 +136,16 @@ class Run:
             self._rollouts.flush()
 
     def sync(self) -> None:
-        """Flush what was logged to the disk: a checkpoint's steps must not be missing here after a power cut."""
+        """fsync the logs: after a power cut they must have all steps of a checkpoint."""
         for file in (self._metrics, self._rollouts):
             os.fsync(file.fileno())
 
     def finish(self) -> None:
-        """The run came to its end: `close` marks it as finished."""
+        """Have `close` mark the run as finished."""
         self._finished = True
 
     def close(self) -> None:
-        """Write the report and the trace from whatever was logged, also after an interruption."""
+        """Write the report and the trace, also after an interruption."""
         self._progress.close()
         shutil.rmtree(self.recovery, ignore_errors=True)
         evaluated = [row for row in self.history if "eval/accuracy" in row]
@@ -166,14 +164,14 @@ class Run:
             write_trace(self.folder / name, self._all.spans)
             if self.history:
                 write_report(self.folder, self.history)
-        except OSError as error:  # a full disk; what the run ended with is more important
+        except OSError as error:  # a full disk; the run's own error is more important
             log.warning("trace and report of %s could not be written: %s", self.folder, error)
         if self._finished:
             write_atomic(self.folder / FINISHED, "", durable=True)
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
-    """FileExistsError if a run may not begin in this folder, because there is one."""
+    """FileExistsError: the folder holds an earlier run."""
     if (folder / MARK).exists() and not overwrite:
         raise FileExistsError(
             f"{folder} holds an earlier run: resume it with --resume {folder}, choose another run.name, or set "
@@ -182,8 +180,8 @@ def check_free(folder: Path, overwrite: bool) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove an earlier run, but not the lock on its folder. A kill in between leaves no half of a checkpoint, and
-    either what marks it as a run or nothing that another would take for its own."""
+    """Remove an earlier run, but not the lock on its folder. The mark goes last, so that after a kill the folder either
+    still counts as a run or is clean; checkpoints are renamed first, so that none is half there."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path.rename(path.with_suffix(".removed")))
@@ -198,7 +196,7 @@ def cut(path: Path, last: int) -> list[dict[str, Any]]:
     """Remove the lines of steps after `last` from a file of JSON lines; returns the others.
 
     Raises:
-        ValueError: a line is damaged which is not the end of a write that was cut short.
+        ValueError: a line is damaged that is not the truncated last one.
     """
     kept: list[dict[str, Any]] = []
     lines = path.read_text().splitlines() if path.exists() else []

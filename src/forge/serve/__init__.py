@@ -1,4 +1,4 @@
-"""The policy for clients of its own: evaluation harnesses and agent frameworks talk to it as they do to OpenAI."""
+"""An OpenAI-compatible endpoint for the policy, for evaluation harnesses and agent frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of OpenAI clients, checked: a setting that this server would ignore is an error."""
+"""Validation of OpenAI requests: a setting that this server would ignore is an error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..types import TOP_LOGPROBS, Sampling
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": (), "seed": None}
 COMMON = {"model", "n", "stop", "stream", "stream_options", "max_tokens", "logprobs", "priority", *SAMPLING}
-# What says nothing about the tokens, or what is always done.
+# Fields without effect on the tokens, or with an effect that is always on.
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "return_token_ids"}
-# What changes the tokens and is not there, with the values that ask for nothing.
+# Unsupported fields, with the values that are accepted because they change nothing.
 ABSENT: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "presence_penalty": (0, None),
@@ -50,9 +50,9 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request as the generators take it: `n` samples of each prompt.
+    """A parsed request: `n` samples of each prompt.
 
-    `stop` are strings; what is said ends before the first of them. `usage`: a stream ends with what it used.
+    stop: strings; the text ends before the first of them. usage: a stream ends with a chunk of token counts.
     """
 
     prompts: list[list[int]]
@@ -69,11 +69,21 @@ class Job:
 def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
     """The body of a request to `/v1/completions` or, with `chat`, `/v1/chat/completions`.
 
-    BadRequest: says which field and what to do.
+    Raises:
+        BadRequest: names the field and the remedy.
     """
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
-    _check_fields(body, COMMON | (CHAT if chat else COMPLETIONS))
+    known = COMMON | (CHAT if chat else COMPLETIONS)
+    for name, value in body.items():
+        if name in ABSENT and value not in ABSENT[name]:
+            raise BadRequest(f"{name} = {value!r} is not supported", name)
+        if name not in known | HARMLESS | ABSENT.keys():
+            raise BadRequest(f"unknown field {name!r}{nearest(name, sorted(known))}", name)
+        if value is not None and name in NUMBERS and (isinstance(value, bool) or not isinstance(value, NUMBERS[name])):
+            raise BadRequest(f"{name} must be a number{' without a fraction' * (NUMBERS[name] is int)}", name)
+        if name in ("echo", "stream") and value not in (None, True, False):
+            raise BadRequest(f"{name} must be true or false, got {value!r}", name)
     if body.get("model") not in (None, model):
         raise BadRequest(f"model {body['model']!r} is not served here: ask for {model!r}", "model", 404)
     if body.get("best_of") not in (None, body.get("n") or 1):
@@ -83,7 +93,7 @@ def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
         raise BadRequest("stop must be a string or a list of strings that are not empty", "stop")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
-        raise BadRequest("stream_options has include_usage alone", "stream_options")
+        raise BadRequest("stream_options supports only include_usage", "stream_options")
     prompts = [_messages(body, tokenizer)] if chat else _prompts(body.get("prompt"), tokenizer)
     top = _logprobs(body, chat)
     sampling = _sampling(body, chat, top or 0)
@@ -95,33 +105,16 @@ def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
         stop,
         top is not None,
         chat,
-        echo=_flag(body, "echo"),
-        stream=_flag(body, "stream"),
+        echo=bool(body.get("echo")),
+        stream=bool(body.get("stream")),
         usage=bool(options.get("include_usage")),
         priority=body.get("priority") or 0,
     )
 
 
-def _check_fields(body: dict[str, Any], known: set[str]) -> None:
-    for name, value in body.items():
-        if name in ABSENT and value not in ABSENT[name]:
-            raise BadRequest(f"{name} = {value!r} is not supported", name)
-        if name not in known | HARMLESS | ABSENT.keys():
-            raise BadRequest(f"unknown field {name!r}{nearest(name, sorted(known))}", name)
-        if value is not None and name in NUMBERS and (isinstance(value, bool) or not isinstance(value, NUMBERS[name])):
-            raise BadRequest(f"{name} must be a number{' without a fraction' * (NUMBERS[name] is int)}", name)
-
-
-def _flag(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value not in (None, True, False):
-        raise BadRequest(f"{name} must be true or false, got {value!r}", name)
-    return bool(value)
-
-
 def _sampling(body: dict[str, Any], chat: bool, top: int) -> Sampling:
-    """The endpoints' own defaults, not the generator's: a client means the same wherever it asks."""
-    # OpenAI's: 16 tokens of a completion, all that the model has room for of an answer.
+    """With OpenAI's defaults, not the generator's: clients expect those."""
+    # OpenAI's limits: 16 tokens of a completion, of a chat as many as the model has room for.
     asked = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     limit = asked[0] if asked else (1 << 20 if chat else 16)
     given = {name: default if body.get(name) is None else body[name] for name, default in SAMPLING.items()}
@@ -139,7 +132,9 @@ def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
     """Number of top logprobs to return per token; None: no log-probabilities at all."""
     name = "top_logprobs" if chat else "logprobs"
     top = body.get(name)
-    wanted = _flag(body, "logprobs") if chat else top is not None and top is not False
+    if chat and body.get("logprobs") not in (None, True, False):
+        raise BadRequest(f"logprobs must be true or false, got {body['logprobs']!r}", "logprobs")
+    wanted = body.get("logprobs") if chat else top is not None and top is not False
     if chat and top and not wanted:
         raise BadRequest("top_logprobs needs logprobs: true", name)
     if not wanted:
@@ -177,20 +172,17 @@ def _messages(body: dict[str, Any], tokenizer: Any) -> list[int]:
     variables, taken = body.get("chat_template_kwargs") or {}, signature(tokenizer.apply_chat_template).parameters
     if not isinstance(variables, dict) or variables.keys() & taken.keys():
         raise BadRequest("chat_template_kwargs are variables of the model's own template", "chat_template_kwargs")
-    plain = [_plain(message) for message in messages]
+    plain = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+                raise BadRequest("only text can be in a message's content", "messages")
+            content = "".join(part["text"] for part in content)
+        plain.append({**message, "content": content})
     try:
         return tokenizer.apply_chat_template(
             plain, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
         )
-    except Exception as error:  # templates are programs of the model's own, and raise what they like
+    except Exception as error:  # templates are programs and raise anything
         raise BadRequest(f"the chat template cannot render these messages: {error}", "messages") from None
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is text: parts are joined where all of them are."""
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise BadRequest("only text can be in a message's content", "messages")
-        content = "".join(part["text"] for part in content)
-    return {**message, "content": content}

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format; with token ids, versions and weights in fields of their own."""
+"""Responses in OpenAI's format, with additional fields for token ids, versions and weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .requests import Job
 
 
 class Answer:
-    """The answer to one job, whole or as the chunks of a stream.
+    """The response to one job, whole or as the chunks of a stream.
 
-    A choice says more than OpenAI's: `token_ids` and `versions`, one of each for every token, and `weights`, the
-    identity of the weights behind each version; completions have `prompt_token_ids` there, chats beside `choices`. The
-    tokens are those that were sampled: with a stop string the last one completes it, behind the end of the text.
+    Beyond OpenAI's fields a choice has `token_ids` and `versions`, one of each per token, and `weights`, the identity
+    of the weights of each version; completions have `prompt_token_ids` there, chats beside `choices`. The tokens are
+    all that were sampled: with a stop string they include it, while the text ends before it.
 
-    spelled: the text and the bytes of a token.
+    Args:
+        spelled: returns the text and the bytes of a token.
     """
 
     def __init__(self, job: Job, tokenizer: Any, spelled: Callable[[int], tuple[str, bytes]], model: str) -> None:
@@ -29,10 +30,10 @@ class Answer:
         self.kind = "chat.completion" if job.chat else "text_completion"
         self.id = f"{'chatcmpl' if job.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self._offsets: dict[int, int] = {}  # by choice: characters of the tokens that were told of
+        self._offsets: dict[int, int] = {}  # by choice: characters of the tokens sent so far
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The answer that has all choices."""
+        """The response with all choices."""
         used = sum(len(choice["token_ids"]) for choice in choices)
         return {**self._outer(self.kind), "choices": choices, "usage": self.usage(used), **self._prompt()}
 
@@ -45,7 +46,7 @@ class Answer:
         return {"index": index, **said, **self._tokens(index, completion), "finish_reason": finish}
 
     def chunk(self, index: int, text: str, piece: Completion, *, first: bool, finish: str | None) -> dict[str, Any]:
-        """A part of one sample: text that became certain, tokens that were drawn."""
+        """A part of one sample: new text and tokens."""
         if self.job.chat:
             said: dict[str, Any] = {"delta": {"role": "assistant", "content": text} if first else {"content": text}}
         else:
@@ -55,7 +56,7 @@ class Answer:
         return {**self._outer(kind), "choices": [choice], **(self._prompt() if first else {})}
 
     def last(self, used: int) -> dict[str, Any]:
-        """The chunk that says what a stream used."""
+        """The last chunk of a stream, with its usage."""
         kind = "chat.completion.chunk" if self.job.chat else self.kind
         return {**self._outer(kind), "choices": [], "usage": self.usage(used)}
 
@@ -94,16 +95,21 @@ class Answer:
                 for token, logprob, top in zip(ids, logprobs, tops, strict=True)
             ]
             return {"content": content, "refusal": None}
-        # Characters that a token begins: those of UTF-8 are counted by their first bytes.
+        # Characters that begin in a token: first bytes in UTF-8.
         sizes = [sum(byte & 0xC0 != 0x80 for byte in self.spelled(token)[1]) for token in ids]
         starts = list(itertools.accumulate(sizes, initial=self._offsets.get(index, 0)))
         self._offsets[index] = starts.pop()
+        by_text: list[dict[str, float]] = []  # probabilities of tokens with the same text add up
+        for sampled, sampled_logprob, top in zip(ids, logprobs, tops, strict=True):
+            found: dict[str, float] = {}
+            for token, logprob in {**top, sampled: sampled_logprob}.items():
+                text = self.spelled(token)[0]
+                found[text] = float(np.logaddexp(found[text], logprob)) if text in found else logprob
+            by_text.append(found)
         return {
             "tokens": [self.spelled(token)[0] for token in ids],
             "token_logprobs": logprobs,
-            "top_logprobs": [
-                self._by_text({**top, token: logprob}) for token, logprob, top in zip(ids, logprobs, tops, strict=True)
-            ],
+            "top_logprobs": by_text,
             "text_offset": starts,
         }
 
@@ -111,15 +117,7 @@ class Answer:
         text, raw = self.spelled(token)
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
-    def _by_text(self, logprobs: dict[int, float]) -> dict[str, float]:
-        """By text instead of token: tokens of one text have their probabilities added up."""
-        found: dict[str, float] = {}
-        for token, logprob in logprobs.items():
-            text = self.spelled(token)[0]
-            found[text] = float(np.logaddexp(found[text], logprob)) if text in found else logprob
-        return found
-
 
 def failure(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """An error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}

@@ -28,18 +28,18 @@ except ImportError as error:
     raise ImportError("serving needs aiohttp: pip install 'torchforge[serve]'") from error
 
 LARGEST = 8 << 20  # bytes of a request
-CLOSING = 2.0  # seconds that open requests get to end
-ATTEMPTS = 3  # at an answer whose generators are lost while they write it
-HEALTH = 10.0  # seconds that a generator has to say how it is
+CLOSING = 2.0  # seconds for open requests to end
+ATTEMPTS = 3  # at a response whose generator dies
+HEALTH = 10.0  # seconds for the generators' stats
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_beside = set[asyncio.Task[None]]()  # the event loop itself only knows its tasks weakly
+_beside = set[asyncio.Task[None]]()  # the event loop itself holds tasks weakly
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take an address to listen at; port 0 takes one that is free. OSError: it is not available; names it."""
+    """A listening socket; port 0 takes a free port. OSError: the address is not available; names it."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
@@ -52,7 +52,7 @@ class Server:
     Args:
         policy: a service of `forge.actors.Generator`.
         tokenizer: the model's.
-        model: what the clients call it.
+        model: its name for clients.
     """
 
     def __init__(self, policy: Service, tokenizer: Any, model: str) -> None:
@@ -72,7 +72,7 @@ class Server:
 
     @asynccontextmanager
     async def listen(self, at: socket.socket) -> AsyncIterator[str]:
-        """Serve within the block at what `bind` gave; gives the address for clients (`base_url`)."""
+        """Serve on a socket of `bind` within the block; yields the clients' `base_url`."""
         runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=CLOSING, access_log=None)
         await runner.setup()
         try:
@@ -83,7 +83,7 @@ class Server:
             await runner.cleanup()
 
     async def beside(self, at: socket.socket) -> str:
-        """Serve until the event loop ends; the address."""
+        """Serve until the event loop ends; returns the `base_url`."""
         listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def hold() -> None:
@@ -96,7 +96,7 @@ class Server:
         either: set[asyncio.Future[Any]] = {task, listening}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            task.result()  # raises why it does not listen
+            task.result()  # raises the reason
         return listening.result()
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -115,7 +115,7 @@ class Server:
             body = await request.json()
         except (ValueError, RecursionError, LookupError) as error:  # LookupError: an unknown charset
             raise BadRequest(f"the body is not JSON: {error}") from None
-        # Templates and long texts take their time, which a run's own loop does not have.
+        # In a thread: templates and long texts would block a run's event loop.
         loop, work = asyncio.get_running_loop(), partial(parse, body, self.tokenizer, self.model, chat=chat)
         job = await loop.run_in_executor(self.thread, work)
         answer = Answer(job, self.tokenizer, self.spelled, self.model)
@@ -131,19 +131,19 @@ class Server:
         if not job.stop:
             ask = self.policy.generate.route(job.prompts[at], priority=job.priority, **_fields(job))
             return [answer.choice(first + i, c.text, c, c.finish) for i, c in enumerate(await ask)]
-        return await _retried(lambda: self._collected(job, answer, at))
 
-    async def _collected(self, job: Job, answer: Answer, at: int) -> list[dict[str, Any]]:
-        """The choices of prompt number `at`, each cancelled where it says a stop string."""
-        texts, ends = [""] * job.sampling.n, [""] * job.sampling.n
-        wholes = [Completion(tuple(job.prompts[at]), [], [], [], "") for _ in texts]
-        async with aclosing(self._pieces(job, at)) as pieces:
-            async for i, text, piece, finish in pieces:
-                texts[i] += text
-                extend(wholes[i], piece)
-                ends[i] = finish or ""
-        first = at * job.sampling.n
-        return [answer.choice(first + i, texts[i], wholes[i], ends[i]) for i in range(job.sampling.n)]
+        async def collected() -> list[dict[str, Any]]:
+            # Streamed, so that a sample is cancelled once it reaches a stop string.
+            texts, ends = [""] * job.sampling.n, [""] * job.sampling.n
+            wholes = [Completion(tuple(job.prompts[at]), [], [], [], "") for _ in texts]
+            async with aclosing(self._pieces(job, at)) as pieces:
+                async for i, text, piece, finish in pieces:
+                    texts[i] += text
+                    extend(wholes[i], piece)
+                    ends[i] = finish or ""
+            return [answer.choice(first + i, texts[i], wholes[i], ends[i]) for i in range(job.sampling.n)]
+
+        return await _retried(collected)
 
     async def _stream(self, request: web.Request, job: Job, answer: Answer) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -177,14 +177,14 @@ class Server:
             error = _first(group)
             if not response.prepared:
                 raise
-            if not isinstance(error, ConnectionError):  # which is that the client has gone
-                # Too late for a status: the client reads the error as an event, and does not see the end.
+            if not isinstance(error, ConnectionError):  # the client has disconnected
+                # Too late for a status: the client gets the error as an event, and no [DONE].
                 await send(json.dumps(_explained(error, request)[1]))
         return response
 
     async def _pieces(self, job: Job, at: int) -> AsyncGenerator[tuple[int, str, Completion, str | None]]:
-        """(sample, text, tokens, finish) of prompt number `at`, as they come. A sample that reached a stop string has
-        ended; once all have, what still runs for them is cancelled."""
+        """(sample, text, tokens, finish) of prompt number `at`, as they come. A sample ends at a stop string; once all
+        have ended, the stream is closed."""
         texts = [TextStream(self.tokenizer, job.stop) for _ in range(job.sampling.n)]
         left = set(range(job.sampling.n))
         async with self.policy.session():
@@ -196,12 +196,21 @@ class Server:
                         if i not in left:
                             continue
                         before = len(texts[i].token_ids)
-                        said = texts[i].add(piece.token_ids)
-                        piece = _head(piece, len(texts[i].token_ids) - before)
+                        text = texts[i].add(piece.token_ids)
+                        size = len(texts[i].token_ids) - before  # without tokens after a stop string
+                        versions = piece.versions[:size]
+                        piece = replace(
+                            piece,
+                            token_ids=piece.token_ids[:size],
+                            logprobs=piece.logprobs[:size],
+                            versions=versions,
+                            identities={version: piece.identities[version] for version in versions},
+                            top_logprobs=piece.top_logprobs[:size],
+                        )
                         if piece.finish or texts[i].stopped:
                             left.remove(i)
-                            said += texts[i].end()
-                        yield i, said, piece, "stop" if texts[i].stopped else piece.finish or None
+                            text += texts[i].end()
+                        yield i, text, piece, "stop" if texts[i].stopped else piece.finish or None
             finally:
                 await self.policy.close_stream.route(stream)
 
@@ -222,27 +231,13 @@ def _fields(job: Job) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in type(sampling).__dataclass_fields__}
 
 
-def _head(piece: Completion, size: int) -> Completion:
-    """Its first tokens: all but those behind a stop string."""
-    versions = piece.versions[:size]
-    identities = {version: piece.identities[version] for version in versions}
-    return replace(
-        piece,
-        token_ids=piece.token_ids[:size],
-        logprobs=piece.logprobs[:size],
-        versions=versions,
-        identities=identities,
-        top_logprobs=piece.top_logprobs[:size],
-    )
-
-
 def _first(error: BaseException) -> BaseException:
-    """The first that went wrong of those that went wrong together."""
+    """The first exception of a group."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _explained(error: BaseException, request: web.Request) -> tuple[int, dict[str, Any]]:
-    """The status for what went wrong, and how clients read it; 500 is a fault of this program."""
+    """The status and the body for an exception; 500 is a bug."""
     if isinstance(error, BadRequest):
         return error.status, failure(str(error), "invalid_request_error", error.param)
     if isinstance(error, ValueError):  # the engine rejects the prompt or the sampling
@@ -261,11 +256,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in the form that OpenAI clients read."""
+    """Every error in OpenAI's format."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         return web.json_response(failure(error.reason, "invalid_request_error"), status=error.status)
     except Exception as raised:
-        status, said = _explained(_first(raised), request)
-        return web.json_response(said, status=status)
+        status, body = _explained(_first(raised), request)
+        return web.json_response(body, status=status)

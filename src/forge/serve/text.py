@@ -1,4 +1,4 @@
-"""The text of tokens: as they come, without half characters and nothing from a stop string on; and of each alone."""
+"""Detokenization: of a stream, without partial characters and up to a stop string, and of single tokens."""
 
 from __future__ import annotations
 
@@ -6,73 +6,62 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
-# How byte-level tokenizers write bytes: those that can be seen as themselves, the others as what comes behind them.
+UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
+# Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on.
 SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = dict(zip(map(chr, SEEN), SEEN, strict=True))
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in SEEN)}
-BEFORE = 6  # tokens before the new ones that they are decoded with: some tokenizers' text depends on those
+BEFORE = 6  # preceding tokens to decode with new ones: the text of some tokenizers depends on them
 
 
 class TextStream:
-    """One sample's text, of `token_ids`. `stopped` once a stop string was found: what comes after is not taken."""
+    """The text of one sample's `token_ids`; `stopped` once a stop string was found: later tokens are ignored."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, stop
         self.token_ids: list[int] = []
         self.stopped = False
-        self._decoded = 0  # tokens whose text is in what was said or held
-        self._held = ""  # may be the beginning of a stop string
+        self._decoded = 0  # number of tokens whose text was returned or held back
+        self._held = ""  # possible beginning of a stop string
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
-        # One by one if it may stop: with which token must not depend on how many came at a time.
-        said = ""
+        """The text that becomes final with these tokens."""
+        # With stop strings one by one: the token that completes one must not depend on how many came at once.
+        text = ""
         for some in [[token] for token in token_ids] if self.stop else [token_ids]:
             if not self.stopped:
                 self.token_ids += some
-                said += self._say(self._decode(), last=False)
-        return said
+                text += self._advance(last=False)
+        return text
 
     def end(self) -> str:
-        """What is left to say once there are no more tokens."""
-        return "" if self.stopped else self._say(self._decode(last=True), last=True)
+        """The remaining text, once there are no more tokens."""
+        return "" if self.stopped else self._advance(last=True)
 
-    def _decode(self, last: bool = False) -> str:
+    def _advance(self, last: bool) -> str:
         start = max(0, self._decoded - BEFORE)
-        before = self._text(self.token_ids[start : self._decoded])
-        text = self._text(self.token_ids[start:])
+        before = self.tokenizer.decode(self.token_ids[start : self._decoded], skip_special_tokens=True)
+        text = self.tokenizer.decode(self.token_ids[start:], skip_special_tokens=True)
         if text.endswith(UNFINISHED) and not last:
-            return ""
-        self._decoded = len(self.token_ids)
-        return text[len(before) :]
-
-    def _text(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    def _say(self, text: str, last: bool) -> str:
-        text = self._held + text
-        # The one that was complete first.
+            text = self._held
+        else:
+            text = self._held + text[len(before) :]
+            self._decoded = len(self.token_ids)
+        # Of several stop strings the one that was complete first.
         found = [(at + len(stop), at) for stop in self.stop if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)[1]]
-        keep = 0 if last else max((_overlap(text, stop) for stop in self.stop), default=0)
-        said, self._held = text[: len(text) - keep], text[len(text) - keep :]
-        return said
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How much of the end of `text` is the beginning of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+        keep = 0  # characters at the end that may begin a stop string
+        for stop in () if last else self.stop:
+            sizes = range(min(len(text), len(stop) - 1), keep, -1)
+            keep = next((size for size in sizes if text.endswith(stop[:size])), keep)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
 
 def spelled(tokenizer: Any, token: int) -> tuple[str, bytes]:
-    """One token's text and bytes.
-
-    A part of a character has no text: it is named by its bytes as OpenAI does, such as `bytes:\\xf0\\x9f`, as all parts
-    would look the same otherwise.
-    """
+    """One token's text and bytes. Parts of a character are written as OpenAI does, such as `bytes:\\xf0\\x9f`."""
     text = tokenizer.decode([token])
     if UNFINISHED not in text:
         return text, text.encode()

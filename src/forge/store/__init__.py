@@ -1,12 +1,12 @@
-"""What outlives a process: versioned weights between the processes of a run, and journals.
+"""State that survives a process: versioned weights, shared by the processes of a run, and journals.
 
 The weight store as functions, `import forge.store as ts`, one store for all processes of a run:
 
     await ts.put("policy", model.state_dict(), version=3)
     await ts.get("policy", model.state_dict(), version=3)     # into any layout
 
-A controller's first use makes the store; processes that it starts afterwards find it through their environment.
-Reading and writing happen in a thread, so that the process can serve other calls meanwhile.
+A controller's first use creates the store; processes started afterwards find it through their environment. Reads and
+writes run in a thread, so that the event loop stays free.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _store: VersionStore | None = None
 
 
 def default_store() -> VersionStore:
-    """The store of this run: the parent process's, or else a new one that is removed with this process.
+    """The store of this run: the parent process's, or a new one that is removed with this process.
 
     Raises:
-        RuntimeError: this is a component, and its controller had no store when it started it.
+        RuntimeError: this process was started by a controller that had no store.
     """
     global _store
     address = os.environ.get(ADDRESS)

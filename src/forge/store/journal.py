@@ -1,4 +1,4 @@
-"""An append-only file of records that outlives the process which writes it."""
+"""An append-only file of records that survives the process which writes it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _HEADER = struct.Struct("<QII")
 class Journal:
     """Pickled records in the order they were appended; one process writes.
 
-    A record is complete once `append` returns: it is in the kernel's page cache, which outlives the process. Nothing is
-    fsynced, so a power cut may lose the last records. A process killed within `append` leaves a torn record at the end,
-    which the next writer cuts off.
+    A record survives the process once `append` returns, in the kernel's page cache. Nothing is fsynced, so a power cut
+    may lose the last records. A process killed within `append` leaves a torn record, which the next writer truncates.
 
     Args:
-        path: the file; it is made by the first `append` or `rewrite`.
+        path: the file, created by the first `append` or `rewrite`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -39,18 +38,18 @@ class Journal:
         return self._end
 
     def append(self, record: Any) -> None:
-        """Write one record at the end. If the write fails (no space), the file is as it was before."""
+        """Append one record. If that fails (no space), the file is unchanged."""
         file = self._writable()
         try:
             self._end += _write(file, record)
         except OSError:
-            # Records after half a one could not be read.
+            # Records after a torn one would be unreadable.
             file.truncate(self._end)
             file.seek(self._end)
             raise
 
     def replay(self) -> Iterator[Any]:
-        """All complete records; read-only, so that several processes may read a journal.
+        """All complete records. Read-only: several processes may replay a journal.
 
         Raises:
             FileNotFoundError: there is no journal.
@@ -61,7 +60,7 @@ class Journal:
                 yield pickle.loads(payload)
 
     def rewrite(self, records: Iterable[Any]) -> None:
-        """Replace all records at once: a process killed here leaves the old or the new ones."""
+        """Replace all records atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.unfinished")
         file = FileIO(unfinished, "w+")

@@ -1,4 +1,4 @@
-"""What a version consists of: the blocks of each tensor, where they lie, and their checksums.
+"""The manifest of a version: the blocks of each tensor, their location and checksums.
 
 Blocks are boxes of a tensor's global shape, so that plain tensors and DTensors of any layout can be put and read.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
-PIECE = 1 << 20  # bytes that are copied and hashed at a time: they stay in the cache between the two
+PIECE = 1 << 20  # bytes copied and hashed at a time: they stay in the CPU's cache between the two
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of a tensor: its first index and its size in each dimension."""
+    """A block of a tensor: offset and size in each dimension."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -55,10 +55,10 @@ def whole(shape: Iterable[int]) -> Box:
 
 
 def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
-    """This process's part of a tensor: blocks that are not empty, each with its values (a view).
+    """This process's part of a tensor: its non-empty blocks, each with its values (a view).
 
     Raises:
-        ValueError: a DTensor with partial sums, which have no value yet.
+        ValueError: a DTensor with Partial placements.
     """
     if not isinstance(tensor, DTensor):
         return [(whole(tensor.shape), tensor)] if tensor.numel() else []
@@ -67,12 +67,12 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
         return []
     spans = [torch.arange(size) for size in tensor.shape]
     steps = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
-    # A strided shard divides what mesh dimensions to its right have divided before (FSDP over tensor parallelism).
+    # A strided shard divides after the mesh dimensions to its right (FSDP over tensor parallelism).
     plain = [step for step in steps if not isinstance(step[0], _StridedShard)]
     strided = [step for step in reversed(steps) if isinstance(step[0], _StridedShard)]
     for place, ranks, rank in plain + strided:
         if isinstance(place, Partial):
-            raise ValueError("a DTensor with a Partial placement holds sums that are not finished: redistribute it")
+            raise ValueError("a DTensor with a Partial placement holds partial sums: redistribute it")
         if not isinstance(place, Replicate):
             parts = spans[place.dim].chunk(ranks)  # type: ignore[attr-defined]
             spans[place.dim] = parts[rank] if rank < len(parts) else spans[place.dim][:0]  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
 
 
 def overlap_or_gap(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
-    """The fault of blocks that should fill `shape` exactly once; None if there is none."""
+    """Why the blocks do not fill `shape` exactly once; None if they do."""
     everything = whole(shape)
     boxes = sorted(boxes, key=lambda box: box.offset)
     for number, a in enumerate(boxes):
@@ -179,8 +179,7 @@ class Manifest:
 
     @classmethod
     def join(cls, version: int, parts: Sequence[Manifest]) -> Manifest:
-        """The version that the parts of all ranks make. Of equal blocks, written by ranks on different meshes, the
-        first is kept."""
+        """The version of all ranks' parts. Of equal blocks of ranks on different meshes the first is kept."""
         kept: dict[tuple[str, str, Box, str], Shard] = {}
         for part in parts:
             for shard in part.shards:
@@ -188,7 +187,7 @@ class Manifest:
         return cls(parts[0].key, version, parts[0].single, tuple(kept.values()))
 
     def difference(self, other: Manifest) -> str | None:
-        """The first tensor by name that differs; None if there is none, or where other blocks make it unknown."""
+        """The first tensor by name that differs; None if there is none, or if other blocks prevent the comparison."""
         for name in sorted(self.by_name.keys() | other.by_name.keys()):
             one, two = self.by_name.get(name, []), other.by_name.get(name, [])
             comparable = {shard.box for shard in one} == {shard.box for shard in two}
@@ -215,10 +214,10 @@ def checksum(values: Tensor) -> str:
 
 
 def copy_and_hash(source: Tensor, target: Tensor, of_source: bool = False) -> str:
-    """Copy, in one pass over the bytes where they are equal; returns the checksum.
+    """Copy and return the checksum, in one pass if the bytes are equal (same dtype, both contiguous on the CPU).
 
-    It is the source's where both have the same bytes, so that a faulty copy shows. Otherwise it is the target's, which
-    must be contiguous on the CPU then; with `of_source` always the source's, to verify what was read.
+    The checksum is then the source's, so that a faulty copy is detected. Otherwise it is the target's, which must be
+    contiguous on the CPU; with `of_source` always the source's, to verify what was read.
     """
     source = source.resolve_conj().resolve_neg()
     on_cpu = source.device.type == target.device.type == "cpu"

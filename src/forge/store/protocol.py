@@ -1,4 +1,4 @@
-"""The interface of a weight store, wherever its bytes are, and its errors."""
+"""The interface of a weight store, and its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MissingVersion(KeyError):
 
 
 class IncompleteVersion(RuntimeError):
-    """A rank did not write its part, or blocks do not fill every tensor; the version was not published."""
+    """A rank did not write its part, or a tensor is incomplete; the version was not published."""
 
 
 class VersionConflict(RuntimeError):
@@ -35,8 +35,8 @@ class CorruptWeights(RuntimeError):
 
 
 class Store(ABC):
-    """Versions of tensors by key. `VersionStore` holds them in the shared memory of this host, `RemoteStore` reaches
-    those of another host; see `VersionStore` for what each method does."""
+    """Versions of tensors by key: `VersionStore` in shared memory of this host, `RemoteStore` on another host. The
+    methods are documented in `VersionStore`."""
 
     def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
         """Read a version, the newest by default.

@@ -1,7 +1,7 @@
-"""Files of shared memory that are reused: touching fresh memory costs more than copying a version.
+"""Reusable files of shared memory: allocating fresh memory costs more than copying a version.
 
-A process holds a lock (flock) on the segments it uses, which the kernel releases when it ends, even if it is killed. A
-segment is reused only when no lock is held on it. Segments are made and removed under the store's own lock.
+A process holds a flock on the segments it uses, which the kernel releases when it ends, even if it is killed. A segment
+without a lock may be reused. Segments are created and removed under the store's lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Segments:
 
     Args:
         root: folder on a memory file system.
-        changing: makes the store's lock.
+        changing: context manager of the store's lock.
     """
 
     def __init__(self, root: Path, changing: Callable[[], AbstractContextManager]) -> None:
@@ -39,17 +39,12 @@ class Segments:
         self._maps: dict[str, Tensor] = {}
         self._mapping = threading.Lock()
 
-    def make(self) -> None:
-        """Create the folders."""
-        self.used.mkdir()
-        self.free.mkdir()
-
     @contextmanager
     def writing(self, size: int) -> Iterator[tuple[str, Tensor]]:
-        """A segment of at least `size` bytes for this process alone: its name and its bytes, uint8 [size].
+        """A locked segment of at least `size` bytes: its name and its bytes, uint8 [size].
 
         Raises:
-            OSError: there is not enough shared memory; says how much there is.
+            OSError: not enough shared memory; says how much is free.
         """
         with self._changing():
             name, file = self._claim(size)
@@ -64,7 +59,7 @@ class Segments:
         """The bytes of these segments, which are not reused within the block.
 
         Raises:
-            FileNotFoundError: one of them is not in use any more.
+            FileNotFoundError: one of them is no longer in use.
         """
         locks: list[int] = []
         try:
@@ -91,8 +86,8 @@ class Segments:
             os.close(file)
 
     def reclaim(self, referenced: set[str]) -> None:
-        """Free every unlocked segment that is not referenced, and unlink free ones beyond as many bytes as are in use.
-        The caller holds the store's lock: a writer publishes under it before it releases its segment."""
+        """Free unlocked segments that are not referenced, and unlink the oldest free ones beyond as many bytes as are
+        in use. The caller holds the store's lock: a writer publishes under it before it releases its segment."""
         for name in set(os.listdir(self.used)) - referenced:
             file = os.open(self.used / name, os.O_RDWR)
             if lock(file, fcntl.LOCK_EX):
@@ -115,7 +110,7 @@ class Segments:
                     del self._maps[name]
 
     def _claim(self, size: int) -> tuple[str, int]:
-        """The smallest free segment that fits without wasting as much again, or a new one: its name and locked file."""
+        """The smallest free segment of up to twice the size, or a new one: its name and locked file."""
         fits = [(length, path) for path, length, _ in _sizes(self.free) if size <= length <= 2 * size + mmap.PAGESIZE]
         for _, path in sorted(fits):
             file = os.open(path, os.O_RDWR)
@@ -148,12 +143,10 @@ class Segments:
             (self.used / name).unlink()
             if error.errno != errno.ENOSPC:
                 raise
-            there = shutil.disk_usage(self.used).free
-            raise OSError(
-                errno.ENOSPC,
-                f"{size / 1e6:.0f} MB of weights do not fit into shared memory, {self.used} has {there / 1e6:.0f} MB "
-                "free: keep fewer versions, or make it larger (docker run --shm-size)",
-            ) from None
+            free = shutil.disk_usage(self.used).free
+            text = f"{size / 1e6:.0f} MB of weights do not fit into shared memory, {self.used} has {free / 1e6:.0f} MB "
+            remedy = "free: keep fewer versions, or make it larger (docker run --shm-size)"
+            raise OSError(errno.ENOSPC, text + remedy) from None
 
     def _mapped(self, name: str) -> Tensor:
         self.forget()
@@ -173,7 +166,7 @@ class Segments:
 
 
 def lock(file: int, how: int) -> bool:
-    """Lock an open file without waiting; whether that succeeded."""
+    """Try to lock an open file; whether that succeeded."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Values on their way into segments of shared memory (`Part`, `CollectivePut`) and out of them (`Snapshot`)."""
+"""Write values into segments of shared memory (`Part`, `CollectivePut`) and read them (`Snapshot`)."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from .manifest import Manifest, Shard, checksum, copy_and_hash, local_boxes, who
 from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .segments import ALIGNMENT
 
-ABANDONED = 3600.0  # seconds after which no rank waits for the outcome of a put any more
+ABANDONED = 3600.0  # seconds after which no rank still waits for the outcome of a put
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Who puts together: this one of `world`. `group` is a name that all of them know, unique to them."""
+    """The ranks of a collective put: this `rank` of `world`. `group` is a unique name shared by all of them."""
 
     rank: int = 0
     world: int = 1
     group: str = ""
 
 
-_group: tuple[Any, str] | None = None  # the process group, and the name its ranks agreed on
+_group: tuple[Any, str] | None = None  # the process group, and the name that its ranks agreed on
 _naming = threading.Lock()
 
 
 def flatten(value: Any) -> tuple[dict[str, Tensor], bool]:
-    """Tensors by name, those of nested mappings by dotted names, and whether it is one tensor without a name.
+    """Tensors by (dotted) name, and whether the value is a single tensor.
 
     Raises:
         TypeError: a value is not a tensor; names it.
-        ValueError: there is no tensor, or two have one name.
+        ValueError: there is no tensor, or two have the same name.
     """
     if isinstance(value, Tensor):
         return {"": value}, True
@@ -64,16 +64,16 @@ def flatten(value: Any) -> tuple[dict[str, Tensor], bool]:
 
     visit("", value)
     if not found:
-        raise ValueError("there is no tensor in what is to be stored")
+        raise ValueError("the state dict has no tensors")
     return found, False
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a version. Of replicated blocks one rank writes; of plain tensors beside DTensors, rank 0.
+    """One rank's part of a version. The first rank writes replicated blocks, rank 0 plain tensors beside DTensors.
 
     blocks: each with its values, None for an empty tensor.
-    size: bytes of a segment that holds it.
+    size: bytes of its segment.
     """
 
     key: str
@@ -94,10 +94,10 @@ class Part:
     ) -> Part:
         """This rank's part of a value, floating-point tensors as `dtype`.
 
-        With DTensors and by default, the ranks are those of the process group; the first call in it is a collective.
+        With DTensors the default of `ranks` is the process group, in which the first call is a collective.
 
         Raises:
-            TypeError, ValueError: as `flatten`, or the version is not a whole number from 0.
+            TypeError, ValueError: as `flatten`, or the version is not an integer from 0.
         """
         version = None if version is None else operator.index(version)
         if version is not None and version < 0:
@@ -136,7 +136,7 @@ class Part:
 
     @torch.no_grad()
     def write(self, segment: str, memory: Tensor) -> Manifest:
-        """Write the blocks one behind the other into the bytes of a segment."""
+        """Write the blocks consecutively into the bytes of a segment."""
         shards: list[Shard] = []
         for shard, values in self.blocks:
             if values is not None:
@@ -147,32 +147,24 @@ class Part:
 
 
 class CollectivePut:
-    """Where the ranks of one put meet: each adds its part, and the last one publishes the version or the error.
+    """A rendezvous on disk for the ranks of one put: each adds its part, the last one publishes the version or error.
 
-    A folder on disk. A rank joins the group's first attempt after the last one it was in, skipping those that are
-    over unless another rank gave them up, whose error it must get. If there is none it opens one. To be made, like all
-    writes here, under the store's lock.
+    A rank joins the first attempt after its own last one that is still open, or that another rank gave up, whose error
+    it must get; otherwise it opens a new attempt. Constructed, like all writes here, under the store's lock.
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._ranks = ranks
         self._all = folder / "attempts"
         self._all.mkdir(parents=True, exist_ok=True)
-        places = {int(path.name.rpartition("-")[2]): path for path in self._all.glob(f"{ranks.group}-*")}
-        last = next(
-            (
-                number
-                for number in sorted(places, reverse=True)
-                if any((places[number] / f"{ranks.rank}.{end}").exists() for end in ("part", "gone"))
-            ),
-            0,
-        )
-        ahead = (
-            number
-            for number in sorted(places)
-            if number > last and (not (places[number] / "outcome").exists() or any(places[number].glob("*.gone")))
-        )
-        self._place = self._all / f"{ranks.group}-{next(ahead, max(places, default=0) + 1)}"
+        attempts = {int(path.name.rpartition("-")[2]): path for path in self._all.glob(f"{ranks.group}-*")}
+        chosen = max(attempts, default=0) + 1
+        for number, path in sorted(attempts.items(), reverse=True):
+            if any((path / f"{ranks.rank}.{end}").exists() for end in ("part", "gone")):
+                break
+            if not (path / "outcome").exists() or any(path.glob("*.gone")):
+                chosen = number
+        self._place = self._all / f"{ranks.group}-{chosen}"
         self._place.mkdir(exist_ok=True)
         self._outcome = self._place / "outcome"
         self._parts = [self._place / f"{rank}.part" for rank in range(ranks.world)]
@@ -181,12 +173,12 @@ class CollectivePut:
                 shutil.rmtree(other)
 
     def add(self, part: Manifest) -> bool:
-        """Write this rank's part; whether all are there now."""
+        """Write this rank's part; whether all parts are there now."""
         write_atomic(self._parts[self._ranks.rank], part.to_json())
         return not self.absent() and not self._outcome.exists()
 
     def give_up(self, reason: str) -> None:
-        """This rank cannot add its part: the put fails on all ranks."""
+        """Fail the put on all ranks, because this one has no part."""
         (self._place / f"{self._ranks.rank}.gone").touch()
         if not self._outcome.exists():
             self.end(["IncompleteVersion", reason])
@@ -199,7 +191,7 @@ class CollectivePut:
             outcome = [type(error).__name__, str(error)]
         self.end(outcome)
         for earlier in self._all.glob(f"{self._ranks.group}-*"):
-            if earlier != self._place:  # every rank is here, and has read the outcome of those
+            if earlier != self._place:  # every rank is in this attempt, and has read the earlier outcomes
                 shutil.rmtree(earlier)
 
     def end(self, outcome: Any) -> None:
@@ -224,7 +216,7 @@ class CollectivePut:
                     if not self._outcome.exists():
                         if not self.absent():
                             self.settle(publish)
-                        elif late:  # from here on this rank's memory may be reused: the others must not publish it
+                        elif late:  # from now on this rank's memory may be reused: the others must not publish it
                             names = ", ".join(map(str, self.absent()))
                             text = f"rank {self._ranks.rank} waited {timeout:g} s for what ranks {names} should put"
                             self.end(["IncompleteVersion", text])
@@ -245,7 +237,7 @@ class CollectivePut:
 
 @dataclass
 class Snapshot:
-    """One version, held for reading into tensors of any layout. All that is read is checked against its checksum."""
+    """A version open for reading into tensors of any layout; verifies the checksum of everything it reads."""
 
     manifest: Manifest
     memory: Mapping[str, Tensor]  # the bytes of its segments
@@ -261,8 +253,8 @@ class Snapshot:
         return self.manifest.digest
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of every tensor. Valid while the snapshot is held: a tensor in one block is a view of
-        shared memory."""
+        """(name, full tensor) of every tensor. A tensor in one block is a view of shared memory, valid while the
+        snapshot is open."""
         for name, shards in self.manifest.by_name.items():
             if len(shards) > 1 or not shards[0].segment:
                 yield name, self._new(name)

@@ -1,7 +1,7 @@
-"""Versioned tensors in shared memory: a version exists whole or not at all, and never changes.
+"""Versioned tensors in shared memory. Publishing a version is atomic, and a published version never changes.
 
-A key is a folder. Each rank that puts writes its blocks into a segment of its own, then its part of the manifest; the
-last one checks that every tensor is whole and publishes the manifest under the version's number. Files are renamed into
+A key is a folder. Each putting rank writes its blocks into its own segment, then its part of the manifest; the last one
+checks that every tensor is complete and publishes the manifest under the version's number. Files are renamed into
 place, so that a process killed at any point leaves a version or none.
 """
 
@@ -30,18 +30,18 @@ from .segments import Segments, lock, locked
 from .transfer import CollectivePut, Part, Ranks, Snapshot
 
 PREFIX = "forge-weights-"
-PATIENCE = 60.0  # seconds to wait for the store's lock, which others hold only briefly
+PATIENCE = 60.0  # seconds to wait for the store's lock, which is held only briefly
 SETTLING = 5.0  # seconds to wait for a version that replaces one whose memory is gone
-IDENTITIES = 4096  # digests that are remembered
-HISTORY = 16  # manifests of dropped versions that stay, to find the tensor in which two versions differ
+IDENTITIES = 4096  # digests kept
+HISTORY = 16  # manifests of dropped versions kept, to find the tensor in which two versions differ
 
 
 class VersionStore(Store):
-    """Tensors, DTensors and state dicts by key and version. Cheap to make and to pickle: it is a path.
+    """Tensors, DTensors and state dicts by key and version. Cheap to construct and to pickle: it is a path.
 
     Args:
         root: folder made by `create`.
-        keep: how many of a key's newest versions stay.
+        keep: number of a key's newest versions that are kept.
     """
 
     def __init__(self, root: str | Path, keep: int = 2) -> None:
@@ -55,7 +55,7 @@ class VersionStore(Store):
 
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
-        """Make an empty store that is removed with this process; removes stores whose process is gone."""
+        """An empty store that is removed with this process. Also removes stores of dead processes."""
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         for stale in base.glob(f"{PREFIX}*"):
             _sweep(stale)
@@ -66,16 +66,17 @@ class VersionStore(Store):
         store._owner = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(store._owner, fcntl.LOCK_EX)
         unnamed.rename(scratch.path / "owner")
-        store.segments.make()
+        store.segments.used.mkdir()
+        store.segments.free.mkdir()
         return store
 
     @property
     def owned(self) -> bool:
-        """Whether this object made the store, or removed it since."""
+        """Whether this object created the store."""
         return self._scratch is not None
 
     def is_here(self) -> bool:
-        """Whether this process is on the store's host: the folder exists here and is a store's."""
+        """Whether this process is on the store's host."""
         return (self.root / "owner").exists()
 
     def __reduce__(self):
@@ -93,34 +94,35 @@ class VersionStore(Store):
     ) -> int:
         """Publish a tensor or a (nested) state dict; returns its version once all processes can read it.
 
-        If a value holds DTensors, every rank of the process group must call this; each writes its part, one of the
+        If a value holds DTensors, every rank of the process group must call this; each writes its part, the first of
         replicas theirs, and rank 0 the plain tensors. Otherwise this process puts alone.
 
         Args:
             version: its number; None is the next one. Equal values may be put again under their number.
-            dtype: convert floating-point tensors to it on the way.
+            dtype: convert floating-point tensors to it.
             timeout: seconds to wait for other ranks.
-            ranks: who puts, instead of the process group's ranks.
+            ranks: the putting ranks, instead of the process group's.
 
         Raises:
-            IncompleteVersion: a rank did not write in time, or a tensor is not whole; names them. Nothing is published.
+            IncompleteVersion: a rank did not write in time, or a tensor is incomplete; names them. Nothing is
+                published.
             VersionConflict: the number has other values, or is below the newest; names the tensor.
             FileNotFoundError: the store was removed.
-            OSError: there is not enough shared memory.
+            OSError: not enough shared memory.
         """
         if not self.root.is_dir():
             raise FileNotFoundError(f"the weight store {self.root} was removed")
         return self.put_part(Part.of(key, value, version, dtype, ranks), timeout)
 
     def put_part(self, part: Part, timeout: float) -> int:
-        """Put what `Part.of` made of a value."""
-        # Held until the version is published or given up: no other process may reuse the segment before.
+        """Put a part made by `Part.of`."""
+        # Locked until the version is published or has failed: no other process may reuse the segment before.
         with ExitStack() as held:
             try:
                 segment, memory = held.enter_context(self.segments.writing(part.size))
                 written = part.write(segment, memory)
             except Exception as error:
-                # Fail the other ranks at once. After a timeout of the lock it cannot be taken for that.
+                # Fail the other ranks at once; but that needs the lock, which may just have timed out.
                 if part.ranks.world > 1 and not isinstance(error, TimeoutError):
                     with self._locked():
                         put = CollectivePut(self._folder(part.key), part.ranks)
@@ -129,7 +131,7 @@ class VersionStore(Store):
             return self.publish(written, part.ranks, timeout)
 
     def publish(self, part: Manifest, ranks: Ranks, timeout: float) -> int:
-        """Publish a segment that the caller wrote and holds, as a version or one rank's part of it; see `put`."""
+        """Publish a segment that the caller wrote and keeps locked, as a version or one rank's part; see `put`."""
         with self._locked():
             if ranks.world == 1:
                 self._folder(part.key).mkdir(exist_ok=True)
@@ -141,7 +143,7 @@ class VersionStore(Store):
 
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
-        """A version, the newest by default, held for reading within the block: its memory is not reused meanwhile.
+        """A version, the newest by default, whose memory is not reused within the block.
 
         Raises:
             MissingVersion: no such key or version; names the existing ones.
@@ -165,7 +167,7 @@ class VersionStore(Store):
                         raise CorruptWeights(f"{key} version {number} is published, but its memory is gone") from None
                     time.sleep(0.001)
                     continue
-                if _read(path) == contents:  # else its segments may belong to another version by now
+                if _read(path) == contents:  # otherwise its segments may already belong to another version
                     yield Snapshot(manifest, memory)
                     return
 
@@ -183,7 +185,7 @@ class VersionStore(Store):
         return sorted(key for key in names if key.startswith(prefix) and self.versions(key))
 
     def delete(self, key: str) -> None:
-        """Remove a key with all of its versions; readers keep what they hold.
+        """Remove a key with all of its versions; open snapshots stay valid.
 
         Raises:
             MissingVersion: there is no such key.
@@ -191,7 +193,7 @@ class VersionStore(Store):
         if not self.exists(key):
             raise self._missing(key, None)
         with self._locked():
-            # Renamed first: a key that is half removed must not be seen.
+            # Renamed first: a half-removed key must not be visible.
             gone = self._folder(key).rename(self.root / f"deleted-{uuid4().hex}")
             shutil.rmtree(gone)
             self.segments.reclaim(self._referenced())
@@ -200,7 +202,7 @@ class VersionStore(Store):
         """Wait until the key has a version of at least `min_version`; returns the newest.
 
         Raises:
-            TimeoutError: it does not have one within `timeout` seconds; names the existing ones.
+            TimeoutError: after `timeout` seconds; names the existing ones.
         """
         end, pause = time.monotonic() + timeout, 0.0005
         while not (versions := self.versions(key)) or versions[-1] < min_version:
@@ -216,10 +218,10 @@ class VersionStore(Store):
         """The manifest of a version, also of a recently dropped one.
 
         Raises:
-            MissingVersion: it is neither published nor remembered.
+            MissingVersion: it is neither published nor in the history.
         """
         folder = self._folder(key)
-        # The first one twice: it may have been published after the first read.
+        # The first path twice: the version may have been published after the first read.
         for path in (folder / f"v{version}.json", folder / "dropped" / f"{version}.json", folder / f"v{version}.json"):
             if contents := _read(path):
                 return Manifest.from_json(contents)
@@ -236,7 +238,7 @@ class VersionStore(Store):
         found: dict[int, set[str]] = {}
         for line in (_read(self._folder(key) / "identities") or "").splitlines():
             version, _, digest = line.partition(" ")
-            if digest:  # a line that was cut off by a full disk has none
+            if digest:  # a full disk may have truncated a line
                 found.setdefault(int(version), set()).add(digest)
         return found
 
@@ -244,7 +246,8 @@ class VersionStore(Store):
         """Add an earlier store's digests of published versions."""
         with self._locked():
             self._folder(key).mkdir(exist_ok=True)
-            self._note(key, [(version, digest) for version, many in identities.items() for digest in sorted(many)])
+            pairs = [(version, digest) for version, many in identities.items() for digest in sorted(many)]
+            self._record_identities(key, pairs)
 
     def close(self) -> None:
         """Remove the store and everything in it."""
@@ -282,8 +285,8 @@ class VersionStore(Store):
                 raise IncompleteVersion(f"{key} version {number}: rank {rank} was lost before it was published")
         if number < newest:
             raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
-        # Noted first: whoever uses the version must be able to identify it.
-        self._note(key, [(number, manifest.digest)])
+        # Recorded first: every reader of the version must find its identity.
+        self._record_identities(key, [(number, manifest.digest)])
         write_atomic(folder / f"v{number}.json", manifest.to_json())
         history = folder / "dropped"
         history.mkdir(exist_ok=True)
@@ -295,7 +298,7 @@ class VersionStore(Store):
         return number
 
     def _referenced(self) -> set[str]:
-        """The segments of published versions. Those being put are locked by their writers."""
+        """The segments of published versions; those in writing are locked instead."""
         found: set[str] = set()
         known, self._known = self._known, {}
         for path in self.root.glob("key-*/v*.json"):
@@ -305,7 +308,7 @@ class VersionStore(Store):
             found |= self._known[file]
         return found
 
-    def _note(self, key: str, identities: list[tuple[int, str]]) -> None:
+    def _record_identities(self, key: str, identities: list[tuple[int, str]]) -> None:
         path = self._folder(key) / "identities"
         lines = (_read(path) or "").splitlines() + [f"{version} {digest}" for version, digest in identities]
         write_atomic(path, "".join(f"{line}\n" for line in lines[-IDENTITIES:]))
@@ -330,11 +333,11 @@ def _read(path: Path) -> str | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove a store whose process is gone."""
+    """Remove a store if its process is dead."""
     try:
         owner = os.open(folder / "owner", os.O_RDWR)
     except OSError:
-        # No owner file yet: the store is being made, unless it is old.
+        # Without an owner file the store is being created, unless it is old.
         with suppress(FileNotFoundError):
             if time.time() - folder.stat().st_mtime > 60:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences, whose tokens several ranks may share.
+"""Causal attention over packed sequences, with context parallelism.
 
-Each sequence attends to itself alone. One call per sequence is exact but slow for hundreds of short ones, and a dense
-block mask wastes quadratic work. Here sequences of similar length are gathered into rectangles, each one causal
-attention call. Padding sits on the right, where causality hides it from real tokens: no mask is needed.
+Each sequence attends to itself only. One call per sequence is slow for hundreds of short ones, and a dense block mask
+wastes quadratic work. Here sequences of similar length are gathered into rectangles, one causal attention call each.
+Padding is on the right, where causality hides it from real tokens: no mask is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Collective = Callable[[Tensor, Group], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where each token of a pack sits in the rectangles.
+    """The places of a pack's tokens in the rectangles.
 
     gather: [sum rows*width] index into the pack (padding repeats the sequence's last token).
     scatter: [tokens] index into the flattened rectangles.
@@ -63,7 +63,7 @@ class PackedLayout:
         return cls(torch.cat(gather).to(device), scatter.to(device), shapes)
 
 
-# The shapes of the layout differ in every pack: a compiled layer breaks its graph here.
+# Not compiled: the shapes differ in every pack.
 @torch.compiler.disable
 def packed_attention(
     module,
@@ -90,8 +90,8 @@ def packed_attention(
         times = repeats(key.shape[1], ranks)
         if times > 1:
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-        # [1, heads, own tokens, head_dim] to [1, own heads, tokens, head_dim], for all three in one collective. Heads
-        # are dealt in order, so that a rank's key heads are those of its query heads.
+        # [1, heads, own tokens, head_dim] to [1, own heads, tokens, head_dim], all three in one collective. Heads are
+        # dealt in order, so that a rank's key heads are those of its query heads.
         chunks = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]
         counts = [x.shape[1] for x in chunks]
         mine = _Exchange.apply(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
@@ -123,12 +123,12 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def repeats(heads: int, ranks: int) -> int:
-    """How often each head has to be repeated before ranks can have equal numbers of them."""
+    """How often each head is repeated so that all ranks have the same number."""
     return ranks // gcd(heads, ranks)
 
 
 class _Exchange(torch.autograd.Function):
-    """A collective, and the one for its gradients."""
+    """A collective whose gradient is another collective."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
@@ -149,18 +149,18 @@ class _GatherUneven(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # Every rank computes the same loss of all numbers, so nothing is summed: it keeps the gradient of its own.
+        # Every rank computes the same loss of all scores: it takes its own part of the gradient, without a sum.
         return grad.split(ctx.counts, dim=1)[ctx.rank], None, None
 
 
 def gather_scores(own: tuple[Tensor, ...], counts: list[int], group: Group) -> tuple[Tensor, ...]:
-    """Scores of this rank's tokens, each [own], to those of all ranks in order, on all of them. `counts`: by rank."""
+    """All-gather scores, each [own], in the order of ranks. `counts`: number of scores of each rank."""
     if group.size == 1 or not max(counts):
-        return own  # empty ones stay part of the graph, whose backward pass has collectives of its own
+        return own  # empty scores stay in the graph, whose backward pass has collectives
     return tuple(_GatherUneven.apply(torch.stack(own), counts, group))
 
 
-# Traced collectives would have to be the functional ones: a compiled layer breaks its graph here.
+# Not compiled: that would need functional collectives.
 @torch.compiler.disable
 def gather_tokens(own: Tensor, group: Group) -> Tensor:
     """[1, tokens, dim] of this rank to [1, tokens * ranks, dim]; gradients are summed over ranks."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer: sharded state through torch.distributed.checkpoint, written aside and renamed."""
+"""Checkpoints of a trainer: sharded state through torch.distributed.checkpoint, renamed into place when complete."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from .trainer import PolicyTrainer
 
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
-# Of the background thread: the ranks wait for the slowest disk.
-TIMEOUT = timedelta(hours=1)
+TIMEOUT = timedelta(hours=1)  # of the background collectives, which wait for the slowest disk
 
 
 class CheckpointFailed(OSError):
@@ -42,25 +41,26 @@ def save(
 
     Args:
         extra: picklable state of other components (data position, replay buffer), stored by rank 0.
-        keep: how many of the newest checkpoints stay; None leaves them all, for `prune` to remove.
+        keep: number of newest checkpoints to keep; None keeps all.
 
     Returns:
-        the checkpoint's path. It exists under this name only once it is complete and on the disk, and what it replaces
-        stays readable until then: neither a process that is killed here nor a power cut loses both.
+        the checkpoint's path, which exists only once the checkpoint is complete and on the disk. One that it replaces
+        stays readable until then, also after a kill or a power cut.
 
     Raises:
-        CheckpointFailed: the reason, on every rank.
+        CheckpointFailed: on every rank, with the reason.
     """
     final = Snapshot.of(trainer, folder, extra).write()
     if keep is not None and trainer.ranks.rank == 0:
         prune(folder, keep, final)
-    _barrier(trainer)
+    if trainer.ranks.mesh is not None:
+        dist.barrier()
     return final
 
 
 @dataclass
 class Snapshot:
-    """One rank's part of a checkpoint. `shards` are the trainer's own tensors, not copies of them."""
+    """One rank's part of a checkpoint. `shards` are the trainer's own tensors, not copies."""
 
     ranks: Ranks
     final: Path
@@ -69,22 +69,25 @@ class Snapshot:
 
     @classmethod
     def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> Snapshot:
-        """The trainer's present state; every rank must call it."""
+        """The trainer's current state; every rank must call it."""
         rank, device = trainer.ranks.rank, trainer.ranks.device
         state: dict[str, Any] = {"step": trainer.step, "rng": torch.get_rng_state()}
         if device.type != "cpu":
             state["device"] = torch.get_device_module(device).get_rng_state()
-        files = {f"rank_{rank}.pt": _bytes(state)}
-        if rank == 0:
-            files["extra.pt"] = _bytes(extra or {})
+        values = {f"rank_{rank}.pt": state} | ({"extra.pt": extra or {}} if rank == 0 else {})
+        files = {}
+        for name, value in values.items():
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            files[name] = buffer.getvalue()
         final = Path(folder) / f"step_{trainer.step:06d}"
         return cls(trainer.ranks, final, _state(trainer), files)
 
     def write(self, group: dist.ProcessGroup | None = None) -> Path:
-        """Write it; every rank must call it. `group`: of the ranks' collectives, by default the default group.
+        """Write it; every rank must call it. `group`: for the ranks' collectives, by default the default group.
 
         Raises:
-            CheckpointFailed: the reason, on every rank.
+            CheckpointFailed: on every rank, with the reason.
         """
         aside = self.final.with_suffix(UNFINISHED)
 
@@ -117,7 +120,7 @@ class Snapshot:
         return self.final
 
     def _together(self, stage: Callable[[], Any], group: dist.ProcessGroup | None, lead: bool = False) -> None:
-        """Run a stage on every rank, or on the first alone (`lead`): either all succeed, or all raise."""
+        """Run a stage on every rank, or on rank 0 only (`lead`); if it fails anywhere, all ranks raise."""
         error: BaseException | None = None
         try:
             if not lead or self.ranks.rank == 0:
@@ -133,11 +136,11 @@ class Snapshot:
         if reason is None:
             return
         if self.ranks.rank == 0:
-            # Its space may be what the rest of the run needs.
+            # Free its space for the rest of the run.
             shutil.rmtree(self.final.with_suffix(UNFINISHED), ignore_errors=True)
         there = checkpoints(self.final.parent)
         left = f"the newest is {there[-1]}" if there else "there is no other"
-        with suppress(OSError):  # where the folder itself could not be made
+        with suppress(OSError):  # the folder itself may not exist
             left += f"; {shutil.disk_usage(self.final.parent).free / 1e6:.1f} MB are free there"
         raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {left}") from error
 
@@ -145,7 +148,7 @@ class Snapshot:
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return next(_reason(cause) for cause, _ in error.failures.values())
-    # torch's file writer reports a wrong position where the disk is full: the cause is in its context.
+    # On a full disk torch's file writer reports a wrong position; the cause is in its context.
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
         error = error.__context__
     if isinstance(error, OSError) and error.strerror:
@@ -153,16 +156,10 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _bytes(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 class Background:
-    """Checkpoints while training continues: copies the trainer's state in memory and writes the copy in a thread.
+    """Asynchronous checkpoints: copies the trainer's state in memory and writes the copy in a thread.
 
-    Every rank must make one, and make the same calls. The threads have a process group of their own, so that their
+    Every rank must construct one and make the same calls. The threads have their own process group, so that their
     collectives never mix with those of training.
     """
 
@@ -176,7 +173,7 @@ class Background:
         """Start to write a checkpoint as `save` does; returns its path, which exists once `wait` has returned.
 
         Raises:
-            CheckpointFailed: the one before it could not be written, and `wait` has not reported it.
+            CheckpointFailed: the previous one failed, which `wait` has not raised yet.
         """
         self.wait()
         snapshot = Snapshot.of(self._trainer, folder, extra)
@@ -188,17 +185,13 @@ class Background:
             except BaseException as error:  # raised by `wait`
                 self._error = error
 
-        # A daemon: ending the process does not wait for a disk.
+        # A daemon thread: the end of the process does not wait for a disk.
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
         return snapshot.final
 
     def wait(self) -> None:
-        """Return once nothing is being written.
-
-        Raises:
-            CheckpointFailed: it could not be written; raised once.
-        """
+        """Wait for the checkpoint in progress, if any. CheckpointFailed: it could not be written; raised once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -208,10 +201,10 @@ class Background:
 
 
 def prune(folder: str | Path, keep: int, written: str | Path) -> None:
-    """Remove all but the newest `keep` checkpoints, and never the one that was just written."""
+    """Remove all but the newest `keep` checkpoints and the one just `written`."""
     for old in checkpoints(folder)[:-keep]:
         if old != Path(written):
-            # Renamed first, so that a half-removed checkpoint does not look like one.
+            # Renamed first, so that a half-removed checkpoint does not count as one.
             shutil.rmtree(old.rename(old.with_suffix(UNFINISHED)))
 
 
@@ -232,7 +225,7 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
         options=StateDictOptions(strict=not _frozen(trainer)),
     )
     own = checkpoint / f"rank_{trainer.ranks.rank}.pt"
-    # A rank that did not exist when the checkpoint was written keeps its own random state.
+    # A new rank, which the checkpoint has no random state for, keeps its own.
     saved = torch.load(own if own.exists() else checkpoint / "rank_0.pt", weights_only=True)
     trainer.step = saved["step"]
     if own.exists():
@@ -243,7 +236,7 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
 
 
 def _state(trainer: PolicyTrainer) -> dict[str, Any]:
-    """All that training changes: without frozen weights, which are the base model's."""
+    """Trained weights and optimiser state; frozen weights are in the base model."""
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     frozen = _frozen(trainer)
     return {"model": {name: values for name, values in weights.items() if name not in frozen}, "optimizer": optimizer}
@@ -255,7 +248,7 @@ def _frozen(trainer: PolicyTrainer) -> set[str]:
 
 
 def extra(checkpoint: str | Path) -> dict[str, Any]:
-    """The state of other components that was stored with a checkpoint; FileNotFoundError as in `load`."""
+    """The `extra` of a checkpoint; FileNotFoundError as in `load`."""
     return torch.load(_complete(checkpoint) / "extra.pt", weights_only=False)
 
 
@@ -267,25 +260,24 @@ def step_of(checkpoint: str | Path) -> int:
 def checkpoints(folder: str | Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
     complete: dict[int, Path] = {}
-    for path in sorted(Path(folder).glob("step_*")):  # a checkpoint comes before what it replaced
+    for path in sorted(Path(folder).glob("step_*")):  # a checkpoint sorts before the one it replaced
         if match := re.fullmatch(rf"step_(\d+)({re.escape(REPLACED)})?", path.name):
             complete.setdefault(int(match[1]), path)
     return [path for _, path in sorted(complete.items())]
 
 
 def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) -> None:
-    """Write the weights and tokenizer in Hugging Face format, aside and renamed; every rank must call it.
-
-    A value or reward head becomes a sequence classifier of one class.
+    """Write the weights and tokenizer in Hugging Face format, atomically; every rank must call it. A model with a
+    scalar head becomes a sequence classifier of one class.
 
     Raises:
-        FileExistsError: the folder holds something else than a model.
+        FileExistsError: the folder is not empty and not a model.
     """
     from transformers import AutoTokenizer
 
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
-        raise FileExistsError(f"{folder} exists and is no model: it is not replaced")
+        raise FileExistsError(f"{folder} exists and is not a model: choose another folder")
     weights = {name: tensor.cpu().clone() for name, tensor in trainer.export_weights()}
     if trainer.ranks.rank == 0:
         aside = folder.with_name(folder.name + UNFINISHED)
@@ -299,24 +291,20 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
         sync(folder.parent)
-    _barrier(trainer)
+    if trainer.ranks.mesh is not None:
+        dist.barrier()
 
 
 def is_complete(checkpoint: str | Path) -> bool:
-    """Whether all that `load` needs is there."""
+    """Whether the folder has all files that `load` needs."""
     return all((Path(checkpoint) / name).exists() for name in (".metadata", "rank_0.pt", "extra.pt"))
 
 
 def _complete(checkpoint: str | Path) -> Path:
-    """The checkpoint of this name, or the one it was about to replace when its writer was killed."""
+    """The checkpoint of this name, or the one it was replacing when its writer was killed."""
     checkpoint = Path(checkpoint)
     replaced = checkpoint.with_suffix(REPLACED)
     found = replaced if replaced.exists() and not checkpoint.exists() else checkpoint
     if found.suffix == UNFINISHED or not is_complete(found):
         raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint")
     return found
-
-
-def _barrier(trainer: PolicyTrainer) -> None:
-    if trainer.ranks.mesh is not None:
-        dist.barrier()

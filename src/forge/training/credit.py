@@ -51,8 +51,8 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
 def make_batch(groups: Sequence[Group], algorithm: Algorithm, version: int, **shares: Any) -> Batch:
     """The groups as one batch that trains weights `version`, with episode-level advantages.
 
-    Sequences that cannot change the gradient are left out, see `skip_idle`. Records how many versions old the groups
-    are, and the share of groups without signal.
+    Sequences without gradient are left out, see `skip_idle`. Records the age of the groups in versions, and the share
+    of groups without signal.
 
     Args:
         shares: `aggregation` and `horizon` of `forge.data.packing.pack`.
@@ -65,7 +65,7 @@ def make_batch(groups: Sequence[Group], algorithm: Algorithm, version: int, **sh
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
-    """The groups' episodes with their advantages, in the order of the data. All branches of an episode share one."""
+    """The groups' episodes with advantages, in the order of the data. The branches of an episode share one."""
     for group, advantages in zip(groups, algorithm.advantages([group.rewards for group in groups]), strict=True):
         for episode, advantage in zip(group.episodes, advantages, strict=True):
             for branch in (*episode.branches, episode):
@@ -77,10 +77,8 @@ def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
 
 
 def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch without sequences that have no gradient: their advantage is 0 and the loss has no other term.
-
-    All others keep their share of the loss. A batch of such sequences alone is returned unchanged.
-    """
+    """The batch without sequences of advantage 0, if the loss has no other term. The others keep their share of the
+    loss. A batch of such sequences only is returned unchanged."""
     other_terms = algorithm.needs_reference or algorithm.entropy_coef or algorithm.whiten
     if other_terms or not (algorithm.within_group and algorithm.advantages_alone):
         return batch

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .settings import Parallelism
 
-# A rank that waits longer than this in a collective has lost a peer; the error names the collective.
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after this a rank in a collective has lost a peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +30,10 @@ ALONE = Group()
 class Ranks:
     """This rank's place in the mesh. Ranks count tensor parallelism first, then context, shards and replicas.
 
-    mesh: of the parameters, with dimensions "replicate" (HSDP alone), "shard" (context parallelism included) and
-        "tensor" (tensor parallelism alone); None for a single process without one.
-    data: the ranks with other sequences: batches are divided over them.
-    context, tensor: its context- and tensor-parallel ranks.
+    mesh: of the parameters, with dimensions "replicate" (only with HSDP), "shard" (context parallelism included) and
+        "tensor" (only with tensor parallelism); None for a single process without a mesh.
+    data: the data-parallel ranks, over which batches are divided.
+    context, tensor: the context- and tensor-parallel ranks.
     sequence: both together, the ranks that share the tokens of a pack.
     """
 
@@ -66,7 +65,7 @@ def join(
 
     Args:
         rendezvous: `host:port` of a TCPStore held by rank 0; not needed for one process.
-        cpu_offload: parameters will live in host memory: a single process gets a mesh, too, which FSDP needs for it.
+        cpu_offload: parameters will be in host memory, for which FSDP needs a mesh even with a single process.
 
     Raises:
         ValueError: degrees whose product is not `world_size`, several ranks without a rendezvous, or `cpu_offload`
@@ -92,23 +91,21 @@ def join(
         host, port = rendezvous.rsplit(":", 1)
         store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     backend = dist.get_default_backend_for_device(device)
-    # Gradients that live in host memory are summed there, for their norm.
+    # gloo sums offloaded gradients in host memory, for their norm.
     backend = f"cpu:gloo,{device.type}:{backend}" if cpu_offload else backend
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     return lay_out(layout, device)
 
 
 def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
-    """This rank's place among the ranks of the process group; every one of them must ask for the same layout.
-
-    ValueError: degrees that do not make their number.
-    """
+    """This rank's place in the process group; every rank must call this with the same layout. ValueError: see
+    `Parallelism.over`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = layout.over(world_size)
     copies, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
     context, tensor = layout.context_parallel_degree, layout.tensor_parallel_degree
     assert copies is not None
-    # What context parallelism divides are tokens: to the weights its ranks are like those that see other sequences.
+    # Context parallelism divides tokens only: for the weights its ranks are data-parallel ones.
     dims = {"replicate": copies, "shard": shards * context, "tensor": tensor}
     dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
@@ -126,7 +123,7 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
 
 
 def _group(rows: torch.Tensor, rank: int) -> Group:
-    """This rank's row of [groups, size]; every rank must ask for the same rows."""
+    """The group of this rank's row of [groups, size]; every rank must call this with the same rows."""
     if rows.shape[1] == 1:
         return ALONE
     if len(rows) == 1:

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# oneDNN keeps a kernel for every shape: callers round their number of rows up to a multiple of this, or memory grows
-# with every new length of a batch.
+# oneDNN caches a kernel for every shape: callers pad rows to a multiple of this, or memory grows with every new length.
 ROWS = 64
-CHUNK = 256  # rows of logits that exist at a time: 256 rows of a 152k vocabulary are 156 MB in float32
+CHUNK = 256  # rows of logits at a time: 256 rows of a 152k vocabulary are 156 MB in float32
 
 AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
@@ -24,9 +23,9 @@ def _onednn_is_faster(a: Tensor, b: Tensor) -> bool:
         and a.numel() > 0 < b.numel()
         and a.device.type == b.device.type == "cpu"
         and a.dtype == b.dtype == torch.float32
-        and type(b) in (Tensor, nn.Parameter)  # a DTensor has operators of its own
+        and type(b) in (Tensor, nn.Parameter)  # a DTensor has its own operators
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()  # inductor takes products of another layout for oneDNN's own
+        and not torch.compiler.is_compiling()  # inductor mistakes products of another layout for oneDNN's
     )
 
 
@@ -63,7 +62,7 @@ class FastLinear(nn.Linear):
 
 
 def speed_up(model: nn.Module) -> None:
-    """Turn every nn.Linear of a model into a FastLinear, in place."""
+    """Replace every nn.Linear of a model by a FastLinear, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FastLinear
@@ -118,19 +117,19 @@ def token_logprobs(
 
     Args:
         hidden: [tokens, dim]; weight: [vocabulary, dim]; labels: [tokens].
-        temperature: the sampler's, so that the distribution that is scored is the one that was sampled.
+        temperature: of the sampler.
 
     Returns:
         (logprobs [tokens], entropy [tokens]) in float32, in nats.
     """
     if not len(labels):
-        # Keeps the graph connected, so that a rank with nothing to train still runs its backward collectives.
+        # Keeps the graph connected: a rank with nothing to train still takes part in the backward collectives.
         nothing = hidden.float().sum(-1) + weight.float().sum() * 0.0
         return nothing, nothing
     count, surplus = len(labels), -len(labels) % ROWS
     hidden, labels = F.pad(hidden, (0, 0, 0, surplus)), F.pad(labels, (0, surplus))
     device = hidden.device.type
-    # Backward runs outside autocast and has to compute the logits that forward saw.
+    # Backward runs outside autocast and must compute the same logits as forward.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     logprobs, entropy = _TokenLogprobs.apply(hidden.to(dtype), weight, labels, temperature, chunk)
     return logprobs[:count], entropy[:count]

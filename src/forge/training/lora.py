@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .linear import FastLinear
 from .settings import LoraSettings
 
-SCORE = "score.weight"  # of a value or reward head, which trains beside the adapters
+SCORE = "score.weight"  # the scalar head, which trains beside the adapters
 
 
 class LoraLinear(FastLinear):
@@ -29,11 +29,11 @@ class LoraLinear(FastLinear):
 def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
     """Add an adapter to every target of a transformers model's backbone, in place, and freeze all but SCORE.
 
-    A is drawn from a generator of the layer's own, equal on every rank and in every run; B is 0, so that the model's
-    outputs do not change at first.
+    A is drawn with a seed from the layer's name, equal on every rank and in every run; B is 0, so that the model's
+    outputs are unchanged at first.
 
     Raises:
-        ValueError: a target is not a linear layer of the backbone; names those that are.
+        ValueError: a target is not a linear layer of the backbone; lists those.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     inner = {name: module for name, module in linear.items() if name.startswith("model.")}

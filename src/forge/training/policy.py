@@ -1,4 +1,4 @@
-"""Transformers models to train: a policy, a critic or a reward model; packed batch in, numbers of its tokens out."""
+"""Transformers models to train: a policy, a critic or a reward model; packed batch in, scores of its tokens out."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class TokenScores(NamedTuple):
 
 
 class TokenValues(NamedTuple):
-    """The scalars of a value or reward head for the tokens with mask True: [trained], float32."""
+    """A scalar head's values of the tokens with mask True: [trained], float32."""
 
     values: Tensor
 
 
 class OwnTokens(NamedTuple):
-    """A rank's share of a pack that several ranks divide, and the positions read there.
+    """A rank's share of a pack, and the positions whose states it reads.
 
     tokens: [own] ids.
-    gathered, positions: [own * ranks of tensor parallelism], the tokens of all of those and their positions.
+    gathered, positions: [own * tensor-parallel ranks], the tokens of all of those ranks and their positions.
     layout: of the whole pack.
-    at: [read], the indices of this rank's tokens whose states are read.
-    labels: [read] token ids that they are read for.
-    counts: how many each rank reads, in order.
+    at: [read], indices of this rank's tokens whose states are read.
+    labels: [read], the token ids that they are read for.
+    counts: number of states that each rank reads.
     """
 
     tokens: Tensor
@@ -74,7 +74,7 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
     lengths = batch.lengths.tolist()
     surplus = -len(batch.tokens) % lcm(ROWS, sequence.size)
-    lengths += [1] * surplus  # padding: sequences of one token, none of it trained
+    lengths += [1] * surplus  # padding: untrained sequences of one token
     tokens = F.pad(torch.from_numpy(batch.tokens), (0, surplus))
     positions = torch.cat([torch.arange(n) for n in lengths])
     own = tokens.chunk(sequence.size)[sequence.rank]
@@ -93,10 +93,8 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
 
 
 class PackedModel(nn.Module):
-    """A transformers model over packed batches; it keeps its parameter names and its own saving and loading.
-
-    A trainer uses only `forward`, `named_weights`, `save` and the parameters.
-    """
+    """A transformers model over packed batches. A trainer uses only `forward`, `named_weights`, `save` and the
+    parameters."""
 
     model: PreTrainedModel
     ranks: Ranks | None = None  # None: one process, on the model's device
@@ -108,11 +106,11 @@ class PackedModel(nn.Module):
         self.model = model
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(Hugging Face name, this rank's part), a DTensor where it is sharded; of tied parameters the first."""
+        """(Hugging Face name, this rank's part), a DTensor if sharded; of tied parameters the first."""
         return self.model.named_parameters()
 
     def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
-        """Write whole weights, under the names of `named_weights`, and the configuration."""
+        """Write full weights, by the names of `named_weights`, and the configuration."""
         self.model.save_pretrained(folder, state_dict=weights)
 
     def states(self, batch: Batch, lag: int) -> tuple[Tensor, OwnTokens, Ranks]:
@@ -151,8 +149,8 @@ class ScalarModel(PackedModel):
     """A transformers sequence classifier of one class: a critic or a reward model.
 
     Args:
-        lag: how many tokens before a token its scalar is read: 1 for a critic, whose value of a state must not depend
-            on the action taken in it; 0 for a reward model, which transformers reads at a sequence's last token.
+        lag: distance in tokens: 1 for a critic, whose value of a state must not depend on the action taken in it; 0 for
+            a reward model, which transformers reads at a sequence's last token.
     """
 
     def __init__(self, model: PreTrainedModel, lag: int) -> None:
@@ -163,15 +161,15 @@ class ScalarModel(PackedModel):
     def from_pretrained(cls, path: str | Path, head: Head, *, gradient_checkpointing: bool = False) -> ScalarModel:
         """Load float32 weights of a sequence classifier, or of a causal language model's backbone.
 
-        A missing head starts at 0 as a critic's, and as a reward model's with variance 1 / (dim + 1) (Stiennon et al.
-        2020), equal on every rank and in every run.
+        A new head is 0 for a critic, and for a reward model has variance 1 / (dim + 1) (Stiennon et al. 2020), equal on
+        every rank and in every run.
 
         Raises:
             ValueError: a classifier of several classes, or weights other than the head are missing.
         """
         classes = AutoConfig.from_pretrained(path)
         if any("SequenceClassification" in name for name in classes.architectures or ()) and classes.num_labels != 1:
-            raise ValueError(f"{path} tells {classes.num_labels} classes apart: a {head} model has one number a token")
+            raise ValueError(f"{path} has {classes.num_labels} classes: a {head} model has one scalar per token")
         with quiet_loading():
             model, found = AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=1, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -189,18 +187,17 @@ class ScalarModel(PackedModel):
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenValues:
         """One scalar for each token with mask True; the temperature is ignored."""
         states, own, ranks = self.states(batch, self.lag)
-        # In float32 whatever the backbone computes in: bfloat16 cannot tell 100 from 100.4.
+        # In float32 for any dtype of the backbone: in bfloat16 100 and 100.4 are equal.
         with torch.autocast(states.device.type, enabled=False):
             score: Any = self.model.score
             values = states.float() @ score.weight.float()[0]
         return TokenValues(*gather_scores((values,), own.counts, ranks.sequence))
 
     def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
-        """Write a sequence classifier of one class. transformers finds the last token of a row by the padding id and
-        takes no batches without one."""
+        """Write a sequence classifier of one class, with a padding id, by which transformers finds the last token."""
         config = self.model.config
         if config.pad_token_id is None:
-            # Without one in the tokenizer either: the end-of-sequence token, which a classifier then skips as padding.
+            # If the tokenizer has none either: eos, which the classifier then skips as padding.
             eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
             config.pad_token_id = eos if words.pad_token_id is None else words.pad_token_id
         super().save(folder, weights, words)
@@ -235,20 +232,20 @@ def build(
     """The model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
 
     Args:
-        backend: whose model and parallelisation: "fsdp" is transformers' and this library's, "titan" TorchTitan's.
+        backend: "fsdp" is a transformers model with this library's parallelisation, "titan" TorchTitan's.
         seq_len: of the longest sequence.
         dtype: of the forward and backward pass; parameters stay float32.
         compile: each decoder layer; with `gradient_checkpointing` its norms and feed-forward.
 
     Raises:
-        ValueError: an unknown backend or head, an unsuitable model, sizes that are no multiple of a degree, or invalid
-            adapters.
+        ValueError: an unknown backend or head, an unsuitable model, sizes that are not a multiple of a degree, or
+            invalid adapters.
         ImportError: TorchTitan is not installed.
     """
     common: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
     if backend == "titan":
         if head != "policy" or lora is not None:
-            raise ValueError("trainer.backend titan trains whole policies: for adapters and other heads take fsdp")
+            raise ValueError("trainer.backend titan trains all weights of policies: use fsdp for adapters and heads")
         from .titan import build_titan
 
         return build_titan(
@@ -266,7 +263,7 @@ def build(
     layers = list(policy.model.model.layers)
     if compile:
         for layer in layers:
-            # A checkpointed layer cannot be traced across the graph break of its attention, but the parts around can.
+            # A checkpointed layer does not trace across the graph break of its attention, only the parts around it.
             parts = (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp)
             for part in parts if gradient_checkpointing else (layer,):
                 part.compile(dynamic=True)
@@ -274,7 +271,7 @@ def build(
     policy.train()
     if ranks.mesh is None:
         return policy.to(ranks.device)
-    # FSDP2 in place: one group a decoder layer, one for embedding, final norm and head (which may be tied).
+    # FSDP2: one group per decoder layer, one for embedding, final norm and head (which may be tied).
     mesh = ranks.mesh[tuple(name for name in ranks.mesh.mesh_dim_names or () if name != "tensor")]
     precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
@@ -286,7 +283,7 @@ def build(
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Have FSDP2 sum gradients over ranks, not average: weights of the loss are already shares of the whole batch."""
+    """Have FSDP2 sum gradients, not average them: weights of the loss are already shares of the whole batch."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

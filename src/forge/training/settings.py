@@ -106,7 +106,7 @@ class Parallelism(Section):
     """1: pipelines are not supported."""
 
     def over(self, ranks: int, who: str | None = None) -> Parallelism:
-        """All degrees filled in for a number of ranks. `who`: what errors call the ranks.
+        """All degrees, filled in for a number of ranks, which errors call `who`.
 
         Raises:
             ValueError: an invalid or unsupported degree, or a product that is not the number of ranks.
@@ -115,9 +115,8 @@ class Parallelism(Section):
         replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
         if self.pipeline_parallel_degree != 1:
             raise ValueError(
-                f"parallelism.pipeline_parallel_degree = {self.pipeline_parallel_degree}: no trainer schedules a "
-                "pipeline; set it to 1 and raise data_parallel_shard_degree, tensor_parallel_degree or "
-                "context_parallel_degree"
+                f"parallelism.pipeline_parallel_degree = {self.pipeline_parallel_degree} is not supported: set it to 1 "
+                "and raise data_parallel_shard_degree, tensor_parallel_degree or context_parallel_degree"
             )
         for name in ("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree"):
             if (degree := getattr(self, name)) is not None and degree < 1:
@@ -144,20 +143,14 @@ class Parallelism(Section):
         return self.model_copy(update=degrees)
 
     def check(self, config: Any) -> None:
-        """Raises:
-        ValueError: a transformers config of an unsupported family, or with a size that is no multiple of a degree.
-        """
+        """ValueError: a transformers config of an unsupported family, or with a size that is not a multiple."""
         tensor, context = self.tensor_parallel_degree, self.context_parallel_degree
         family, biased = config.model_type, getattr(config, "attention_bias", False)
         if tensor > 1 and family not in TENSOR_PARALLEL_FAMILIES:
             known = ", ".join(TENSOR_PARALLEL_FAMILIES)
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree: {family} models cannot be divided; those of {known} can"
-            )
+            raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {known}")
         if tensor > 1 and (getattr(config, "mlp_bias", False) or (biased and family != "qwen2")):
-            raise ValueError(
-                "parallelism.tensor_parallel_degree: o_proj or down_proj has a bias, which cannot be divided"
-            )
+            raise ValueError("parallelism.tensor_parallel_degree: a bias of o_proj or down_proj is not supported")
         for name, degree, whose in (
             ("num_attention_heads", tensor * context, "tensor_parallel_degree * context_parallel_degree"),
             ("num_key_value_heads", tensor, "tensor_parallel_degree"),

@@ -24,11 +24,11 @@ Inputs = dict[str, Tensor | None]
 
 
 def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Batch]:
-    """Split a batch at random into `parts` parts of about as many units (sequences, or pairs of them).
+    """Split a batch at random into `parts` mini-batches of about the same number of units (sequences, or pairs).
 
-    A part's weights are scaled by the batch's number of units over its own, so that its loss estimates the batch's
-    under every aggregation. Empty parts and parts of weight 0 are skipped: momentum and weight decay would move the
-    parameters without a gradient. All ranks get the same parts.
+    Weights are scaled by the batch's number of units over the part's, so that a part's loss estimates the batch's.
+    Empty parts and parts of weight 0 are skipped: momentum and weight decay would move the parameters without a
+    gradient. All ranks get the same parts.
 
     Raises:
         ValueError: all weights are 0.
@@ -42,14 +42,14 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
     for units in np.array_split(order, parts):
         if not len(units):
             continue
-        # Sorted, so that the packing of a part does not depend on the order in which its units were drawn.
+        # Sorted, so that the packing does not depend on the order in which units were drawn.
         part = batch.select((np.sort(units)[:, None] * batch.unit + np.arange(batch.unit)).ravel())
         if part.weights.any():
             yield replace(part, weights=part.weights * np.float32(len(order) / len(units)))
 
 
 def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
-    """The tensors a loss may name as parameters, each [trained tokens of the micro-batch]; None where missing."""
+    """The tensors that a loss may name as parameters, each [trained]; None where missing."""
 
     def trained(values: np.ndarray | None) -> Tensor | None:
         return None if values is None else torch.from_numpy(values[micro.mask]).to(output[0].device)
@@ -104,8 +104,8 @@ def call_by_name(loss: Callable[..., Any], inputs: Inputs) -> Any:
 def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScores | TokenValues) -> Tensor:
     """The micro-batch's share of the batch's loss, a scalar.
 
-    A loss without a `weights` parameter averages by itself. It gets right-padded tensors [sequences, width], and its
-    value is scaled by the micro-batch's weight: exact where its mean is the batch's aggregation.
+    A loss without a `weights` parameter averages by itself: it gets right-padded tensors [sequences, width], and its
+    value is scaled by the micro-batch's weight, which is exact if its mean is the batch's aggregation.
     """
     if "weights" in parameters_of(loss):
         return call_by_name(loss, inputs)
@@ -144,7 +144,7 @@ def score(of: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
     out = np.zeros(len(batch.tokens), dtype=np.float32)
     for turn in range(0, len(runs), world_size):
-        # A rank without a run of its own repeats the last one: every rank takes part in every collective.
+        # A rank without a run repeats the last one: every rank takes part in every collective.
         run = runs[min(turn + rank, len(runs) - 1)]
         part = batch.select(np.array(run))
         numbers = of(part).float().cpu().numpy()
@@ -226,11 +226,10 @@ class Metrics:
             self.add("engine_difference", (proximal - behaviour)[current].abs())
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Means and maxima over all ranks, equal on all of them; every rank must call this. A mean over no element is
-        left out."""
+        """Means and maxima over all ranks; every rank must call this. Means over nothing are left out."""
         sums, maxima = sorted(self._sums), sorted(self._maxima)
         if ranks.data.group is not None:
-            # A rank may have had no token, and a loss's metrics may depend on its input: agree on the names first.
+            # Names may differ, as a rank may have had no token: agree on them first.
             own, by_rank = (sums, maxima), [([], [])] * ranks.data.size  # type: ignore[var-annotated]
             dist.all_gather_object(by_rank, own, group=ranks.data.group)
             sums, maxima = (sorted({name for names in both for name in names}) for both in zip(*by_rank, strict=True))

@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism of a transformers decoder (Shoeybi et al. 2019, Korthikanti et al. 2022).
 
-Every parameter becomes a DTensor, which FSDP2, checkpoints and the weight store can handle; the forward pass computes
-with plain local tensors. Between the layers each rank has its own tokens, so that a replicated parameter (norms, the
-undivided factors of adapters) gets only a part of its gradient there: `Partial` has FSDP2 sum it before it is reduced.
+Every parameter becomes a DTensor for FSDP2, checkpoints and the weight store; the forward pass computes with plain
+local tensors. Between layers each rank has its own tokens, so that a replicated parameter (norms, replicated factors
+of adapters) gets a partial gradient: `Partial` has FSDP2 sum it before it is reduced.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .distributed import Ranks
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
-# Cut along the model's width, which is a multiple of the degree; the vocabulary may not be.
+# Sharded along the hidden size, which is a multiple of the degree; the vocabulary may not be.
 TABLES = ("embed_tokens", "lm_head")
 
 
 class Local(nn.Module):
-    """Computes with this rank's part of each parameter: all of a replicated one."""
+    """Computes with this rank's part of each parameter."""
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
@@ -34,7 +34,7 @@ class Local(nn.Module):
 
 
 class Whole(nn.Module):
-    """Computes with the whole of each parameter, gathered while it is used."""
+    """Computes with full parameters, gathered on use."""
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
@@ -42,12 +42,12 @@ class Whole(nn.Module):
 
 
 def _gathered(value: Any) -> bool:
-    """Whether this is a parameter to compute with: before FSDP2 gathers it, its mesh has a dimension more."""
+    """Whether FSDP2 has gathered this parameter; before that its mesh has one more dimension."""
     return isinstance(value, DTensor) and value.device_mesh.ndim == 1
 
 
 def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Divide a decoder and its head, which `Parallelism.check` has passed, over the tensor-parallel ranks, in place."""
+    """Shard a decoder and its head over the tensor-parallel ranks, in place, after `Parallelism.check`."""
     assert ranks.mesh is not None
     tensor, mesh = ranks.tensor, ranks.mesh["tensor"]
     done: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
@@ -57,7 +57,7 @@ def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
         if name in TABLES or (name in ROW and not path.endswith(".lora_B")):
             placement = Shard(1)
         elif name in COLUMN and not path.endswith(".lora_A"):
-            placement = Shard(0)  # of an adapter, the factor at the divided side is divided, too
+            placement = Shard(0)  # of an adapter, the factor on the sharded side is sharded too
         own = dict(module.named_parameters(recurse=False))
         for key, parameter in own.items():
             if parameter not in done:

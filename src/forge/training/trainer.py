@@ -1,6 +1,6 @@
-"""One optimiser over one model, on any number of ranks: packed batches in, updated weights out.
+"""The trainer: packed batches in, updated weights out, on any number of ranks.
 
-Free of actors and messages; every rank of a group makes the same calls in the same order.
+Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .step import Loss, Metrics, loss_inputs, micro_batch_loss, mini_batches, pa
 
 
 class PolicyTrainer:
-    """Trains a Hugging Face causal language model, or a critic or reward model made of one, sharded over its ranks.
+    """Trains a Hugging Face causal language model, critic or reward model, sharded over its ranks.
 
     Args:
         model: folder or hub id.
         ranks: from `distributed.join`.
         optimizer: AdamW settings.
         backend: "fsdp": transformers' model, sharded by this library; "titan": TorchTitan's.
-        head: "policy" scores tokens with log-probabilities; "value" (a critic) gives each trained token a scalar, read
-            before the token; "reward" a scalar read at the token itself. See `forge.training.policy`.
-        lora: train low-rank adapters alone: `LoraSettings`, or its fields.
-        temperature: that of the sampler whose tokens are trained on.
+        head: "policy": log-probabilities of tokens; "value" (a critic): a scalar per trained token, read before it;
+            "reward": a scalar read at the token.
+        lora: train low-rank adapters only: `LoraSettings`, or its fields.
+        temperature: of the sampler.
         **settings: fields of `forge.training.settings.PassSettings`, such as seq_len, dtype and mini_batches. With
             cpu_offload the ranks must have been joined with it.
 
     Raises:
-        ValueError: an invalid setting, or a model that does not suit the head.
+        ValueError: an invalid setting, or an unsuitable model.
     """
 
     def __init__(
@@ -80,26 +80,25 @@ class PolicyTrainer:
         self.step = 0  # steps, not updates: it is the version of the weights
 
     def train_step(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """`mini_batches * epochs` updates on a batch that every rank gets whole.
+        """`mini_batches * epochs` updates on a batch, which every rank gets whole.
 
-        With more than one, the policy at the start of the step is scored first if the loss uses it: it stays the
-        `proximal_logprobs` of all updates, and the behaviour policy of tokens whose sampler is unknown. The learning
-        rate is that of the step.
+        With several updates, the policy at the start of the step is scored first if the loss uses it: it is the
+        `proximal_logprobs` of all updates, and the behaviour policy of tokens whose sampler is unknown. All updates
+        have the step's learning rate.
 
         Returns:
             metrics, equal on every rank: loss and grad_norm (means over updates), learning_rate, tokens, micro_batches,
-            updates, and the means of what `loss.metrics` returns. For a policy also means over trained tokens: of all
-            updates entropy and kl (of the policy to the reference, k3), of the first epoch ratio and ratio_deviation
-            (mean |ratio - 1|); ratio_max_deviation is a maximum. on_policy is the share of tokens that this very
-            version sampled (its number is the step's), and engine_difference the mean |log ratio| of those, under the
-            policy at the start of the step: how far engine and trainer differ under equal weights.
+            updates, and the means of `loss.metrics`. For a policy also means over trained tokens: entropy and kl (to
+            the reference, k3) of all updates; ratio and ratio_deviation (|ratio - 1|, its maximum is
+            ratio_max_deviation) of the first epoch; on_policy, the share of tokens sampled by the version in training;
+            and engine_difference, the mean |log ratio| between engine and trainer on those, under equal weights.
 
         Raises:
-            FloatingPointError: the loss or the gradient of an update is not finite: the weights stay as they were
-                before that update. Earlier updates of this step, if any, have been applied.
+            FloatingPointError: the loss or gradient of an update is not finite. That update is not applied; earlier
+                ones of this step are.
             ValueError: the loss needs a missing tensor, or all weights of the batch are 0.
         """
-        several = self.passes.mini_batches * self.passes.epochs > 1  # only then do updates leave the start of the step
+        several = self.passes.mini_batches * self.passes.epochs > 1  # otherwise the current policy is the proximal one
         if several and self.head == "policy" and self._uses_proximal(batch, loss):
             batch = replace(batch, proximal_logprobs=self.logprobs(batch))
         self.onload()
@@ -121,23 +120,16 @@ class PolicyTrainer:
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must call this.
-
-        Raises:
-            ValueError: the head is not a policy's.
-        """
+        ValueError: not a policy."""
         return self._score(batch, TokenScores)
 
     def predict(self, batch: Batch) -> np.ndarray:
-        """Scalars of a value or reward head for trained tokens, [tokens], 0 elsewhere. Every rank must call this.
-
-        Raises:
-            ValueError: the head is a policy's.
-        """
+        """A scalar head's values, [tokens], 0 where not trained. Every rank must call this. ValueError: a policy."""
         return self._score(batch, TokenValues)
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's part of every parameter that trains, by Hugging Face name: DTensors where sharded. With `lora`
-        the factors, with alpha / rank in B: W + B A is the layer."""
+        """This rank's part of every trained parameter, by Hugging Face name: DTensors if sharded. With `lora` the
+        factors, with B scaled by alpha / rank: W + B A is the layer."""
         self._reshard()
         named = self.policy.named_weights()
         if self.lora is None:
@@ -155,7 +147,7 @@ class PolicyTrainer:
         def whole(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):
                 return tensor
-            there: Any = tensor.to(self.ranks.device)  # gathered on the device even where offloaded
+            there: Any = tensor.to(self.ranks.device)  # gathered on the device, also if offloaded
             return there.full_tensor()
 
         factors = {name: whole(tensor) for name, tensor in adapters(self.weights().items()).items()}
@@ -164,8 +156,8 @@ class PolicyTrainer:
         return merge_adapters(base, factors)
 
     def offload(self) -> None:
-        """Move parameters, gradients and optimiser to host memory until `onload` or the next call that needs them, so
-        that others can use the device. Every rank must call this."""
+        """Move parameters, gradients and optimiser to host memory, until `onload` or the next call that needs them.
+        Every rank must call this."""
         if not self.offloaded:
             self._move(torch.device("cpu"))
             self.offloaded = True
@@ -173,9 +165,9 @@ class PolicyTrainer:
                 torch.accelerator.empty_cache()
 
     def onload(self) -> None:
-        """Move back what `offload` moved, if it did."""
+        """Undo `offload`."""
         if self.offloaded:
-            # With cpu_offload parameters stay in host memory: FSDP2 brings them to the device itself.
+            # With cpu_offload parameters stay in host memory: FSDP2 copies them to the device itself.
             self._move(torch.device("cpu") if self.passes.cpu_offload else self.ranks.device)
             self.offloaded = False
 
@@ -197,7 +189,7 @@ class PolicyTrainer:
             current = None
             if isinstance(output, TokenScores):
                 current = torch.from_numpy(micro.versions[micro.mask] == self.step).to(self.ranks.device)
-            # In the first update the weights are those of the start, scored or not.
+            # In the first update the current policy is the one at the start, scored or not.
             known = first or micro.proximal_logprobs is not None
             metrics.add_micro_batch(loss, inputs, current, first_epoch=first_epoch, scored_at_start=known)
         loss_value = float(self.ranks.sum(total))
@@ -214,7 +206,7 @@ class PolicyTrainer:
         return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
 
     def _forward(self, batch: Batch) -> TokenScores | TokenValues:
-        # FSDP2 has mixed precision of its own.
+        # FSDP2 has its own mixed precision.
         mixed = self.dtype != torch.float32 and self.ranks.mesh is None
         with torch.autocast(self.ranks.device.type, self.dtype) if mixed else nullcontext():
             return self.policy(batch, self.temperature)
@@ -222,7 +214,7 @@ class PolicyTrainer:
     def _score(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
         if (self.head == "policy") != (kind is TokenScores):
             has, gives = ("policy", "logprobs") if self.head == "policy" else ("value or reward", "predict")
-            raise ValueError(f"this trainer has a {has} head, which answers {gives} alone")
+            raise ValueError(f"this trainer has a {has} head, which supports only {gives}")
         self.onload()
         numbers = score(lambda part: self._forward(part)[0], batch, max_tokens=self.passes.seq_len, ranks=self.ranks)
         self._reshard()
@@ -232,8 +224,8 @@ class PolicyTrainer:
         parts = [part for part in (loss, getattr(loss, "metrics", None)) if part is not None]
         names = {name for part in parts for name in parameters_of(part)}
         if "behaviour_logprobs" in names and np.isnan(batch.logprobs[batch.mask]).any():
-            return True  # as stand-in for an unknown sampler
-        # The losses of this library take it for their off-policy correction, where they have one.
+            return True  # in place of an unknown sampler
+        # This library's losses use it for their off-policy correction, if they have one.
         return "proximal_logprobs" in names and getattr(loss, "correction", loss) is not None
 
     def _move(self, to: torch.device) -> None:
@@ -241,14 +233,14 @@ class PolicyTrainer:
         move(self.policy, self.optimizer, to, buffers=self.ranks.device if self.passes.cpu_offload else to)
 
     def _reshard(self) -> None:
-        # A forward pass without a backward pass leaves gathered copies, in the pass's dtype, in place of parameters.
+        # A forward pass without a backward pass leaves gathered copies, in its dtype, in place of parameters.
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only: decaying norms and biases pulls them to zero for no benefit."""
+    """AdamW with weight decay on matrices only, not on norms and biases."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -261,14 +253,12 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> float:
-    """Scale all gradients so that their common norm is at most `bound`; returns the norm before, equal on every rank.
-
-    Gradients may be sharded in any layout: each element counts once. All ranks must call this.
-    """
+    """Clip the global norm of gradients, sharded in any layout, to `bound`; returns the norm before. All ranks must
+    call this."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
-    # Each rank sums the squares that it holds, divided by the number of ranks that hold the same elements.
+    # Each rank sums its squares, divided by the number of ranks with the same elements: each element counts once.
     own, shares = [], []
     for gradient in gradients:
         local, parts = gradient, 1
@@ -294,7 +284,7 @@ def move(
     """Move parameters with their gradients, the optimiser's state and buffers (to `buffers`, if given), in place.
 
     Raises:
-        RuntimeError: the model got new parameter objects, which its optimiser does not know.
+        RuntimeError: the move created new parameters, which the optimiser does not have.
     """
     before = list(model.parameters())
     model.to(to)

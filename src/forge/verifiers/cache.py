@@ -1,4 +1,4 @@
-"""Scores by content, so that the same text is not scored twice: in memory, and in a file if wanted."""
+"""A cache of scores by content, in memory and optionally in a file."""
 
 from __future__ import annotations
 
@@ -16,34 +16,31 @@ from pathlib import Path
 from threading import Lock
 
 from .threads import in_own_thread
-from .verifier import Unscored, Verifier
+from .verifier import Verifier, reason_of
 
 log = logging.getLogger(__name__)
 
 READING = 600.0  # seconds to read a fingerprint: that of a model reads all its weights
 WAIT = 10.0  # seconds for another process to finish writing
-AT_A_TIME = 500  # keys in one question; sqlite allows about a thousand
+AT_A_TIME = 500  # keys in one query; sqlite allows about a thousand
 
 
 def key_of(fingerprint: str, prompt: str, responses: Sequence[str], target: str | None) -> str:
-    """What stands for all that a score depends on."""
+    """The cache key: a hash of everything that the scores depend on."""
     return hashlib.sha256(json.dumps([fingerprint, prompt, list(responses), target]).encode()).hexdigest()
 
 
 class Fingerprint:
-    """A verifier's `fingerprint`, read in a thread; concurrent calls share one reading, which outlives each of them.
-
-    If it cannot be read, that is logged and it is None from then on, as of a verifier that has none.
-    """
+    """Reads a verifier's `fingerprint` in a thread; concurrent calls share one reading, which outlives each of them."""
 
     def __init__(self, verifier: Verifier) -> None:
-        self._verifier, self._lost = verifier, False
+        self._verifier, self._failed = verifier, False
         self._reading: asyncio.Task[str | None] | None = None
         self._since = 0.0
 
     async def __call__(self) -> str | None:
-        """None: the verifier has none. Takes READING seconds at most."""
-        if self._lost:
+        """None: the verifier has none, or reading it failed (logged once). Takes at most READING seconds."""
+        if self._failed:
             return None
         reading = self._reading
         if reading is None or reading.done() or reading.get_loop() is not asyncio.get_running_loop():
@@ -53,7 +50,7 @@ class Fingerprint:
 
     @property
     def seconds(self) -> float:
-        """How long it has been read so far; 0 if it is not being read."""
+        """Duration of the reading in progress; 0 if there is none."""
         return 0.0 if self._reading is None or self._reading.done() else time.monotonic() - self._since
 
     async def _read(self) -> str | None:
@@ -64,26 +61,23 @@ class Fingerprint:
                 return self._verifier.fingerprint  # type: ignore[attr-defined]
             except AttributeError:
                 if inspect.getattr_static(self._verifier, "fingerprint", None) is not None:
-                    raise  # it has one, and that fails
+                    raise  # from within the property
                 return None
 
         try:
             return await in_own_thread(read, limit=READING, what=f"the fingerprint of {name}")
         except Exception as error:
-            self._lost = True
-            reason = str(error) if isinstance(error, Unscored) else f"{type(error).__name__}: {error}"
-            log.warning("the scores of %s are not cached, for its fingerprint cannot be read: %s", name, reason)
+            self._failed = True
+            log.warning("the scores of %s are not cached, its fingerprint cannot be read: %s", name, reason_of(error))
             return None
 
 
 class Cache:
-    """Numbers by key. Several processes may share a file; what one wrote, all find.
-
-    A panel only puts scores in, never the lack of one.
+    """Numbers by key. Several processes may share a file. A panel only stores scores, never that one is missing.
 
     Args:
-        path: an sqlite file, made where there is none, in an existing folder. It only grows: delete it to start again.
-        most: entries kept in memory; those go that were not used for longest.
+        path: an sqlite file in an existing folder, created if missing. It only grows: delete it to start over.
+        most: entries kept in memory; the least recently used are dropped.
 
     Raises:
         ValueError: `most` below 1, no such folder, or the file is not a cache.
@@ -110,7 +104,7 @@ class Cache:
         return len(self._kept)
 
     async def get(self, keys: Sequence[str]) -> dict[str, tuple[float, ...]]:
-        """What is known of these. sqlite3.Error: the file cannot be read."""
+        """The entries that exist. sqlite3.Error: the file cannot be read."""
         found = {}
         with self._lock:
             for key in keys:
@@ -118,17 +112,34 @@ class Cache:
                     self._kept.move_to_end(key)
                     found[key] = self._kept[key]
         unknown = [key for key in dict.fromkeys(keys) if key not in found]
+
+        def read() -> dict[str, tuple[float, ...]]:
+            stored: dict[str, tuple[float, ...]] = {}
+            with closing(self._open()) as file:
+                for start in range(0, len(unknown), AT_A_TIME):
+                    some = unknown[start : start + AT_A_TIME]
+                    marks = ",".join("?" * len(some))
+                    rows = file.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", some)
+                    stored |= {key: tuple(json.loads(value)) for key, value in rows}
+            return stored
+
         if self.path is not None and unknown:
-            read = await asyncio.to_thread(self._read, unknown)
-            self._keep(read)
-            found |= read
+            stored = await asyncio.to_thread(read)
+            self._keep(stored)
+            found |= stored
         return found
 
     async def put(self, values: Mapping[str, tuple[float, ...]]) -> None:
-        """Keep these: in the file all or none. sqlite3.Error: the file cannot be written; they are in memory then."""
+        """Store entries, in the file all or none. sqlite3.Error: writing failed; they are in memory only."""
         self._keep(values)
+
+        def write() -> None:
+            rows = [(key, json.dumps(value)) for key, value in values.items()]
+            with closing(self._open()) as file, file:
+                file.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
+
         if self.path is not None and values:
-            await asyncio.to_thread(self._write, values)
+            await asyncio.to_thread(write)
 
     def _keep(self, values: Mapping[str, tuple[float, ...]]) -> None:
         with self._lock:
@@ -139,21 +150,6 @@ class Cache:
                 self._kept.popitem(last=False)
 
     def _open(self) -> sqlite3.Connection:
-        # One for each use: a connection must not cross threads or forks.
+        # A new connection for each use: it must not cross threads or forks.
         assert self.path is not None
         return sqlite3.connect(self.path, timeout=WAIT)
-
-    def _read(self, keys: Sequence[str]) -> dict[str, tuple[float, ...]]:
-        found: dict[str, tuple[float, ...]] = {}
-        with closing(self._open()) as file:
-            for start in range(0, len(keys), AT_A_TIME):
-                some = keys[start : start + AT_A_TIME]
-                marks = ",".join("?" * len(some))
-                rows = file.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", some)
-                found |= {key: tuple(json.loads(value)) for key, value in rows}
-        return found
-
-    def _write(self, values: Mapping[str, tuple[float, ...]]) -> None:
-        rows = [(key, json.dumps(value)) for key, value in values.items()]
-        with closing(self._open()) as file, file:
-            file.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)

@@ -25,7 +25,7 @@ MILLION = 1_000_000
 
 @dataclass
 class Cost:
-    """What a judge has used. `money` is in the currency of the prices; `untold` counts answers without usage."""
+    """Usage of a judge. `money` is in the currency of the prices; `untold` counts answers without usage."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -35,52 +35,50 @@ class Cost:
 
 
 class LMJudge:
-    """The share of yes among k votes, or P(yes) / (P(yes) + P(no)) of the one token that it would answer; in [0, 1].
+    """The share of yes among k votes, or P(yes) / (P(yes) + P(no)) of the next token; in [0, 1].
 
-    The `openai` client retries what may pass (no connection, no answer in time, 408, 409, 429, 5xx) after growing
-    pauses or `Retry-After`; an answer that is not one of this API is retried at once. A failure that stays is no score,
-    and neither is a verdict that cannot be read: votes count where they can, and more than half of them must.
+    The `openai` client retries transient errors (connection, timeout, 408, 409, 429, 5xx) with backoff or
+    `Retry-After`; a malformed answer is retried at once. After the last retry the response is unscored. So is one of
+    whose votes half or more are unreadable.
 
-    Responses are judged in the order they come, at most `concurrency` at a time. Waiting for a turn costs nothing of
-    `time_limit`, nor of the timeout of a `Panel` as long as the endpoint answers some requests in it.
+    Responses are judged in order, at most `concurrency` at a time. Waiting for a turn does not count for `time_limit`,
+    nor for a `Panel`'s timeout as long as the endpoint answers other requests.
 
     Args:
         url, model, name, settings: fields of `forge.verifiers.spec.JudgeSettings`.
         api_key: sent as a bearer token.
 
     Raises:
-        ValueError: an invalid setting; says which. ImportError: openai is not installed.
+        ValueError: an invalid setting.
+        ImportError: openai is not installed.
     """
 
     def __init__(
         self, url: str, model: str, name: str | None = None, *, api_key: str | None = None, **settings: Any
     ) -> None:
-        how = JudgeSettings(url=url, model=model, name=name, **settings)
-        api_key = api_key or os.environ.get(how.api_key_env or "")
-        yes, no, chat = how.yes.strip(), how.no.strip(), how.endpoint == "chat"
+        self._how = how = JudgeSettings(url=url, model=model, name=name, **settings)
+        yes, no, self._chat = how.yes.strip(), how.no.strip(), how.endpoint == "chat"
         self.names: tuple[str, ...] = (name or model,)
         self.cost = Cost()
-        self.progress = 0  # requests that were answered: a dead endpoint makes none, and a panel then waits no longer
-        self._base, self._path = url.rstrip("/"), "/chat/completions" if chat else "/completions"
+        self.progress = 0  # answered requests: with a dead endpoint it stands still, and a panel times out
+        self._base, self._path = url.rstrip("/"), "/chat/completions" if self._chat else "/completions"
         self._fixed: dict[str, Any] = {"model": model, "temperature": how.temperature}
         if how.scoring == "votes":
             self._fixed["max_tokens"] = how.max_tokens
         else:
             self._fixed["max_tokens"] = 1
-            self._fixed |= {"logprobs": True, "top_logprobs": how.top} if chat else {"logprobs": how.top}
-        self._template, self._system, self._chat = how.template, how.system_prompt, chat
-        self._fields = {field for _, field, _, _ in Formatter().parse(how.template)}
-        self._by_votes, self._votes, self._yes, self._no = how.scoring == "votes", how.votes, yes.lower(), no.lower()
+            self._fixed |= {"logprobs": True, "top_logprobs": how.top} if self._chat else {"logprobs": how.top}
+        self._yes, self._no = yes.lower(), no.lower()
         self._verdict = re.compile(rf"(?<!\w)({re.escape(yes)}|{re.escape(no)})(?!\w)", re.IGNORECASE)
-        self._concurrency, self._retries, self._time_limit = how.concurrency, how.retries, how.time_limit
-        self._timeout, self._api_key = how.request_timeout, api_key or "none"  # never that of the environment by chance
-        self._prices, self._budget = how.prices, how.budget
+        # Without a key "none", or the client would send the one of OPENAI_API_KEY to any endpoint.
+        self._api_key = api_key or os.environ.get(how.api_key_env or "") or "none"
         self._at: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
 
     @property
     def fingerprint(self) -> str:
-        """Of the question and how it is asked; not of the model that the endpoint serves under its name."""
-        asked = (self._base + self._path, self._fixed, self._system, self._template, self._votes, self._yes, self._no)
+        """Of the question and its settings; not of the model that the endpoint serves under its name."""
+        how = self._how
+        asked = (self._base + self._path, self._fixed, how.system_prompt, how.template, how.votes, self._yes, self._no)
         return f"judge {asked!r}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
@@ -90,88 +88,85 @@ class LMJudge:
         async def in_turn(response: str) -> float:
             async with turns:
                 judged = self._judge(client, prompt, response, target)
-                return await within(self._time_limit, judged, f"the judge {self.names[0]}")
+                return await within(self._how.time_limit, judged, f"the judge {self.names[0]}")
 
         return await collect([in_turn(response) for response in responses], 1)
 
     async def close(self) -> None:
-        """Closes its connections; requests that are under way fail."""
+        """Close the connections; requests in flight fail."""
         if self._at is not None:
             await self._at[1].close()
             self._at = None
 
     async def _judge(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
-        if "target" in self._fields and target is None:
+        if target is None and "target" in {field for _, field, _, _ in Formatter().parse(self._how.template)}:
             raise Unscored("the template asks for a target, and there is none")
-        text = self._template.format(prompt=prompt, response=response, target=target)
-        system = [{"role": "system", "content": self._system}] if self._system is not None else []
+        text = self._how.template.format(prompt=prompt, response=response, target=target)
+        system = [{"role": "system", "content": self._how.system_prompt}] if self._how.system_prompt is not None else []
         question = {"messages": [*system, {"role": "user", "content": text}]} if self._chat else {"prompt": text}
-        if not self._by_votes:
-            return self._likelihood((await self._ask(client, {**self._fixed, **question}))[0])
-        verdicts: list[bool | None] = []
-        while (left := self._votes - len(verdicts)) > 0:
-            # Not every endpoint supports n: what is missing is asked for again.
-            several = {"n": left} if left > 1 else {}
-            choices = await self._ask(client, {**self._fixed, **question, **several})
-            verdicts += [self._read(choice) for choice in choices[:left]]
-        found = [verdict for verdict in verdicts if verdict is not None]
-        if 2 * len(found) <= len(verdicts):
-            said = self._text(choices[-1])
-            raise Unscored(
-                f"{len(found)} of {len(verdicts)} verdicts could be read; the last answer was {said[-80:]!r}"
+        if self._how.scoring == "logprob":
+            choice = (await self._ask(client, {**self._fixed, **question}))[0]
+            try:
+                if self._chat:
+                    tops = choice["logprobs"]["content"][0]["top_logprobs"]
+                    likely = [(top["token"], top["logprob"]) for top in tops]
+                else:
+                    likely = list(choice["logprobs"]["top_logprobs"][0].items())
+            except (KeyError, IndexError, TypeError):
+                raise Unscored("the endpoint gives no log-probabilities: set scoring to votes") from None
+            yes, no = (
+                sum(math.exp(logprob) for token, logprob in likely if token.strip().lower() == word)
+                for word in (self._yes, self._no)
             )
-        return sum(found) / len(found)
+            if not yes + no:
+                raise Unscored(f"neither {self._yes} nor {self._no} is among the top tokens {[t for t, _ in likely]}")
+            return yes / (yes + no)
+
+        verdicts: list[bool] = []
+        asked, answer = 0, ""
+        while (left := self._how.votes - asked) > 0:
+            # Not every endpoint supports n: missing votes are requested again.
+            several = {"n": left} if left > 1 else {}
+            choices = (await self._ask(client, {**self._fixed, **question, **several}))[:left]
+            for answer in map(self._text, choices):
+                if words := self._verdict.findall(answer or ""):
+                    verdicts.append(words[-1].lower() == self._yes)
+            asked += len(choices)
+        if 2 * len(verdicts) <= asked:
+            raise Unscored(f"{len(verdicts)} of {asked} verdicts could be read; the last answer was {answer[-80:]!r}")
+        return sum(verdicts) / len(verdicts)
 
     def _text(self, choice: dict[str, Any]) -> str:
-        return (choice["message"].get("content") if self._chat else choice["text"]) or ""
-
-    def _read(self, choice: dict[str, Any]) -> bool | None:
-        words = self._verdict.findall(self._text(choice))
-        return words[-1].lower() == self._yes if words else None
-
-    def _likelihood(self, choice: dict[str, Any]) -> float:
-        try:
-            if self._chat:
-                likely = [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"][0]["top_logprobs"]]
-            else:
-                likely = list(choice["logprobs"]["top_logprobs"][0].items())
-        except (KeyError, IndexError, TypeError):
-            raise Unscored("the endpoint gives no log-probabilities: set scoring to votes") from None
-        yes, no = (
-            sum(math.exp(logprob) for token, logprob in likely if token.strip().lower() == word)
-            for word in (self._yes, self._no)
-        )
-        if not yes + no:
-            raise Unscored(f"neither {self._yes} nor {self._no} is among the top tokens {[t for t, _ in likely]}")
-        return yes / (yes + no)
+        text = choice["message"].get("content") if self._chat else choice["text"]
+        if not isinstance(text, str | None):
+            raise TypeError("the answer is no text")
+        return text or ""
 
     async def _ask(self, client: AsyncOpenAI, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The choices of an answer. Unscored: all tries failed, or the budget is spent."""
-        url = self._base + self._path
-        for _ in range(self._retries + 1):
-            if self._budget is not None and self.cost.money >= self._budget:
-                raise Unscored(f"the budget of {self._budget:g} is spent")
-            if self._budget is not None and self.cost.untold:
-                raise Unscored("the endpoint does not say what it uses: a budget cannot be kept")
+        """The choices of an answer. Unscored: all attempts failed, or the budget is spent."""
+        url, budget = self._base + self._path, self._how.budget
+        for _ in range(self._how.retries + 1):
+            if budget is not None and self.cost.money >= budget:
+                raise Unscored(f"the budget of {budget:g} is spent")
+            if budget is not None and self.cost.untold:
+                raise Unscored("the endpoint does not report its usage, which a budget needs")
             try:
-                # As plain JSON: endpoints differ from the client's types, and those are not checked.
+                # As plain JSON: endpoints deviate from the client's types, and the client does not check them.
                 found: Any = await client.post(self._path, cast_to=object, body=body)
             except ValueError as error:
                 found = str(error)  # not JSON
             except APITimeoutError as error:
-                raise Unscored(f"{url} gave no answer within {self._timeout:g} s{_tried(error)}") from None
+                limit = self._how.request_timeout
+                raise Unscored(f"{url} gave no answer within {limit:g} s{_tried(error)}") from None
             except APIConnectionError as error:
                 cause = error.__cause__ or error
-                raise Unscored(f"{url} could not be asked ({type(cause).__name__}: {cause}){_tried(error)}") from None
+                raise Unscored(f"no connection to {url} ({type(cause).__name__}: {cause}){_tried(error)}") from None
             except APIStatusError as error:
                 text = error.response.text[:200]
                 raise Unscored(f"{url} answered {error.status_code}: {text!r}{_tried(error)}") from None
             try:
-                texts = [
-                    choice["message"].get("content") if self._chat else choice["text"] for choice in found["choices"]
-                ]
-                if not texts or not all(isinstance(text, str | None) for text in texts):
-                    raise TypeError("the answer is no text")
+                if not [self._text(choice) for choice in found["choices"]]:
+                    continue
             except (ValueError, LookupError, TypeError, AttributeError):
                 continue
             self.progress += 1
@@ -179,14 +174,14 @@ class LMJudge:
                 asked, answered = (int(found["usage"][f"{kind}_tokens"]) for kind in ("prompt", "completion"))
                 self.cost.prompt_tokens += asked
                 self.cost.completion_tokens += answered
-                self.cost.money += (asked * self._prices[0] + answered * self._prices[1]) / MILLION
+                self.cost.money += (asked * self._how.prices[0] + answered * self._how.prices[1]) / MILLION
             except (KeyError, TypeError, ValueError):
                 self.cost.untold += 1
             return found["choices"]
-        raise Unscored(f"{url} gave what is no answer: {str(found)[:120]!r}, tried {self._retries + 1} times")
+        raise Unscored(f"{url} gave an invalid answer: {str(found)[:120]!r}, tried {self._how.retries + 1} times")
 
     def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
-        """Of the loop that runs: neither serves another."""
+        """The client and the semaphore of the running loop: neither works in another."""
 
         async def count(request: Any) -> None:
             self.cost.requests += 1
@@ -196,11 +191,11 @@ class LMJudge:
             client = AsyncOpenAI(
                 api_key=self._api_key,
                 base_url=self._base,
-                max_retries=self._retries,
-                timeout=self._timeout,
+                max_retries=self._how.retries,
+                timeout=self._how.request_timeout,
                 http_client=DefaultAsyncHttpxClient(event_hooks={"request": [count]}),
             )
-            self._at = (loop, client, asyncio.Semaphore(self._concurrency))
+            self._at = (loop, client, asyncio.Semaphore(self._how.concurrency))
         return self._at[1:]
 
 

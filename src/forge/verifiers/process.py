@@ -1,4 +1,4 @@
-"""Process reward models: a score for each step of a response, of which minimum, mean and last are columns."""
+"""Process reward models: a score for each step of a response, with columns for minimum, mean and last."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from .models import BatchedModel, Padded, Row, class_of, prompt_format, row_or_error, whole
+from .models import BatchedModel, Inputs, Row, row_or_error
 from .spec import ProcessRewardModelSettings
 from .threads import Batcher
 from .verifier import Scores, Unscored
 
-# Settings by which a language model changes its logits after its head; only the head is computed here.
+# Settings of language models that change the logits after the head; only the head is computed here.
 _AFTER_HEAD = (
     "final_logit_softcapping",
     "logits_scaling",
@@ -27,22 +27,23 @@ _AFTER_HEAD = (
 
 
 class ProcessRewardModel:
-    """The probability that each step of a response is good; the columns `<name>_min`, `_mean` and `_last`.
+    """The probability that each step of a response is good; columns `<name>_min`, `_mean` and `_last`.
 
-    Each step is followed by a marker token, where the model says what it thinks of the step:
+    Each step is followed by a marker token, at which the step is scored:
 
-    - a token classifier (default), as TRL trains them: the probability of the class `label` there;
+    - a token classifier (default), as TRL trains them: the probability of the class `label`;
     - with `good` and `bad`, a causal language model, as Math-Shepherd (Wang et al. 2024): the probability of the token
-      `good` against `bad` as the next one.
+      `good` against `bad` as the next token.
 
-    The text is the rendered prompt with all steps and markers, and the tokens are those of that text. A response that
-    is too long, has no step, or holds the marker itself, has no score.
+    The text is the rendered prompt with all steps and markers, tokenized as a whole. A response that is too long, has
+    no steps, or contains the marker, is unscored.
 
     Args:
         path, name, settings: fields of `forge.verifiers.spec.ProcessRewardModelSettings`.
 
     Raises:
-        ValueError: settings that do not go together or with the model; says which. OSError: no such model.
+        ValueError: invalid settings, or settings that do not fit the model.
+        OSError: no such model.
     """
 
     def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
@@ -52,27 +53,24 @@ class ProcessRewardModel:
         self._of = BatchedModel(how, AutoModelForTokenClassification if good is None else AutoModelForCausalLM)
         name = name or Path(path).name
         self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
-        texts = (how.prompt_template, how.chat_template, how.system_prompt, how.chat_options)
-        self._format = prompt_format(self._of.tokenizer, how)
         self._marker_id = self._last_token(marker)
         self._verdicts: tuple[int, int] | None = None
         self._class = 0
         if good is not None and bad is not None:
             self._verdicts = (self._last_token(good), self._last_token(bad))
             config = self._of.model.config.get_text_config()
-            changed = [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]
-            if changed:
-                raise ValueError(f"{path} changes its logits after the head ({changed[0]}), which is not done here")
+            if changed := [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]:
+                raise ValueError(f"{path} changes its logits after the head ({changed[0]}), which is not supported")
             if self._verdicts[0] == self._verdicts[1]:
                 raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
         else:
-            self._class = class_of(self._of.model, label)
-        self._settings = (marker, how.separator, how.joint, good, bad, label, *texts)
+            self._class = self._of.class_index(label)
+        self._settings = (marker, how.separator, how.joint, good, bad, label, *self._of.texts.values())
         self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, name)
 
     @property
     def progress(self) -> int:
-        """Responses that it has read."""
+        """Number of responses scored."""
         return self._batcher.progress
 
     @cached_property
@@ -83,19 +81,19 @@ class ProcessRewardModel:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Three numbers for each response, in [0, 1]."""
         found = await self._batcher([(prompt, response) for response in responses])
-        # Not min(steps): a step that is NaN must not be passed over.
+        # np.min rather than min: it propagates NaN.
         of = [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in found]
         return Scores.of(of, 3)
 
     async def steps(self, prompt: str, response: str) -> list[float]:
-        """The probability of each step. Unscored: there is none; says why."""
+        """The probability of each step. Raises what makes the response unscored."""
         found = (await self._batcher([(prompt, response)]))[0]
         if isinstance(found, Exception):
             raise found
         return found
 
     async def close(self) -> None:
-        """Ends the thread; calls that wait fail."""
+        """Stop the thread; waiting calls fail."""
         self._batcher.close()
 
     def _compute(self, texts: list[tuple[str, str]], wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
@@ -106,25 +104,24 @@ class ProcessRewardModel:
         if not steps:
             raise Unscored("it has no steps")
         marked = self._joint.join(step + self._marker for step in steps)
-        ids = self._of.tokenizer(whole(self._format, prompt, marked), add_special_tokens=self._format.chat is None)[
-            "input_ids"
-        ]
+        text = self._of.full_text(prompt, marked)
+        ids = self._of.tokenizer(text, add_special_tokens=self._of.format.chat is None)["input_ids"]
         if (count := ids.count(self._marker_id)) != len(steps):
             raise Unscored(
                 f"it has {count} markers {self._marker!r} for {len(steps)} steps: "
-                "the text holds more of them, or the tokenizer does not tell them"
+                "the text contains the marker, or the tokenizer merges it"
             )
         return Row(ids)
 
-    def _read(self, batch: Padded) -> list[list[float]]:
+    def _read(self, inputs: Inputs) -> list[list[float]]:
         model: Any = self._of.model
-        # Padding may be the marker's token too.
-        at = (batch.inputs["input_ids"] == self._marker_id) & (batch.inputs["attention_mask"] == 1)
+        # The marker's token may also be the padding token.
+        at = (inputs["input_ids"] == self._marker_id) & (inputs["attention_mask"] == 1)
         if self._verdicts is None:
-            logits = model(**batch.inputs).logits[at].float()
+            logits = model(**inputs).logits[at].float()
             good = logits.softmax(-1)[:, self._class]
         else:
-            states = model.base_model(**batch.inputs, use_cache=False)[0][at].float()
+            states = model.base_model(**inputs, use_cache=False)[0][at].float()
             head = model.get_output_embeddings()
             yes, no = (
                 states @ head.weight[token].float() + (0.0 if head.bias is None else head.bias[token].float())

@@ -1,7 +1,4 @@
-"""A reward: the sum of what its scorers say of a response. Functions, objects, verifiers and panels are scorers alike.
-
-Everything that scores is a `Verifier` here; `as_verifier` is the one place where other forms become one.
-"""
+"""Rewards: the sum of scorers, which are functions, objects with `score_group`, verifiers or panels."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ class FunctionVerifier:
     """A function as a verifier of one column: `f(prompt, response, target) -> float | None`, plain or async, or an
     object whose async `score_group(prompt, responses, target)` scores all responses of a prompt together.
 
-    None or NaN marks a response unscored. Exceptions propagate: a reward function that raises is a bug to be seen.
-    Plain functions run in a thread.
+    None or NaN marks a response unscored. Exceptions propagate: an error in a reward function must not be hidden. Plain
+    functions run in a thread.
 
     Raises:
         ValueError: a score is neither a finite number nor None, or the number of scores differs from the number of
@@ -64,7 +61,7 @@ class FunctionVerifier:
 
 
 def as_verifier(scorer: Any) -> Verifier:
-    """Anything that scores responses as a `Verifier`: one as it is, a function, or an object with `score_group`.
+    """A `Verifier` from a verifier, a function, or an object with `score_group`.
 
     Raises:
         ValueError: it is none of these.
@@ -77,19 +74,19 @@ def as_verifier(scorer: Any) -> Verifier:
 
 
 class Score(NamedTuple):
-    """What a reward says of a response: None where it is unscored, or where nothing decides whether it is right."""
+    """`reward` is None if the response is unscored, `correct` if that is unknown."""
 
     reward: float | None
     correct: bool | None
 
 
 class Reward:
-    """The sum of scorers. A response that one of them could not score has no reward, whatever the others say.
+    """The sum of scorers. A response that one of them does not score has no reward.
 
     Args:
         scorers: functions, objects with `score_group`, or verifiers.
         accuracy: the function that decides whether a response is right (a score of at least 1); by default the first
-            function among `scorers`, so that without one nothing is known to be right.
+            function among `scorers`.
 
     Raises:
         ValueError: no scorers, or two that learn.
@@ -111,50 +108,47 @@ class Reward:
         self._logged: dict[str, set[str]] = {}
 
     def setup(self) -> None:
-        """Open what the scorers need: models, sandboxes."""
+        """Set up the scorers that need it: models, sandboxes."""
         for verifier in self.verifiers:
             if hasattr(verifier, "setup"):
                 verifier.setup()
 
     async def score(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[Score]:
-        """The rewards of the responses of one prompt, in order, and whether each is right."""
+        """The rewards of the responses of one prompt, in order. Records metrics of each scorer: its part of the reward
+        where there are several, and of verifiers the share of missing scores."""
         prompt, total = str(prompt), np.zeros(len(responses))
         correct: list[bool | None] = [None] * len(responses)
         for verifier in self.verifiers:
             scores = await verifier.score(prompt, responses, target)
-            self._report(verifier, scores)
-            total += scores.values.sum(1)
+            parts = scores.values.sum(1)
+            is_function = isinstance(verifier, FunctionVerifier)
+            if len(self.verifiers) > 1:
+                name = verifier.names[0] if is_function else type(verifier).__name__
+                for part in parts[~np.isnan(parts)]:
+                    record_metric(f"reward/{name}", float(part))
+            if not is_function:
+                report_missing(verifier, scores, self._logged)
+            total += parts
             if verifier is self.accuracy:
                 correct = _correct(scores)
         if self.accuracy is not None and self.accuracy not in self.verifiers:
             correct = await self.judge(prompt, responses, target)
-        return [
-            Score(None if np.isnan(reward) else float(reward), right)
-            for reward, right in zip(total, correct, strict=True)
-        ]
+        pairs = zip(total, correct, strict=True)
+        return [Score(None if np.isnan(reward) else float(reward), right) for reward, right in pairs]
 
     async def judge(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[bool | None]:
-        """Whether each response is right, by the accuracy function alone; None where it cannot say.
+        """Whether each response is right, by the accuracy function alone; None where that is unscored.
 
-        ValueError: there is no such function.
+        Raises:
+            ValueError: there is no such function.
         """
         if self.accuracy is None:
             raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
         return _correct(await self.accuracy.score(str(prompt), responses, target))
 
     async def close(self) -> None:
-        """Close all scorers; each once, also if another's closing raises."""
+        """Close all scorers, even if one raises."""
         await close_all(self.verifiers)
-
-    def _report(self, verifier: Verifier, scores: Scores) -> None:
-        """Metrics of one scorer: its part of the reward where there are several, and what it could not score."""
-        if len(self.verifiers) > 1:
-            name = verifier.names[0] if isinstance(verifier, FunctionVerifier) else type(verifier).__name__
-            for part in scores.values.sum(1):
-                if not np.isnan(part):
-                    record_metric(f"reward/{name}", float(part))
-        if not isinstance(verifier, FunctionVerifier):
-            report_missing(verifier, scores, self._logged)
 
 
 def report_missing(verifier: Verifier, scores: Scores, logged: dict[str, set[str]]) -> None:

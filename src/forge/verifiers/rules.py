@@ -1,4 +1,4 @@
-"""Verifiers that are functions: rules, the comparison of final answers, and how often each answer comes."""
+"""Verifiers without a model: rules, the comparison of final answers, and answer frequency."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ TOLERANCE = 1e-6
 class Rule:
     """A reward function `f(prompt, response, target) -> float | None`, plain or async, as a verifier.
 
-    None, NaN and exceptions are no score. A function that needs a target and gets None must say so itself, by one of
-    those.
+    None, NaN and exceptions leave a response unscored; so should a function that needs a target and gets None.
 
     Args:
-        function: called with one response at a time, a plain one in a thread, of which each rule has four. Responses of
-            one call are scored one after the other by a plain function, all at once by an async one.
-        name: of the column; default the function's own.
-        time_limit: seconds for one response, which then has no score. An async function is cancelled; a plain one
-            cannot be ended, and its thread goes on.
-        version: a text that changes when the function's scores could. Without it its scores are not cached, for nothing
-            else can say so.
+        function: called with one response at a time. A plain function runs in one of the rule's four threads, on the
+            responses of a call one after the other; an async one runs on all of them concurrently.
+        name: of the column; default the function's name.
+        time_limit: seconds for one response, which is unscored after that. An async function is cancelled; a plain one
+            continues in its thread, for Python cannot stop threads.
+        version: a text that changes when the function's scores could. Without it scores are not cached.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Rule:
 
     @property
     def progress(self) -> int:
-        """Responses that it is done with: the function has returned, raised or run into its limit."""
+        """Number of responses for which the function returned, raised or timed out."""
         return self._turns.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
@@ -76,8 +74,8 @@ class Rule:
 class MathVerifier(Rule):
     """1 if the final answer of a response equals the target, else 0; see `forge.data.rewards.MathReward`.
 
-    An answer that takes too long to compare is wrong. There is no score without a target, or where the target itself
-    takes too long.
+    An answer that takes too long to compare is wrong; without a target, or if the target itself takes too long, the
+    response is unscored.
     """
 
     def __init__(self, name: str = "math", *, tolerance: float = TOLERANCE, time_limit: float = 10.0) -> None:
@@ -92,23 +90,21 @@ class MathVerifier(Rule):
             return float(right)
 
         super().__init__(matches, name, time_limit=time_limit, version=f"3 {reward}")
-        self._turns = Turns(1)  # one process compares for all, and waiting for it must not count as an answer's time
+        self._turns = Turns(1)  # one process compares for all threads: waiting for it must not count for time_limit
 
 
 class AnswerFrequency:
     """The share of the other responses to the prompt that have the same answer, in [0, 1] (Saad-Falcon et al. 2025).
 
-    A response is not counted for itself, so that a lone answer has 0, and so has a response without an answer. A single
-    response has no score: there is no other to agree with.
+    A unique answer has 0, and so has a response without an answer. A single response is unscored.
 
     Args:
-        extract: the answer of a response, None where it has none. Where it raises, the response has no score and is
-            not counted.
-        same: whether two answers are the same. By default final answers are compared as text, numbers and
-            symbolically, see `forge.data.rewards`, and what another function extracts as it is.
-            Each answer is compared with the first of each kind before it.
+        extract: the answer of a response, or None. If it raises, the response is unscored and not counted.
+        same: whether two answers are the same. By default final answers are compared as text, numbers and symbolically
+            (see `forge.data.rewards`), and answers of another `extract` as text. Each answer is compared with the
+            first of each kind before it.
         time_limit: seconds for all responses of a prompt.
-        version: of the two functions, as of `Rule`; not needed for the defaults.
+        version: of the two functions, see `Rule`; not needed for the defaults.
     """
 
     grouped = True
@@ -132,35 +128,37 @@ class AnswerFrequency:
 
     @property
     def progress(self) -> int:
-        """Prompts that it is done with."""
+        """Number of finished prompts."""
         return self._turns.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response; they depend on each other."""
         if len(responses) < 2:
             return Scores.none(len(responses), 1, "a single response has no others to agree with")
-        outcomes = await self._turns(lambda: self._shares(responses), limit=self.time_limit, what=self.names[0])
-        return Scores.of(outcomes, 1)
 
-    def _shares(self, responses: Sequence[str]) -> list[float | Exception]:
-        kinds: list[str] = []
-        kind_of: dict[str, int] = {}
-        found: list[int | Exception | None] = []
-        for response in responses:
-            try:
-                answer = self.extract(response)
-                if answer is not None and answer not in kind_of:
-                    kind_of[answer] = next((i for i, kind in enumerate(kinds) if self.same(answer, kind)), len(kinds))
-                    if kind_of[answer] == len(kinds):
-                        kinds.append(answer)
-                found.append(None if answer is None else kind_of[answer])
-            except Exception as error:
-                found.append(error)
-        read = [kind for kind in found if not isinstance(kind, Exception)]
-        if len(read) < 2:
-            alone = Unscored("of no other response the answer could be read")
-            return [kind if isinstance(kind, Exception) else alone for kind in found]
-        return [
-            kind if isinstance(kind, Exception) else 0.0 if kind is None else (read.count(kind) - 1) / (len(read) - 1)
-            for kind in found
-        ]
+        def kinds_of_answers() -> list[str | Exception | None]:
+            """Each answer as the first one that is the same, or what `extract` or `same` raised."""
+            same_as: dict[str, str] = {}
+            kinds: list[str | Exception | None] = []
+            for response in responses:
+                try:
+                    answer = self.extract(response)
+                    if answer is not None and answer not in same_as:
+                        first = (kind for kind in dict.fromkeys(same_as.values()) if self.same(answer, kind))
+                        same_as[answer] = next(first, answer)
+                    kinds.append(None if answer is None else same_as[answer])
+                except Exception as error:
+                    kinds.append(error)
+            return kinds
+
+        kinds = await self._turns(kinds_of_answers, limit=self.time_limit, what=self.names[0])
+        read = [kind for kind in kinds if not isinstance(kind, Exception)]
+        outcomes: list[float | Exception] = []
+        for kind in kinds:
+            if isinstance(kind, Exception):
+                outcomes.append(kind)
+            elif len(read) < 2:
+                outcomes.append(Unscored("of no other response the answer could be read"))
+            else:
+                outcomes.append(0.0 if kind is None else (read.count(kind) - 1) / (len(read) - 1))
+        return Scores.of(outcomes, 1)

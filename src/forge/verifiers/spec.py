@@ -1,4 +1,4 @@
-"""Verifiers as data: the sections of a configuration, which are also the settings of verifiers' constructors."""
+"""Configuration sections of verifiers, which are also the settings of their constructors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TEMPLATE = (
 )
 
 
-class StoredSettings(Section):
-    """A model and how it is held."""
+class ModelSettings(Section):
+    """A model and how it reads texts."""
 
     path: str
     """Folder or hub id."""
@@ -39,11 +39,6 @@ class StoredSettings(Section):
     """Of its computation."""
     batch_tokens: PositiveInt = 8192
     """Most tokens of a forward pass, padding included, unless a single row has more."""
-
-
-class ModelSettings(StoredSettings):
-    """How a model reads texts."""
-
     prompt_template: str = "{question}"
     """Text with `{question}`, which the prompt replaces."""
     chat_template: bool | str = False
@@ -56,7 +51,7 @@ class ModelSettings(StoredSettings):
     """Longest row; null: the limit of model and tokenizer."""
 
     def _check(self) -> None:
-        # What a chat template takes only the tokenizer knows: the rest is checked without one.
+        # Settings of a chat template are checked later, with the tokenizer.
         plain = not self.chat_template
         PromptFormat(
             None,
@@ -66,12 +61,12 @@ class ModelSettings(StoredSettings):
         ).fields(["question"])
 
     def check_sources(self, where: str) -> None:
-        """ValueError: the folder does not exist, or has no model in it."""
+        """ValueError: the folder does not exist or has no model."""
         folder = Path(self.path)
         is_local = self.path.startswith((".", "/", "~")) or folder.exists() or len(folder.parts) > 2
-        is_local = is_local or ("/" in self.path and folder.parent.is_dir())  # a mistyped name in a folder
+        is_local = is_local or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
         if is_local and not (folder / "config.json").is_file():
-            raise ValueError(f"{where}.path: {self.path} is no folder with a model (config.json) in it")
+            raise ValueError(f"{where}.path: {self.path} is not a folder with a model (no config.json)")
 
 
 class RewardModelSettings(ModelSettings):
@@ -231,17 +226,17 @@ class VerifiersConfig(Section):
     """A file for scores, which runs may share; null: none."""
 
     def check_sources(self, where: str = "verifiers") -> None:
-        """Check everything that can be known without opening a model or a connection.
+        """Check everything that needs no model and no connection.
 
         Raises:
-            ConfigError: says which key and what to do.
+            ConfigError: names the key and the remedy.
         """
-        for kind in ("reward_models", "process_reward_models"):
-            for number, spec in enumerate(self[kind]):
-                try:
+        try:
+            for kind in ("reward_models", "process_reward_models"):
+                for number, spec in enumerate(self[kind]):
                     spec.check_sources(f"{where}.{kind}[{number}]")
-                except ValueError as error:
-                    raise ConfigError(str(error)) from None
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         try:
             for plugin in self._plugins(where):
                 if hasattr(plugin, "check"):
@@ -261,7 +256,7 @@ class VerifiersConfig(Section):
 
     @property
     def names(self) -> list[str]:
-        """The columns of the panel, in its order. ValueError: a function that is not there."""
+        """The columns of the panel, in order. ValueError: a function does not exist."""
         names = [name for verifier in self._functions() for name in verifier.names]
         names += [spec.name or Path(spec.path).name for spec in self.reward_models]
         for spec in self.process_reward_models:
@@ -270,8 +265,8 @@ class VerifiersConfig(Section):
         return names + [name for plugin in self._plugins("verifiers") for name in plugin.names]
 
     def panel(self) -> Panel:
-        """Load all of them. ValueError, OSError: a model or plugin cannot be loaded."""
-        # Imported where needed: torch takes seconds, and judges need an extra.
+        """Load all verifiers. ValueError, OSError: a model or plugin cannot be loaded."""
+        # Imported where needed: torch takes seconds, judges need an extra.
         others: list[Verifier] = []
         if self.reward_models:
             from .reward_model import RewardModel

@@ -1,4 +1,4 @@
-"""Plain functions beside the event loop: with a time limit, or many calls as one batch."""
+"""Blocking functions beside the event loop: with a time limit, or many calls joined into batches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from threading import Lock, Thread
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from .verifier import Unscored
@@ -16,28 +17,28 @@ from .verifier import Unscored
 A = TypeVar("A")
 B = TypeVar("B")
 
-_AT_ONCE = 4  # functions that share their turns, in a loop
-
 
 async def within(limit: float, call: Awaitable[A], what: str, progress: Callable[[], float | None] = lambda: None) -> A:
-    """Wait for it. Unscored: `limit` seconds have passed and `progress()` has not changed in them, or it was cancelled.
+    """Await `call` with a time limit, which restarts as long as `progress()` changes. On timeout it is cancelled.
 
-    What takes too long is cancelled, and not waited for any more. RuntimeError: it called exit().
+    Raises:
+        Unscored: `limit` seconds passed without progress, or the call was cancelled.
+        RuntimeError: the call raised SystemExit.
     """
 
-    async def held() -> A:
+    async def without_exit() -> A:
         try:
             return await call
-        except SystemExit as error:  # the loop would end with it
+        except SystemExit as error:  # would end the event loop
             raise RuntimeError(repr(error)) from None
 
-    task = asyncio.create_task(held())
+    task = asyncio.create_task(without_exit())
     try:
         before = progress()
         while not (await asyncio.wait((task,), timeout=limit))[0]:
             now = progress()
             if now == before:
-                raise Unscored(f"{what} {'took more than' if now is None else 'stood still for'} {limit:g} s")
+                raise Unscored(f"{what} {'took more than' if now is None else 'made no progress for'} {limit:g} s")
             before = now
         if task.cancelled():
             raise Unscored(f"{what} was cancelled")
@@ -47,20 +48,20 @@ async def within(limit: float, call: Awaitable[A], what: str, progress: Callable
 
 
 class Turns:
-    """Functions in threads, at most `most` at a time in a loop; who asks first is served first.
+    """Runs functions in threads, at most `most` at a time in an event loop, first come first served.
 
-    Python cannot end a thread: one that never returns keeps its thread, and what that holds, until the process ends.
+    Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
 
     Attributes:
-        progress: functions that are done with: they have returned, raised or run into their limit. One whose call was
-            cancelled is not, so that what hangs is no progress.
+        progress: number of functions that returned, raised or timed out. A function whose call was cancelled does not
+            count, so that a hanging one is not progress.
     """
 
-    def __init__(self, most: int = _AT_ONCE) -> None:
+    def __init__(self, most: int = 4) -> None:
         self.progress, self._most = 0, most
 
     async def __call__(self, function: Callable[[], A], *, limit: float, what: str) -> A:
-        """What the function gives or raises. Unscored: it took more than `limit` seconds, waiting for a turn aside."""
+        """The function's result. Unscored: it took more than `limit` seconds, not counting the wait for a turn."""
         turns = _TURNS.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
         async with turns.setdefault(self, asyncio.Semaphore(self._most)):
             with self.counted():
@@ -68,7 +69,7 @@ class Turns:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """What happens within is a function too, for `progress`."""
+        """Count the block as one function in `progress`, unless it is cancelled."""
         try:
             yield
         except Exception:
@@ -77,59 +78,61 @@ class Turns:
         self.progress += 1
 
 
-# Not in the object, which may go to another process.
+# Semaphores belong to an event loop. They are kept outside of `Turns`, which may be pickled to another process.
 _TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Turns, asyncio.Semaphore]] = WeakKeyDictionary()
 
-in_thread = Turns()  # of all that has none of its own
+in_thread = Turns()  # shared by callers that have none of their own
 
 
 async def in_own_thread(function: Callable[[], A], *, limit: float, what: str) -> A:
-    """The same without a turn: for what waits for others more than it computes."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[A] = loop.create_future()
-
-    def settle(value: Any, error: Exception | None) -> None:
-        if outcome.done():  # timed out or cancelled
-            return
-        if error is not None:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(value)
+    """As `Turns`, without waiting for a turn: for functions that wait more than they compute."""
+    outcome: Future[A] = Future()
 
     def work() -> None:
-        value: A | None = None
-        error: Exception | None = None
         try:
             value = function()
-        except StopIteration as raised:  # which a future cannot carry
-            error = RuntimeError(f"StopIteration: {raised}")
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:  # exit() in a rule ends the rule alone
-            error = RuntimeError(repr(raised))
-        with suppress(RuntimeError):  # the loop has ended before the function
-            loop.call_soon_threadsafe(settle, value, error)
+        except BaseException as raised:
+            # SystemExit would end the loop, and a future cannot carry StopIteration.
+            carried = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            error = raised if carried else RuntimeError(repr(raised))
+            with suppress(InvalidStateError):  # timed out or cancelled
+                outcome.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
+                outcome.set_result(value)
 
-    # A thread of a pool would be waited for when the interpreter ends.
+    # Not a pool's thread, which the interpreter would wait for at its end.
+    waiting = asyncio.wrap_future(outcome)
     Thread(target=work, name=f"verifier {what}", daemon=True).start()
-    return await within(limit, outcome, what)
+    return await within(limit, waiting, what)
+
+
+@dataclass(eq=False)
+class _Call(Generic[A, B]):
+    """One call of a `Batcher`: its items, the outcomes so far by position, and the future of the complete list."""
+
+    items: Sequence[A]
+    outcomes: dict[int, B] = field(default_factory=dict)
+    future: Future[list[B]] = field(default_factory=Future)
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):  # it is complete or cancelled
+            self.future.set_exception(error)
 
 
 class Batcher(Generic[A, B]):
-    """Joins calls into batches: those that arrive while one is computed go into the next, in the order they came.
+    """Joins calls into batches: those that arrive while a batch is computed form the next one, in order of arrival.
 
-    A call has its outcomes as soon as the last of its own is there. Items of calls that were cancelled are
-    left out.
+    A call returns as soon as its last item has an outcome. Items of cancelled calls are left out.
 
     Args:
-        compute: yields the number of an item with its outcome, in any order, all but those
-            for which `wanted(number)` is False (their call was cancelled); it runs in a thread of its own, one batch at
-            a time.
+        compute: yields (index of the item, outcome) in any order, for all items but those for which `wanted(index)` is
+            False (their call was cancelled). It runs in one thread, one batch at a time.
         name: of the thread.
         most: items of a batch, unless a single call has more.
 
     Attributes:
-        progress: outcomes so far.
+        progress: number of outcomes so far.
     """
 
     def __init__(
@@ -146,73 +149,50 @@ class Batcher(Generic[A, B]):
         self.progress = 0
 
     async def __call__(self, items: Sequence[A]) -> list[B]:
-        """The outcome of each item. RuntimeError: it was closed; else what `compute` raises."""
+        """The outcome of each item. RuntimeError: the batcher is closed; else the exception of `compute`."""
         call = _Call[A, B](items)
         with self._lock:
             if self._closed:
-                raise self._end()
+                raise RuntimeError(f"the verifier {self._name} was closed")
+            if not items:
+                return []
             self._pool.submit(self._next)
             self._waiting.append(call)
         return await asyncio.wrap_future(call.future)
 
     def close(self) -> None:
-        """Calls that wait fail; the batch that is computed ends on its own."""
+        """Fail all waiting calls; the batch that is being computed ends on its own."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for call in waiting:
-            call.fail(self._end())
-
-    def _end(self) -> RuntimeError:
-        return RuntimeError(f"the verifier {self._name} was closed")
+            call.fail(RuntimeError(f"the verifier {self._name} was closed"))
 
     def _next(self) -> None:
-        # Each call asks for a turn; the first one takes along all that wait, and the others may find nothing.
+        # Every call submits one `_next`. The first takes all waiting calls along, so that later ones may find none.
         calls: list[_Call[A, B]] = []
         with self._lock:
             size = 0
             while self._waiting and (not calls or size + len(self._waiting[0].items) <= self._most):
                 call = self._waiting.popleft()
-                if call.wanted():
+                if not call.future.done():
                     calls.append(call)
                     size += len(call.items)
         if not calls:
             return
+        items = [item for call in calls for item in call.items]
         places = [(call, place) for call in calls for place in range(len(call.items))]
         error: BaseException = RuntimeError(f"the verifier {self._name} left responses out")
         try:
-            items = [call.items[place] for call, place in places]
-            for number, outcome in self._compute(items, lambda number: places[number][0].wanted()):
+            for number, outcome in self._compute(items, lambda number: not places[number][0].future.done()):
                 call, place = places[number]
-                call.take(place, outcome)
+                call.outcomes[place] = outcome
+                if len(call.outcomes) == len(call.items):
+                    with suppress(InvalidStateError):  # it was cancelled
+                        call.future.set_result([call.outcomes[place] for place in range(len(call.items))])
                 self.progress += 1
         except BaseException as raised:
             error = raised
         for call in calls:
             call.fail(error)
-
-
-class _Call(Generic[A, B]):
-    """Items of one call, and what is known of them. `future` has all outcomes in the items' order."""
-
-    def __init__(self, items: Sequence[A]) -> None:
-        self.items = items
-        self.future: Future[list[B]] = Future()
-        self._found: dict[int, B] = {}
-        if not items:
-            self.future.set_result([])
-
-    def wanted(self) -> bool:
-        return not self.future.done()
-
-    def take(self, place: int, outcome: B) -> None:
-        self._found[place] = outcome
-        if len(self._found) == len(self.items):
-            with suppress(InvalidStateError):  # it was cancelled
-                self.future.set_result([self._found[place] for place in range(len(self.items))])
-
-    def fail(self, error: BaseException) -> None:
-        """Unless all is known."""
-        with suppress(InvalidStateError):
-            self.future.set_exception(error)

@@ -10,25 +10,9 @@ from .symbolic import equivalent
 _LONGEST_NUMBER = 400
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 _NOT_UNITS = {"and", "or", "to", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "mod", "frac", "not"}
-_GLUED_UNITS = {
-    "am",
-    "pm",
-    "cm",
-    "mm",
-    "km",
-    "kg",
-    "mg",
-    "ml",
-    "lb",
-    "lbs",
-    "oz",
-    "ft",
-    "in",
-    "mph",
-    "kmh",
-    "min",
-    "hrs",
-}
+_GLUED_UNITS = set(
+    ["am", "pm", "cm", "mm", "km", "kg", "mg", "ml", "lb", "lbs", "oz", "ft", "in", "mph", "kmh", "min", "hrs"]
+)
 
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
@@ -57,7 +41,7 @@ _LATEX = [
 _FRACTION = re.compile(r"\\frac\s*\{\s*(-?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}")
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     return text.strip().strip("*_`").rstrip(".,;:!").strip()
@@ -71,7 +55,7 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     """
     if len(text) > _LONGEST_NUMBER:
         return None
-    *others, text = re.split(r"=|≈|\\approx", _plain(text))
+    *others, text = re.split(r"=|≈|\\approx", _normalize(text))
     if any("," in other for other in others):  # "x = 1, x = 5" is two answers
         return None
     text = re.sub(r"^(?:about|approximately|exactly|only)\b", "", _FRACTION.sub(r" \1/\2", text).strip(), flags=re.I)
@@ -106,10 +90,10 @@ def equal(answer: str, target: str, tolerance: float) -> bool | None:
         return bool(_key(target))
     left, right = number(answer), number(target)
     if left is None or right is None:
-        mathematical = re.compile(r"[\d\\^+*/=<>()\[\]]")
-        return bool(mathematical.search(answer) and mathematical.search(target)) and equivalent(
-            _undollared(answer), _undollared(target)
-        )
+        if not all(re.search(r"[\d\\^+*/=<>()\[\]]", text) for text in (answer, target)):
+            return False
+        undollared = (re.sub(r"\\[()\[\]]|\\?[$€£]", "", text).strip().rstrip(".") for text in (answer, target))
+        return equivalent(*undollared)
     (value, percent), (wanted, percent_wanted) = left, right
     margin = Fraction(str(tolerance))
     if abs(value - wanted) <= margin * (min(Fraction(1), abs(wanted)) or 1):
@@ -121,9 +105,5 @@ def equal(answer: str, target: str, tolerance: float) -> bool | None:
 
 
 def _key(text: str) -> str:
-    key = re.sub(r"\s+", "", _plain(text)).casefold()
+    key = re.sub(r"\s+", "", _normalize(text)).casefold()
     return re.sub(r"^\((\w)\)$", r"\1", key)  # a choice: (B) is B
-
-
-def _undollared(text: str) -> str:
-    return re.sub(r"\\[()\[\]]|\\?[$€£]", "", text).strip().rstrip(".")

@@ -32,33 +32,25 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def _marked(text: str) -> str | None:
-    """The answer that a text marks as such, by the most explicit marking it holds; None if it marks none."""
-    found = boxed(text)
-    if found is not None:
-        return found
-    # Searched from the end: a regular expression would take quadratic time over tags that are never closed.
-    before, closing, _ = text.rpartition("</answer>")
-    tagged = before.rpartition("<answer>")
-    if closing and tagged[1]:
-        return tagged[2].strip()
-    hashes = _HASHES.findall(text)
-    if hashes:
-        return hashes[-1].strip()
-    phrases = _PHRASE.findall(text)
-    return _PHRASE_END.split(phrases[-1])[0].strip() if phrases else None
-
-
 def final_answer(response: str) -> str | None:
     """The final answer of a response, or None if it has none.
 
     By preference: the last `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, "answer is ..." or "answer: ...", and
-    where nothing marks an answer the last number. Reasoning up to a `</think>` does not count.
+    otherwise the last number. Reasoning up to a `</think>` does not count.
     """
     response = response[-_LONGEST:].rpartition("</think>")[2]
-    found = _marked(response)
+    found = boxed(response)
     if found is not None:
         return found
+    # Searched from the end: a regular expression would take quadratic time over tags that are never closed.
+    before, closing, _ = response.rpartition("</answer>")
+    tagged = before.rpartition("<answer>")
+    if closing and tagged[1]:
+        return tagged[2].strip()
+    if hashes := _HASHES.findall(response):
+        return hashes[-1].strip()
+    if phrases := _PHRASE.findall(response):
+        return _PHRASE_END.split(phrases[-1])[0].strip()
     numbers = _NUMBERS.findall(response)
     return numbers[-1] if numbers else None
 
@@ -67,10 +59,9 @@ def final_answer(response: str) -> str | None:
 class MathReward:
     """`correct` if the response's final answer equals the target, else `incorrect`.
 
-    The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`; what
-    stands before a `</think>` does not count.
-    Answers compare as text, as numbers (see `compare.equal` for what counts), then symbolically with math-verify;
-    an answer that is unreadable, or takes too long to compare, is incorrect, never an exception.
+    The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`; text
+    up to a `</think>` does not count. Answers compare as text, as numbers (see `compare.equal`), then symbolically with
+    math-verify; an answer that is unreadable or takes too long to compare is incorrect, never an exception.
 
     Args:
         tolerance: how far two numbers may lie apart: relative to targets between -1 and 1, absolute beyond.
@@ -97,5 +88,5 @@ class MathReward:
             hashes = _HASHES.findall(target)
             wanted = (hashes[-1] if hashes else target).strip()
         answer = final_answer(response)
-        # Text that is the target needs no extraction, which would read "x + 2" as 2.
+        # A response that is the target needs no extraction, which would read "x + 2" as 2.
         return response.strip() == wanted != "" or (answer is not None and equal(answer, wanted, self.tolerance))

@@ -1,4 +1,4 @@
-"""Rewards that look at the text alone: matches, a format, a length penalty; and rewards by name."""
+"""Text rewards: matches, a format, a length penalty; and rewards by name."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Symbolic equality by math-verify, in a process of its own.
+"""Symbolic equality by math-verify, in a helper process.
 
-Rewards run on threads, where math-verify's own time-outs (signals) do not work, and no signal interrupts one huge
-integer power anyway. So one helper process a host process loads math-verify and forks a child for every question;
-the kernel ends a child that uses too much time or memory. The helper ends when its standard input closes, that is
-with its owner, however that ends.
+Rewards run in threads, where math-verify's own timeouts (signals) do not work, and no signal interrupts one huge
+integer power. So each process starts one helper, which loads math-verify and forks a child for every comparison; the
+kernel kills a child that uses too much time or memory. The helper ends with its owner, when its stdin closes.
 
-This file is also the helper's program. It imports nothing of forge, so that starting it stays cheap.
+This file is also the helper's program. It imports nothing of forge, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -32,25 +31,26 @@ _helper: subprocess.Popen[str] | None = None
 
 
 def equivalent(answer: str, target: str) -> bool | None:
-    """Whether two LaTeX or plain expressions are mathematically equal; None where the target takes more than
-    CPU_SECONDS even beside itself.
+    """Whether two LaTeX or plain expressions are mathematically equal; None if the target takes more than CPU_SECONDS
+    even compared with itself.
 
-    What does not parse, is longer than MAX_CHARACTERS, or cannot be shown to be equal in CPU_SECONDS is not equal.
-    RuntimeError only if the helper process itself cannot run: that is no verdict on the answer.
+    Expressions that do not parse, are longer than MAX_CHARACTERS, or are not proven equal in CPU_SECONDS are not equal.
+
+    Raises:
+        RuntimeError: the helper process does not run.
     """
     verdict = _ask(answer, target)
-    return False if verdict is None and _reads(target) else verdict
+    # If the target alone is fast, the answer is slow and so wrong: slow answers must not escape a verdict.
+    return False if verdict is None and _is_fast(target) else verdict
 
 
 @lru_cache(maxsize=1024)
-def _reads(target: str) -> bool:
-    """Whether it can be compared in time. If so, it is the answer that takes too long, which is then wrong: who writes
-    answers must gain nothing by slow ones."""
+def _is_fast(target: str) -> bool:
     return _ask(target, target) is not None
 
 
 def _ask(answer: str, target: str) -> bool | None:
-    """None: it takes more than CPU_SECONDS to find out."""
+    """The helper's verdict; None after CPU_SECONDS."""
     global _helper
     if max(len(answer), len(target)) > MAX_CHARACTERS or _ENORMOUS.search(answer):
         return False
