@@ -162,7 +162,7 @@ def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):
     ("words", "message"),
     [
         (["fit", "missing.parquet", "--report", "x.html"], "missing.parquet"),
-        (["fit", "{scores}"], "nothing would be left"),
+        (["fit", "{scores}"], "no output: set --out"),
         (["fit", "{scores}", "--method", "magic", "--report", "x.html"], "there is no method 'magic'"),
         (["fit", "{scores}", "--out", "x.json"], r"a \.npz file without"),
         (["fit", "{scores}", "--report", "nowhere/x.html"], "there is no folder nowhere"),

@@ -97,7 +97,7 @@ class SingleTurnEnv(GroupEnv):
         texts = [completion.text for completion in completions]
         scores = await self.reward.score.route(prompt, texts, target, evaluation)
         return [
-            Episode(completion, score.reward, info={"correct": score.correct})
+            Episode(completion, score.reward, info={"correct": score.correct, "parts": score.parts})
             for completion, score in zip(completions, scores, strict=True)
         ]
 

@@ -32,6 +32,8 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
             record_metric("reward", episode.outcome, Reduce.STD)
         if info.get("correct") is not None:
             record_metric("accuracy", info["correct"])
+        for name, part in (info.get("parts") or {}).items():
+            record_metric(f"reward/{name}", part)
         branches = (*episode.branches, episode)
         turns = [(turn.end - turn.start, turn.finish) for branch in branches for turn in branch.turns]
         for length, finish in turns or [(sum(episode.mask), info.get("finish", ""))]:

@@ -74,10 +74,12 @@ def as_verifier(scorer: Any) -> Verifier:
 
 
 class Score(NamedTuple):
-    """`reward` is None if the response is unscored, `correct` if that is unknown."""
+    """`reward` is None if the response is unscored, `correct` if that is unknown. `parts` is what each of several
+    scorers adds to the reward, by name."""
 
     reward: float | None
     correct: bool | None
+    parts: dict[str, float] | None = None
 
 
 class Reward:
@@ -114,27 +116,31 @@ class Reward:
                 verifier.setup()
 
     async def score(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[Score]:
-        """The rewards of the responses of one prompt, in order. Records metrics of each scorer: its part of the reward
-        where there are several, and of verifiers the share of missing scores."""
+        """The rewards of the responses of one prompt, in order. Records the share of missing scores of verifiers."""
         prompt, total = str(prompt), np.zeros(len(responses))
         correct: list[bool | None] = [None] * len(responses)
+        parts: dict[str, np.ndarray] = {}
         for verifier in self.verifiers:
             scores = await verifier.score(prompt, responses, target)
-            parts = scores.values.sum(1)
             is_function = isinstance(verifier, FunctionVerifier)
-            if len(self.verifiers) > 1:
-                name = verifier.names[0] if is_function else type(verifier).__name__
-                for part in parts[~np.isnan(parts)]:
-                    record_metric(f"reward/{name}", float(part))
+            name = verifier.names[0] if is_function else type(verifier).__name__
+            part = scores.values.sum(1)
+            parts[name] = parts.get(name, 0.0) + part
             if not is_function:
                 report_missing(verifier, scores, self._logged)
-            total += parts
+            total += part
             if verifier is self.accuracy:
                 correct = _correct(scores)
         if self.accuracy is not None and self.accuracy not in self.verifiers:
             correct = await self.judge(prompt, responses, target)
-        pairs = zip(total, correct, strict=True)
-        return [Score(None if np.isnan(reward) else float(reward), right) for reward, right in pairs]
+        return [
+            Score(
+                None if np.isnan(reward) else float(reward),
+                right,
+                {name: float(values[i]) for name, values in parts.items()} if len(self.verifiers) > 1 else None,
+            )
+            for i, (reward, right) in enumerate(zip(total, correct, strict=True))
+        ]
 
     async def judge(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[bool | None]:
         """Whether each response is right, by the accuracy function alone; None where that is unscored.
