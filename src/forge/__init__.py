@@ -14,7 +14,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# What is imported on first use, and from where.
+# Imported on first use, from these modules.
 _HOMES = {
     **dict.fromkeys(("train", "sft", "dpo", "evaluate", "generate", "Result"), "forge.api"),
     **dict.fromkeys(("Completion", "Episode", "Group", "Prompt", "Sample"), "forge.types"),

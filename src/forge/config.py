@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, and what to do about it; one line."""
+    """An invalid configuration: the fault and the remedy in one line."""
 
 
 class _OneLine(ModelMetaclass):
@@ -199,7 +199,7 @@ def flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """An override as YAML; what is none, or would be a mapping, is the text itself."""
+    """An override as YAML; text that is not YAML, or would be a mapping, is taken as it is."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:

@@ -81,7 +81,7 @@ def build_small_model(
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without transformers' progress bars, and its report of a head that had to be made anew as if that were a
+    """Without transformers' progress bars, and its report of a head that was newly initialised as if that were a
     mistake."""
     from transformers.utils import logging
 

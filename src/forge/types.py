@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-TOP_LOGPROBS = 20  # likeliest tokens that a request may ask for at most
+TOP_LOGPROBS = 20  # most top logprobs of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Sampling:
     """How to sample completions of one prompt.
 
     `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
-    request reproducible whatever else is in the batch; None draws one. `top_logprobs` is how many of the likeliest
-    tokens are told of at each position, at most 20.
+    request reproducible whatever else is in the batch; None draws one. `top_logprobs` is the number of
+    most probable tokens to return at each position, at most 20.
     """
 
     n: int = 1
@@ -84,9 +84,10 @@ class Completion:
     has, for every version in `versions`, the identity of the weights that drew its tokens: the digest their publisher
     stated, "" where none was. `sampled_by` names the replica.
 
-    `top_logprobs` is empty unless the request asked for it. `top_logprobs[i]` then has the likeliest tokens in the
-    place of `token_ids[i]`, the likeliest first, with their log-probabilities under that same distribution: as many as
-    were asked for, or as are left after top-k and top-p. `token_ids[i]` need not be one of them. Episodes leave it out.
+    `top_logprobs` is empty unless the request asked for it. `top_logprobs[i]` then has the most probable tokens at the
+    position of `token_ids[i]`, in descending order, with their log-probabilities under that same distribution: as
+    many as requested, or as are left after top-k and top-p. `token_ids[i]` need not be one of them. Episodes leave it
+    out.
     """
 
     prompt_ids: tuple[int, ...]
@@ -131,7 +132,7 @@ class Turn(NamedTuple):
 
 @dataclass(slots=True, init=False)
 class Episode:
-    """A token sequence to learn from, with what is known about every token.
+    """A token sequence to learn from, with mask, logprob and version of every token.
 
     The four arrays have one length. `mask[i]` says that the policy wrote token i; context tokens have mask False,
     logprob 0 and version -1. `reward` None means unscored: the episode is dropped and counted, never read as zero.

@@ -13,7 +13,7 @@ from .anchored import AnchoredLogistic
 from .binned import BinnedDawidSkene, DawidSkene, Online
 from .calibration import log_loss
 from .correlated import CorrelatedMixture, residual_correlation, within_problems
-from .means import Majority, NaiveMean, RankMean, family_numbers, likeliest_slope, rank_means, unheaped
+from .means import Majority, NaiveMean, RankMean, family_numbers, fitted_slope, rank_means, unheaped
 from .normalise import NormalScores
 from .table import ScoreTable
 from .verdict_models import MedianTriplets, PublishedWeaver
@@ -108,7 +108,7 @@ class Auto(Aggregator):
             return self._mixture(data, normal)[0] if self.one_right else independent, None
         warning = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
         mixture, agreement = self._mixture(data, normal)
-        heaps = likeliest_slope(unheaped(data, family_numbers(data)))
+        heaps = fitted_slope(unheaped(data, family_numbers(data)))
         effect = mixture.report.details["problem_effect"]
         self.report.details.update(agreement=agreement, heaps=heaps, problem_effect=effect)
         sound = agreement >= self.agreement

@@ -65,7 +65,7 @@ FEWEST, SAMPLE = 30, 10_000
 
 
 def mean_of_known(x: np.ndarray) -> np.ndarray:
-    """[responses] mean of [responses, verifiers] over what is not NaN; 0 where all are."""
+    """[responses] mean of [responses, verifiers] over values that are not NaN; 0 where all are."""
     known = ~np.isnan(x)
     return np.where(known, x, 0.0).sum(1) / np.maximum(known.sum(1), 1)
 
@@ -80,7 +80,7 @@ def unheaped(data: Data, families: np.ndarray | None = None) -> np.ndarray:
     return rank_means(scattered(data.x[:: 1 + len(data.x) // SAMPLE], data.names, 0), families)
 
 
-def likeliest_slope(u: np.ndarray, steps: int = 200) -> float:
+def fitted_slope(u: np.ndarray, steps: int = 200) -> float:
     """Maximum-likelihood slope in logits per standard deviation of u [responses], between LEAST and MOST.
 
     The model is two Gaussians of equal variance, fitted by expectation maximisation from a median split; nothing is
@@ -133,7 +133,7 @@ class RankMean(Aggregator):
         self.values, self.heights = normal.values, normal.heights
         self.families = family_numbers(data) if self.by_family else None
         u = rank_means(normal(data.x), self.families)
-        slope = likeliest_slope(unheaped(data, self.families)) if self.slope is None else self.slope
+        slope = fitted_slope(unheaped(data, self.families)) if self.slope is None else self.slope
         a = slope / (u.std() + 1e-9)
         b = brentq(lambda b: sigmoid(a * u + b).mean() - self.class_balance, -500.0, 500.0)
         self.line = np.array([a, b])

@@ -216,7 +216,7 @@ def test_the_newest_complete_checkpoint_is_taken(left):
     assert find_start(left.cfg, str(left.folder)) == Start(str(left.checkpoint(2)), 2)
     left.checkpoint(2).rename(left.checkpoint(2).with_suffix(".unfinished"))
     assert "it has no complete checkpoint" in left.error("--resume", str(left.folder))
-    assert find_start(left.cfg, "auto") == Start(anew=True)
+    assert find_start(left.cfg, "auto") == Start(restart=True)
     left.cfg.checkpoint.every = 0
     (left.folder / "config.yaml").write_text(yaml.safe_dump(to_dict(left.cfg)))
     left.cfg.checkpoint.every = 2

@@ -30,7 +30,7 @@ from forge_weaver import (
     load,
 )
 from forge_weaver.calibration import auc, ece, log_loss
-from forge_weaver.means import likeliest_slope
+from forge_weaver.means import fitted_slope
 from forge_weaver.selection import selection_accuracy
 from forge_weaver.synthetic import Truth, generate, scenario
 
@@ -240,8 +240,8 @@ def test_a_rank_mean_is_matched_to_the_class_balance(table: ScoreTable):
 def test_the_slope_of_a_rank_mean_is_that_of_two_gaussians(balance: float, distance: float):
     rng = np.random.default_rng(0)
     u = 0.3 * (rng.normal(size=20_000) + distance * (rng.random(20_000) < balance))
-    assert likeliest_slope(u) == pytest.approx(distance / 0.3 * u.std(), rel=0.1)
-    assert all(likeliest_slope(rng.normal(size=n)) <= 1.0 for n in (5, 40, 200, 1000, 20_000))
+    assert fitted_slope(u) == pytest.approx(distance / 0.3 * u.std(), rel=0.1)
+    assert all(fitted_slope(rng.normal(size=n)) <= 1.0 for n in (5, 40, 200, 1000, 20_000))
 
 
 def test_a_rank_mean_that_tells_the_classes_apart_says_so():

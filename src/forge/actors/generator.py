@@ -122,7 +122,7 @@ class Generator(ForgeActor):
         if nothing was for a second. `finish` is "" but for a sample's last.
 
         Raises:
-            StreamLost: the stream is of another replica, or of a lost one, or nobody asked for a minute.
+            StreamLost: the stream is of another replica, or of a lost one, or it was not read for a minute.
             StaleWeights: this generator missed an update.
         """
         with self._ending():
@@ -185,7 +185,7 @@ class Generator(ForgeActor):
 
     def _load(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
         """Read and check a version beside the decoding; only the swap is left to the engine. None if a later request
-        came first: one that nobody waits for any more must not bring old weights back. A version of adapters alone is
+        came first: an abandoned one must not bring old weights back. A version of adapters alone is
         merged into the weights that this generator started from."""
         from ..engines.weights import read_checkpoint
 

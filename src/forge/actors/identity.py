@@ -1,4 +1,4 @@
-"""Who sampled what with which weights: every token is traced to a version that the trainer published, or refused."""
+"""Who sampled what with which weights: every token is traced to a version that the trainer published, or rejected."""
 
 from __future__ import annotations
 

@@ -76,10 +76,10 @@ class Keeper(ForgeActor):
         """
         held = self._leases.pop(lease, None)
         if held is None:
-            raise LeaseLost("the memory for what is to be published was taken back: raise the timeout of the put")
+            raise LeaseLost("the memory of this put was reclaimed: raise the timeout of the put")
 
         def publish() -> int:
-            # In the thread to its end, also if nobody waits for it any more: the memory is held as long.
+            # In the thread to its end, even if its caller has stopped waiting: the memory is held as long.
             with held.stack:
                 manifest = Manifest.from_json(part)
                 for shard in manifest.shards:
@@ -93,7 +93,7 @@ class Keeper(ForgeActor):
 
     @endpoint
     async def release(self, lease: str) -> None:
-        """Nobody uses these windows any more."""
+        """These windows are no longer in use."""
         await self._release(lease)
 
     @endpoint

@@ -25,7 +25,7 @@ class Ledger:
     Args:
         owner: the component.
         path: of the journal. None writes nothing: the component then cannot be replaced.
-        lost: for the error in that case, what is lost and what to set.
+        lost: for the error in that case: the state that is lost and the setting that keeps it.
     """
 
     def __init__(self, owner: ForgeActor, path: str | None, *, lost: str) -> None:

@@ -85,7 +85,7 @@ class ReplayBuffer(ForgeActor):
         self.dropped = dict.fromkeys(REASONS, 0)
         self.seen = Seen()
         self.random = random.Random(seed)
-        self.version = 0  # the weights that train next: what is too old for them is too old for all that follow
+        self.version = 0  # the weights that train next: an item that is too old for them stays too old
         self.replaced = 0
         self.changed = asyncio.Condition()
 
@@ -147,7 +147,7 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def expire(self, version: int) -> int:
-        """Drop what is too old to train `version`, now and from here on; returns how many items that were."""
+        """Drop the items that are too old to train `version`; returns their number."""
         async with self.changed:
             return self._expire(version)
 

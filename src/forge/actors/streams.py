@@ -13,15 +13,15 @@ from ..observability import Reduce, record_metric
 from ..types import Completion, Sampling
 
 WAIT = 1.0  # seconds that a caller waits for something to tell
-FORGOTTEN = 60.0  # seconds after which nobody will ask any more
+FORGOTTEN = 60.0  # seconds without a request after which a stream is closed
 
 
 class StreamLost(LookupError):
-    """A stream that this generator does not know: the one that wrote it was lost, or nobody asked for a minute."""
+    """A stream that this generator does not know: the one that wrote it was lost, or it was not read for a minute."""
 
 
 class Streams:
-    """The streams of one engine. A stream that nobody asks about for a minute is cancelled."""
+    """The streams of one engine. A stream that is not read for a minute is cancelled."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -32,7 +32,7 @@ class Streams:
         stream = _Stream(asyncio.get_running_loop())
         stream.future = self.engine.submit(prompt_ids, sampling, priority=priority, listener=stream.tell)
         stream.future.add_done_callback(stream.ended)
-        # No other generator may know the number: a session whose generator was lost goes on at another one.
+        # No other generator may know the number: a session whose generator was lost moves to another one.
         number = secrets.randbits(63) if number is None else number
         self.open_ones[number] = stream
         stream.loop.call_later(FORGOTTEN, self._look_at, number)
@@ -63,7 +63,7 @@ class Streams:
 
 
 class _Stream:
-    """What one request has drawn and nobody has asked for. Only its `loop` touches it."""
+    """The tokens of one request that were not read yet. Only its `loop` touches it."""
 
     future: Future[list[Completion]]
 

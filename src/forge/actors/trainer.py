@@ -28,7 +28,7 @@ IDENTITIES = "identities"
 
 
 class Write(NamedTuple):
-    """A checkpoint that is written while training goes on."""
+    """A checkpoint that is written while training continues."""
 
     folder: str
     extra: dict[str, Any] | None
@@ -246,7 +246,7 @@ class Trainer(ForgeActor):
                 self.trainer.offload()
 
     def _begin(self, write: Write) -> str:
-        """Copy the state, and write the copy while training goes on."""
+        """Copy the state, and write the copy while training continues."""
         from ..training.checkpoint import Background
 
         self.background = self.background or Background(self.trainer)

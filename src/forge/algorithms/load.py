@@ -42,7 +42,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     """An algorithm of this library by name, or one of your own, by `package.module:Name` or as an object.
 
     Your own is an `Algorithm` (class or instance), an `nn.Module` (class or instance) or a function over named tensors,
-    see `forge.algorithms`. What is not an `Algorithm` is trained with GRPO's advantages.
+    see `forge.algorithms`. A plain loss is trained with GRPO's advantages.
 
     Args:
         known: further keys that stand beside the settings in a file, for the hint of an error.

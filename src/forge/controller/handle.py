@@ -31,7 +31,7 @@ _session_ids = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is asked of a service: an endpoint with its arguments, and how to send it."""
+    """A call of a service: an endpoint with its arguments, and how to send it."""
 
     verb: str
     endpoint: str

@@ -72,7 +72,7 @@ class ProcessGroup:
     """The processes of one replica, or those that components share.
 
     `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
-    for seconds, and silence then is no sign of a hang. When a process is lost all `members` are told by `fail`.
+    for seconds, and silence then is no sign of a hang. When a process is lost, `fail` is called on all `members`.
     """
 
     def __init__(self, name: str, mesh: ProcMesh, options: Options, *, shared: bool = False) -> None:
@@ -126,7 +126,7 @@ class ProcessGroup:
             process.kill()
 
     async def stop(self) -> None:
-        """End the processes, by force where they do not listen; whoever cancels this ends them at once."""
+        """End the processes, by force where they do not react; cancelling this kills them at once."""
         if self._pinging is not None:
             self._pinging.cancel()
         gentle, self.dead = self.dead is None, self.dead or "it was shut down"
@@ -216,7 +216,7 @@ def visible_gpus() -> list[str]:
 
 
 def take_gpus(free: list[str], count: int, component: str) -> list[str]:
-    """Take `count` devices from `free`, or say what is missing."""
+    """Take `count` devices from `free`, or raise an error that names the shortage."""
     if count > len(free):
         raise ForgeError(
             f"{component} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "

@@ -11,7 +11,8 @@ from ._monarch import RDMABuffer, RDMATcpFallbackWarning
 
 
 class Window:
-    """Bytes of this process, uint8 [size], open to whoever is sent this object. Make and use it within an endpoint.
+    """Bytes of this process, uint8 [size], readable by every process that receives this object. Make
+    and use it within an endpoint.
 
     They stay open until `close`, and must not be freed before.
     """

@@ -21,7 +21,7 @@ from .runtime import runtime, shutdown
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# How long `main` may take over its own clean-up after it was told to stop.
+# How long `main` may take over its own clean-up after it was asked to stop.
 STOP_PATIENCE = 5.0
 # Stops the run of this process; None where there is none.
 _interrupt: Callable[[], Any] | None = None

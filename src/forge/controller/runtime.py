@@ -153,7 +153,7 @@ class Runtime:
         if self._gpus is None:
             self._gpus = processes.visible_gpus()
         options = component.options
-        # What is shared stays with its name: the next component that shares it finds the same devices.
+        # Shared devices stay with the name of the share: the next component that shares it finds the same devices.
         key, count = (component.name, index), options.procs
         if options.share is not None:
             key, count = (f"share {options.share}", 0), options.share_procs

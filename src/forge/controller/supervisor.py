@@ -72,7 +72,7 @@ class Supervisor:
         self._task.add_done_callback(log_failure)
 
     def retire(self) -> None:
-        """Start no further replica; the one that serves goes on until `stop`."""
+        """Start no further replica; the one that serves continues until `stop`."""
         self.state = "stopped"
         self._changed.set()
 

@@ -270,7 +270,7 @@ class VLLMEngine:
         name = str(self._numbered)
         self._numbered += 1
         self._unstarted[name] = None
-        completion, told = Completion(request.prompt, [], [], [], ""), 0
+        completion, sent = Completion(request.prompt, [], [], [], ""), 0
         try:
             while not self._open.is_set():  # it may be closed again before this runs
                 await self._open.wait()
@@ -293,7 +293,7 @@ class VLLMEngine:
                     completion.top_logprobs += top_logprobs(part.logprobs, request.sampling.top_logprobs)
                     self._generated += len(ids)
                     if request.listener and part.finish_reason is None:
-                        told += self._tell(request, sample, completion, told, self._spans(name))
+                        sent += self._tell(request, sample, completion, sent, self._spans(name))
         finally:
             if name in self._unstarted:
                 del self._unstarted[name]
@@ -306,7 +306,7 @@ class VLLMEngine:
             raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
         completion.finish = part.finish_reason
         spans = [(span.version, span.start) for span in part.weight_versions]
-        self._tell(request, sample, completion, told, spans)
+        self._tell(request, sample, completion, sent, spans)
         completion.versions, completion.identities = self._drew(spans, 0, len(completion.token_ids))
         return completion
 
@@ -331,15 +331,15 @@ class VLLMEngine:
         return versions, identities
 
     def _tell(
-        self, request: Request, sample: int, completion: Completion, told: int, spans: Sequence[tuple[str, int]]
+        self, request: Request, sample: int, completion: Completion, sent: int, spans: Sequence[tuple[str, int]]
     ) -> int:
         """Pass new tokens to the listener; returns how many. None while their weights are unknown."""
         if request.listener is None or request.future.done() or not spans:
             return 0
-        versions, identities = self._drew(spans, told, len(completion.token_ids))
-        ids, logprobs = completion.token_ids[told:], completion.logprobs[told:]
+        versions, identities = self._drew(spans, sent, len(completion.token_ids))
+        ids, logprobs = completion.token_ids[sent:], completion.logprobs[sent:]
         piece = Completion(request.prompt, ids, logprobs, versions, completion.finish, identities=identities)
-        piece.top_logprobs = completion.top_logprobs[told:]
+        piece.top_logprobs = completion.top_logprobs[sent:]
         request.listener(sample, piece)
         return len(ids)
 

@@ -2,7 +2,7 @@
 
 - "hermes" (Qwen, Hermes): `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`
 - "llama3": the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several of them separated by `;`
-- "plain": `add(a=1, b=2)` anywhere in the text; of a tool with one parameter also `search(what is in here)`
+- "plain": `add(a=1, b=2)` anywhere in the text; of a tool with one parameter also `search(any text)`
 """
 
 from __future__ import annotations

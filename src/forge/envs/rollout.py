@@ -82,7 +82,7 @@ async def rollout(
 
 
 class _Branch:
-    """Tokens that only grow, and what is known about each of them."""
+    """An append-only token sequence with mask, logprob and version of each token."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.tokens: list[int] = []

@@ -52,7 +52,7 @@ class RunState:
                 state["reward"] = await self.reward.state_dict.fanout()
             if self.critic is not None:
                 # Written whole before the trainer's, which makes it count. The trainer may still be writing the one
-                # before this, and has not removed what is older: two more are kept.
+                # before this, and has not removed older ones: two more are kept.
                 await self.critic.save_checkpoint.call(f"{record.checkpoints}/critic", None, keep + 2)
             await self.trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
 

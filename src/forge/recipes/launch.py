@@ -46,7 +46,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
 
 
 class BadInput(ValueError):
-    """A run cannot start: what is wrong and what to do, in one line. Nothing was started."""
+    """Invalid input of a run: the fault and the remedy in one line. No process was started."""
 
 
 def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
@@ -83,10 +83,10 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     """The model, the held-out problems and the run's folder, once everything is checked.
 
     Raises:
-        ValueError, OSError, ImportError: what is wrong, in one line.
+        ValueError, OSError, ImportError: the fault, in one line.
     """
     folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
-    overwrite = start.checkpoint is None and (cfg.run.overwrite or start.anew)
+    overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
     others = [resolve_model(name) for name in cfg.others().values()]
     if start.checkpoint is None:
         check_free(folder, overwrite)
@@ -120,7 +120,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
 
 
 def check_model(cfg: Any, model: str) -> None:
-    """Refuse a model that the trainer, or a critic, cannot have, or cannot divide as configured.
+    """Reject a model that the trainer, or a critic, cannot have, or cannot divide as configured.
 
     Raises:
         ValueError: names what does not fit. ImportError: the trainer's backend is not installed.
@@ -140,7 +140,7 @@ def local(paths: list[str]) -> list[str]:
 
 
 def check_overwrite(cfg: Any, model: str) -> None:
-    """Refuse to overwrite a run with something that it is made from.
+    """Reject a run that would overwrite its own input.
 
     Raises:
         ValueError: the model or the data lie in the folder that would be removed.
@@ -152,7 +152,7 @@ def check_overwrite(cfg: Any, model: str) -> None:
 
 
 def check_vocabulary(key: str, other: str, model: str) -> None:
-    """Refuse a second model to which the same token ids mean something else.
+    """Reject a second model with a different vocabulary.
 
     Raises:
         ValueError: the tokenizers differ; names the key.
@@ -164,7 +164,7 @@ def check_vocabulary(key: str, other: str, model: str) -> None:
 
 
 def check_data(dataset: RowsConfig, evaluation: EvalConfig, model: str, seed: int) -> list[Any]:
-    """Open the data once to find what is wrong with it, and take what is held out: samples, episodes or pairs.
+    """Open the data once to check it, and return the held-out items: samples, episodes or pairs.
 
     Raises:
         ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out.

@@ -48,13 +48,13 @@ SAMPLES, SAMPLE = 256, 1 << 16
 class Start:
     """Where a run starts: at a checkpoint and its step, or at the beginning.
 
-    `finished`: there is nothing to do. `anew`: the same run came to nothing before, and gives way.
+    `finished`: there is nothing to do. `restart`: the same run ended before its first checkpoint and is overwritten.
     """
 
     checkpoint: str | None = None
     step: int = 0
     finished: bool = False
-    anew: bool = False
+    restart: bool = False
 
 
 def read_config(cls: type[T], arguments: Arguments) -> T:
@@ -109,9 +109,11 @@ def find_start(cfg: Any, resume: str | None) -> Start:
                 "run.overwrite to true"
             )
         log.info("%s has no checkpoint yet: starting again", folder)
-        return Start(anew=True)
+        return Start(restart=True)
     if not cfg.checkpoint.every:
-        raise ConfigError(f"--resume {folder} needs checkpoint.every: what is trained now could not be gone on from")
+        raise ConfigError(
+            f"--resume {folder} needs checkpoint.every: without checkpoints it could not be resumed again"
+        )
     before = _previous(folder)
     for name, was, now in changes(before, cfg):
         if not name.startswith(MAY_CHANGE):
@@ -159,7 +161,7 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
         ConfigError: names the file that has changed.
     """
     if not (folder / ORIGIN).exists():
-        raise ConfigError(f"--resume {folder}: it has no {ORIGIN}, so nobody knows what it was made from")
+        raise ConfigError(f"--resume {folder}: it has no {ORIGIN}, so its origin is unknown")
     before, now = json.loads((folder / ORIGIN).read_text()), _origin(models, data)
     for name in sorted({**before, **now}):
         if before.get(name) != now.get(name):

@@ -121,10 +121,10 @@ class RLConfig(RecipeConfig):
         return self.environment is not None
 
     def make_environment(self) -> Any:
-        """What makes an environment. ValueError: the name is unknown, or it cannot be called."""
+        """The callable that makes an environment. ConfigError: the name is unknown, or not callable."""
         found = resolve(self.environment, "environment") if isinstance(self.environment, str) else self.environment
         if not callable(found):
-            raise ConfigError(f"environment {self.environment!r} cannot be called: name what makes an environment")
+            raise ConfigError(f"environment {self.environment!r} is not callable: name what makes one")
         return found
 
     def others(self) -> dict[str, str]:

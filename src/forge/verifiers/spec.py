@@ -86,7 +86,7 @@ class RewardModelSettings(ModelSettings):
     intercept: float = 0.0
     """See `slope`."""
     truncate: bool = False
-    """Cut what is too long at the end of the response, where eos still closes it, or of a pair at the end of the longer
+    """Truncate long inputs at the end of the response, where eos still closes it, or of a pair at the end of the longer
     text; not with a chat template."""
 
     def _check(self) -> None:

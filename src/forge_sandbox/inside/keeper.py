@@ -153,7 +153,7 @@ class Running:
         return "output" if max(len(self.texts[self.out]), len(self.texts[self.error])) > self.most else ""
 
     def _read(self, descriptor: int) -> bool:
-        """Read what is available, up to one byte beyond the limit. False at the end."""
+        """Read available bytes, up to one byte beyond the limit. False at the end."""
         try:
             part = os.read(descriptor, 1 << 16)
         except BlockingIOError:

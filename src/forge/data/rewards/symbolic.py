@@ -93,7 +93,7 @@ def _equal(answer: str, target: str) -> bool:
     from sympy import Basic, nan, zoo
 
     def parsed(text: str) -> list:
-        # The plain grammar picks expressions out of prose, so it only gets what is an expression throughout.
+        # The plain grammar picks expressions out of prose, so it only gets text that is an expression throughout.
         if re.fullmatch(r"[\d\s.+\-*/()^]+", text):
             return parse(text, [ExprExtractionConfig()], parsing_timeout=None)
         return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
