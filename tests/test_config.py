@@ -94,6 +94,12 @@ def test_a_section_that_is_given_in_part_keeps_the_rest_of_its_default(config):
     assert build(Shared, {"reward": {"share": None}}).reward.share is None
 
 
+def test_a_hash_in_an_override_is_no_comment(config):
+    cfg = read(config, "--dataset.target_pattern", r"####\s*(.+)", "--dataset.prompt_template", "{question} # so:")
+    assert cfg.dataset.target_pattern == r"####\s*(.+)"
+    assert cfg.dataset.prompt_template == "{question} # so:"
+
+
 def test_overrides(config):
     cfg = read(config, "--trainer.procs", "4", "--generator.num_replicas=2", "--generator.slots", "64", "--seed", "7")
     assert (cfg.services.trainer.procs, cfg.services.generator.num_replicas) == (4, 2)

@@ -33,7 +33,7 @@ def check(cfg: WeaverConfig, folder: Path) -> tuple[str, list[Sample]]:
     """The model's folder and the prompts, once everything is checked; an earlier ensemble is removed.
 
     Raises:
-        ValueError, OSError: what is wrong, in one line.
+        ValueError, OSError: the fault, in one line.
     """
     if (folder / CONFIG).exists() and not cfg.run.overwrite:
         raise FileExistsError(f"{folder} holds an ensemble: choose another run.name, or set run.overwrite to true")
@@ -85,7 +85,7 @@ async def label(truth: str, problems: Sequence[Problem]) -> list[Problem]:
 
 
 async def score(cfg: WeaverConfig, problems: Sequence[Problem]) -> ScoreTable:
-    """The scores of all verifiers; what is missing is said, by verifier."""
+    """The scores of all verifiers; logs the share of missing scores of each."""
     service = await VerifierActor.options(**cfg.services.verifiers).as_service(cfg.verifiers)
     table = await score_table(await RemotePanel.of(service), problems)
     await service.stop()

@@ -246,6 +246,23 @@ def test_long_prompts_are_skipped_by_setting(tmp_path):
     assert {next(samples).prompt.text for _ in range(4)} == {"c>"}
 
 
+@pytest.mark.parametrize("pattern", [None, r"####\s*(.+)"])
+def test_targets_that_are_whole_solutions_are_a_warning(tmp_path, capsys, pattern):
+    data = tmp_path / "rows.jsonl"
+    rows_ = [{"question": "abc", "answer": f"ab is {n} and c\n#### {n}"} for n in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows_))
+    args = command(
+        tmp_path, "--dataset.task", "null", "--dataset.path", str(data), "--eval.path", str(data),
+        "--eval.problems", "4", *(["--dataset.target_pattern", pattern] if pattern else []),
+    )  # fmt: skip
+    _, held_out, record = prepare(read_config(GRPOConfig, Arguments.parse(args[3:])), Start())
+    record.close()
+    printed = capsys.readouterr()
+    warned = "dataset.target_field answer looks like a whole solution" in printed.out + printed.err
+    assert warned == (pattern is None)
+    assert {sample.target for sample in held_out} == ({"0", "1", "2", "3"} if pattern else {r["answer"] for r in rows_})
+
+
 def small_model(folder: Path) -> str:
     return build_small_model(
         folder, seed=0, alphabet=CONFIG["from_scratch"]["alphabet"], hidden_size=32, layers=2, heads=2, kv_heads=2,

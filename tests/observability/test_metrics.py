@@ -85,9 +85,36 @@ def test_a_run_folder(tmp_path, capsys):
     assert "held-out accuracy 0.100 at step 0, 0.900 at step 2" in capsys.readouterr().out
 
 
+def test_a_run_that_made_no_step_does_not_block_the_next(tmp_path):
+    failed = Run("one", {"seed": 1}, steps=2, root=str(tmp_path))
+    failed.log(0, Snapshot(), **{"eval/accuracy": 0.5})
+    failed.close()
+    again = Run("one", {"seed": 2}, steps=2, root=str(tmp_path))
+    assert "seed: 2" in (tmp_path / "one/config.yaml").read_text()
+    assert (tmp_path / "one/metrics.jsonl").read_text() == ""
+    (tmp_path / "one/checkpoints/step_000001").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match=r"resume it with --resume"):
+        Run("one", {}, steps=2, root=str(tmp_path))
+    again.close()
+
+
 def test_an_earlier_run_is_never_replaced_unasked(tmp_path):
-    Run("one", {}, steps=1, root=str(tmp_path)).log(0, Snapshot())
+    Run("one", {}, steps=1, root=str(tmp_path)).log(1, Snapshot())
     with pytest.raises(FileExistsError, match=r"set run.overwrite to true"):
         Run("one", {}, steps=1, root=str(tmp_path))
     Run("one", {}, steps=1, root=str(tmp_path), overwrite=True)
     assert (tmp_path / "one/metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(("truncated", "cause"), [(0.1, "expect another format"), (0.9, "90% of the completions")])
+def test_a_reward_of_0_for_20_steps_is_one_warning_with_the_likely_cause(tmp_path, capsys, truncated, cause):
+    run = Run("one", {}, steps=50, root=str(tmp_path))
+    printed = ""
+    for step in range(1, 46):
+        reward = 1.0 if step == 15 else 0.0
+        run.log(step, Snapshot(), **{"reward": reward, "reward/std": 0.0, "generation/truncated": truncated})
+        captured = capsys.readouterr()
+        printed += captured.out + captured.err
+        assert printed.count("of every sample of the last 20 steps was 0") == (step >= 35)
+    run.close()
+    assert cause in printed

@@ -1,7 +1,7 @@
 """The beginning and the end of a run.
 
-`run(main())` owns the event loop. However `main` ends (return, exception, Ctrl-C, SIGTERM, a component that cannot be
-replaced), every service is stopped and every process is gone before `run` returns.
+`run(main())` owns the event loop. However `main` ends (return, exception, Ctrl-C, SIGTERM, a lost component without a
+replacement), every service is stopped and every process is gone before `run` returns.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from .metrics import Clock, Snapshot, phase
 from .report import write_report, write_trace
 
 MARK, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", "finished"
+FLAT_STEPS = 20  # with a reward of 0 throughout, until a warning names the likely cause
 
 
 class Run:
@@ -78,6 +79,7 @@ class Run:
         self._progress = Progress(name, steps, start)
         self._all, self._finished = Snapshot(), False
         self._clock = Clock()
+        self._warned_flat = False
         self._last = time.perf_counter()
         self._started = self._last - (self.history[-1]["seconds"] if self.history else 0.0)
 
@@ -124,6 +126,20 @@ class Run:
                 for name, value in row.items():
                     self._tensorboard.add_scalar(name, value, step)
             self._progress.update(step, row)
+            last = self.history[-FLAT_STEPS:]
+            flat = [r for r in last if r.get("reward") == 0 and r.get("reward/std") == 0]
+            if len(flat) == FLAT_STEPS and not self._warned_flat:
+                self._warned_flat = True
+                truncated = sum(r["generation/truncated"] for r in flat) / FLAT_STEPS
+                cause = "the reward may expect another format, or a target that responses never equal"
+                if truncated > 0.5:
+                    cause = f"{truncated:.0%} of the completions were cut at max_tokens: raise it"
+                log.warning(
+                    "the reward of every sample of the last %d steps was 0: %s. Compare responses with targets in %s",
+                    FLAT_STEPS,
+                    cause,
+                    self.folder / "rollouts.jsonl",
+                )
             return row
 
     def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
@@ -171,12 +187,17 @@ class Run:
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
-    """FileExistsError: the folder holds an earlier run."""
-    if (folder / MARK).exists() and not overwrite:
+    """FileExistsError: the folder holds an earlier run that made a step. One that failed before that blocks nothing."""
+    if (folder / MARK).exists() and not overwrite and not _made_no_step(folder):
         raise FileExistsError(
             f"{folder} holds an earlier run: resume it with --resume {folder}, choose another run.name, or set "
             "run.overwrite to true"
         )
+
+
+def _made_no_step(folder: Path) -> bool:
+    rows = (folder / MARK).read_text().splitlines()
+    return not any((folder / "checkpoints").glob("*")) and all(row.startswith('{"step": 0.0,') for row in rows)
 
 
 def clear(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from typing import Any
 
 from ..config import Arguments, ConfigError, to_dict
 from ..controller import ForgeError, run
-from ..data.config import RowsConfig
+from ..data.config import DatasetConfig, RowsConfig
 from ..models import build_small_model, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
@@ -100,6 +101,15 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     cfg.check_tokenizer(model)
     cfg.check_reward()
     held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
+    if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
+        solutions = [sample.target for sample in held_out if re.search(r"####|\\boxed\{", sample.target or "")]
+        if 2 * len(solutions) > len(held_out):
+            log.warning(
+                "dataset.target_field %s looks like a whole solution (%.60r): set dataset.target_pattern to the "
+                "part that responses are compared with",
+                cfg.dataset.target_field,
+                solutions[0][-60:],
+            )
     if overwrite:
         check_overwrite(cfg, model)
     record = Run(

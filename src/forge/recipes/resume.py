@@ -89,23 +89,23 @@ def find_start(cfg: Any, resume: str | None) -> Start:
     """Where the run of this configuration starts.
 
     Raises:
-        ConfigError: there is no complete checkpoint to go on from; what is there is another run, or further than
+        ConfigError: there is no complete checkpoint to resume from; the folder holds another run, or one beyond
             `training.steps`.
     """
     from ..training import checkpoint
 
     folder = Path(cfg.run.root) / cfg.run.name
     if resume == "auto" and not cfg.checkpoint.every:
-        raise ConfigError("--resume auto needs checkpoint.every: there would never be anything to go on from")
+        raise ConfigError("--resume auto needs checkpoint.every: there would never be a checkpoint to resume from")
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):
         return Start()
     there = [path for path in checkpoint.checkpoints(folder / "checkpoints") if checkpoint.is_complete(path)]
     if not there:
         if resume != "auto":
-            raise ConfigError(f"--resume {folder}: it has no complete checkpoint, so there is nothing to go on from")
+            raise ConfigError(f"--resume {folder}: it has no complete checkpoint to resume from")
         if not cfg.run.overwrite and not _ended_early(cfg, folder):
             raise ConfigError(
-                f"{folder} holds an earlier run without a checkpoint to go on from: choose another run.name, or set "
+                f"{folder} holds an earlier run without a checkpoint to resume from: choose another run.name, or set "
                 "run.overwrite to true"
             )
         log.info("%s has no checkpoint yet: starting again", folder)

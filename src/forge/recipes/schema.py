@@ -289,7 +289,7 @@ class TrainingRecipe(Section):
             if placed.procs != 1 and not learns:
                 raise ConfigError(f"services.{name}.procs must be 1: scale it with num_replicas")
             if placed.num_replicas != 1 and (learns or name in ("replay_buffer", "dataset")):
-                raise ConfigError(f"services.{name}.num_replicas must be 1: it holds state that cannot be split")
+                raise ConfigError(f"services.{name}.num_replicas must be 1: its state cannot be split")
             if learns and name not in idle:
                 self.parallelism.over(placed.procs, f"services.{name}.procs = {placed.procs}")
                 if self.training.cpu_offload and not placed.with_gpus:

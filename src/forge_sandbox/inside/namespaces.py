@@ -28,8 +28,8 @@ def enter() -> None:
         _unshare(_ALL)
         _map(os.getpid(), f"{NOBODY} {uid} 1", f"{NOBODY} {gid} 1", "deny")
         return
-    # Two users, since root reads Python's folders and programs run as nobody. A helper that is still root outside must
-    # write the map.
+    # Two users, since root reads Python's folders and programs run as another user. A helper that is still root outside
+    # must write the map.
     pid, (ready, go) = os.getpid(), os.pipe()
     helper = os.fork()
     if not helper:

@@ -1,0 +1,66 @@
+"""Docstrings, comments and messages use the field's terms."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# Each with the term to use in its place.
+BANNED = {
+    r"told": "given, set, known",
+    r"anew": "again, retry",
+    r"refus\w+": "reject, raise, unsupported",
+    r"nobody|whoever": "name who it is",
+    r"likeliest": "most probable, top logprobs",
+    r"goes on|gone on|go on from": "continue, resume",
+    r"will not do|that cannot be(?! \w+ed)": "invalid, unsupported",
+    r"what is (?:wrong|missing|left|read|asked|known|made)": "name the thing: the error, the missing columns",
+    r"in vain|as ever": "timed out, as before",
+}
+PATTERN = re.compile("|".join(rf"\b(?:{words})\b" for words in BANNED), re.IGNORECASE)
+FILES = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "apps").rglob("*.py"))
+
+
+def prose(source: str) -> list[tuple[int, str]]:
+    """Comments and text of more than one word, docstrings and the fixed parts of messages among it, by line."""
+    found = [
+        (token.start[0], token.string)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+            found.append((node.lineno, node.value))
+    return found
+
+
+def test_the_code_speaks_the_language_of_the_field():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {match.group()!r}"
+        for path in FILES
+        for line, text in prose(path.read_text())
+        for match in PATTERN.finditer(text)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "file", ["README.md", "CONTRIBUTING.md", *sorted(p.name for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_so_do_the_documents(file):
+    path = ROOT / file if (ROOT / file).exists() else ROOT / "docs" / file
+    # Code of examples, and words that are quoted as words, are not prose.
+    text = re.sub(r"```.*?```|^(?: {4}|\t).*$|`[^`\n]*`|\"[^\"\n]*\"", "", path.read_text(), flags=re.S | re.M)
+    wrong = [match.group() for match in PATTERN.finditer(text)]
+    assert not wrong
+
+
+def test_the_ban_is_heeded():
+    source = '"""It was told."""\n# nobody\nraise ValueError(f"{x} goes on anew")\n'
+    assert [PATTERN.search(text).group() for _, text in prose(source)] == ["nobody", "told", "goes on"]
