@@ -201,7 +201,7 @@ def flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
 def _value(text: str) -> Any:
     """An override as YAML; text that is not YAML, or would be a mapping, is taken as it is. So is text with a #, which
     YAML would cut off as a comment."""
-    if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in ("'", '"', "[", "{"):
+    if re.search(r"(^|\s)#", text) and text.strip()[0] + text.strip()[-1] not in ("''", '""', "[]", "{}"):
         return text
     try:
         value = yaml.load(text, Loader=_Loader)
