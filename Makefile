@@ -20,7 +20,7 @@ quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m apps.grpo.main --config apps/grpo/tiny.yaml --seed $(SEED)
 
 test: $(VENV)/installed-dev lint
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(addprefix tests/,$(PKG))
 
 test-slow: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -m slow
