@@ -50,7 +50,9 @@ def test_a_run_is_whole(tmp_path, app, task):
     played = [row for row in rows if "episode/turns" in row]
     assert played
     assert all(1 <= row["episode/turns"] <= 3 for row in played)
-    assert all(row["episode/unscored"] == row["episode/infrastructure"] == 0 for row in played)
+    sampled = [row for row in rows if "episode/unscored" in row]  # where episodes ended during the step
+    assert sampled
+    assert all(row["episode/unscored"] == row["episode/infrastructure"] == 0 for row in sampled)
     rollout = json.loads((tmp_path / "run/rollouts.jsonl").read_text().splitlines()[0])
     assert rollout["response"].startswith("[assistant]")
     assert (tmp_path / "run/model/model.safetensors").exists()

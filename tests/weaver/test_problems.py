@@ -68,7 +68,7 @@ def test_each_reason_why_scores_are_missing_is_logged_once_in_training(caplog):
     async def train():
         reward = Reward([Panel([Rule(fails)])])
         for number in range(len(reasons)):
-            assert await reward.score("p", [str(number)], None) == [(None, None)]
+            assert await reward.score("p", [str(number)], None) == [(None, None, None)]
 
     asyncio.run(train())
     said = [record.getMessage().rsplit(": ", 1)[1] for record in caplog.records]

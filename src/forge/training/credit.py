@@ -20,6 +20,7 @@ from ..observability import Reduce, phase, record_metric
 from ..types import Batch, Episode, Group
 
 
+@phase("rollout_metrics")
 def record_rollouts(episodes: Iterable[Episode]) -> None:
     """Metrics of the sampled episodes that a step trains on: reward, accuracy and lengths, and of dialogues their turns
     and calls. They are recorded here, not where episodes are sampled: sampling runs ahead of training, and evaluation
@@ -50,6 +51,7 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
     record_metric("generation/tokens", tokens, Reduce.SUM)
 
 
+@phase("pack")
 def make_batch(groups: Sequence[Group], algorithm: Algorithm, version: int, **shares: Any) -> Batch:
     """The groups as one batch that trains weights `version`, with episode-level advantages.
 
@@ -60,10 +62,10 @@ def make_batch(groups: Sequence[Group], algorithm: Algorithm, version: int, **sh
         shares: `aggregation` and `horizon` of `forge.data.packing.pack`.
     """
     for group in groups:
-        record_metric("policy_age", version - group.version)
-        record_metric("policy_age", version - group.version, Reduce.MAX)
-    with phase("pack"):
-        return skip_idle(pack(learnable(groups, algorithm), **shares), algorithm)
+        age = version - group.version
+        record_metric("policy_age", age)
+        record_metric("policy_age", age, Reduce.MAX)
+    return skip_idle(pack(learnable(groups, algorithm), **shares), algorithm)
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
