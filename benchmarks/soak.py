@@ -4,7 +4,7 @@
     python benchmarks/soak.py                          # ten minutes of faults
     python benchmarks/soak.py --every 0 0              # the same run without faults
 
-A fault is SIGKILL or SIGSTOP to a random process of the run, whatever it is doing. Afterwards the run's own records are
+A fault is SIGKILL or SIGSTOP to a random process that the run has started: generators, trainer, reward. Afterwards the run's own records are
 checked: every step once, every group of completions trained once and whole, and the held-out accuracy.
 """
 
@@ -59,7 +59,7 @@ async def soak(every: tuple[float, float], seed: int, done: collections.Counter,
 
 
 def check(folder: Path, steps: int, batch_size: int, samples: int) -> tuple[int, list[str]]:
-    """Groups that were dropped, and what is wrong with a run's records.
+    """Groups that were dropped, and the faults of a run's records.
 
     A group that a fault delayed until it was too old is dropped, counted, and replaced by one of a new number.
     """
@@ -95,8 +95,7 @@ if __name__ == "__main__":
         "metrics.rollouts": batch_size,
         "seed": args.seed,
         # These deaths are no request's doing: two of them around one request are bad luck.
-        **{f"services.{name}.quarantine_after": 4 for name in ("generator", "trainer", "reward", "dataset")},
-        "services.replay_buffer.quarantine_after": 4,
+        **{f"services.{name}.quarantine_after": 4 for name in ("generator", "trainer", "reward")},
     }
     argv = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     launch(partial(soak, tuple(args.every), args.seed, done), GRPOConfig, argv)

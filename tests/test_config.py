@@ -100,6 +100,12 @@ def test_a_hash_in_an_override_is_no_comment(config):
     assert cfg.dataset.prompt_template == "{question} # so:"
 
 
+def test_an_override_opens_a_section_that_is_null(config):
+    assert read(config, "--services.reward", "null").services.reward is None
+    cfg = read(config, "--services.reward", "null", "--services.reward.num_replicas", "2")
+    assert cfg.services.reward.num_replicas == 2
+
+
 def test_overrides(config):
     cfg = read(config, "--trainer.procs", "4", "--generator.num_replicas=2", "--generator.slots", "64", "--seed", "7")
     assert (cfg.services.trainer.procs, cfg.services.generator.num_replicas) == (4, 2)

@@ -236,7 +236,9 @@ def _set(values: dict[str, Any], cls: type, name: str, value: Any) -> None:
     if not _exists(cls, path) and _exists(cls, ["services", *path]):
         path = ["services", *path]
     for key in path[:-1]:
-        values = values.setdefault(key, {})
+        if values.get(key) is None:  # a section that the file leaves out, or sets to null
+            values[key] = {}
+        values = values[key]
         if not isinstance(values, dict):
             raise ConfigError(f"--{name}: {key!r} is a value, not a section")
     values[path[-1]] = value
