@@ -4,8 +4,9 @@
     python benchmarks/soak.py                          # ten minutes of faults
     python benchmarks/soak.py --every 0 0              # the same run without faults
 
-A fault is SIGKILL or SIGSTOP to a random process that the run has started: generators, trainer, reward. Afterwards the run's own records are
-checked: every step once, every group of completions trained once and whole, and the held-out accuracy.
+A fault is SIGKILL or SIGSTOP to a random process that the run has started: generators, trainer, reward. Afterwards the
+run's own records are checked: every step once, every group of completions trained once and whole, and the held-out
+accuracy.
 """
 
 from __future__ import annotations
