@@ -159,15 +159,16 @@ def on_the_clock(name: str) -> AbstractContextManager[None]:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Time a block: adds to the metric `seconds/<name>` (summed), to the trace and to the current task's clock."""
-    start, tick = time.time(), time.perf_counter()
-    try:
-        with on_the_clock(name):
+    with on_the_clock(name):  # around the bookkeeping too, so that the phases of a task leave no gap
+        start, tick = time.time(), time.perf_counter()
+        try:
             yield
-    finally:
-        duration = time.perf_counter() - tick
-        record_metric(f"seconds/{name}", duration, Reduce.SUM)
-        with _lock:
-            _current.spans.append(Span(name, os.environ.get(PROCESS_NAME, "controller"), os.getpid(), start, duration))
+        finally:
+            duration = time.perf_counter() - tick
+            record_metric(f"seconds/{name}", duration, Reduce.SUM)
+            span = Span(name, os.environ.get(PROCESS_NAME, "controller"), os.getpid(), start, duration)
+            with _lock:
+                _current.spans.append(span)
 
 
 def drain() -> Snapshot:
