@@ -189,7 +189,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "unknown reward": (["--reward.functions", "[Nonsense]"], "reward 'Nonsense' was not found"),
         "overwriting its own model": (
             ["--from_scratch", "null", "--model", str(tmp_path / "runs/test/model")],
-            "run.overwrite would remove",
+            "the new run would remove",
         ),
         "no held-out file": (["--dataset.task", "null", "--dataset.path", str(rows_)], "set eval.path"),
     }
@@ -244,6 +244,19 @@ def test_long_prompts_are_skipped_by_setting(tmp_path):
     record.close()
     samples = load_data(AutoTokenizer.from_pretrained(model), seed=0, **cfg.dataset)
     assert {next(samples).prompt.text for _ in range(4)} == {"c>"}
+
+
+def test_a_failed_start_is_overwritten_but_never_what_the_next_run_reads(tmp_path):
+    data = tmp_path / "runs/test/rows.jsonl"
+    data.parent.mkdir(parents=True)
+    data.write_text('{"question": "abc", "answer": "cba"}\n')
+    words = ["--dataset.task", "null", "--dataset.path", str(data), "--eval.problems", "0", "--run.overwrite", "false"]
+    cfg = read_config(GRPOConfig, Arguments.parse(command(tmp_path, *words)[3:]))
+    (data.parent / "metrics.jsonl").write_text("")  # left by a run that made no step
+    with pytest.raises(ValueError, match=r"would remove .*rows\.jsonl, which it reads"):
+        prepare(cfg, Start())
+    cfg.dataset.path = str(data.rename(tmp_path / "rows.jsonl"))
+    prepare(cfg, Start())[2].close()
 
 
 @pytest.mark.parametrize("pattern", [None, r"####\s*(.+)"])

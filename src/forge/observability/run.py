@@ -188,14 +188,15 @@ class Run:
 
 def check_free(folder: Path, overwrite: bool) -> None:
     """FileExistsError: the folder holds an earlier run that made a step. One that failed before that blocks nothing."""
-    if (folder / MARK).exists() and not overwrite and not _made_no_step(folder):
+    if (folder / MARK).exists() and not overwrite and not made_no_step(folder):
         raise FileExistsError(
             f"{folder} holds an earlier run: resume it with --resume {folder}, choose another run.name, or set "
             "run.overwrite to true"
         )
 
 
-def _made_no_step(folder: Path) -> bool:
+def made_no_step(folder: Path) -> bool:
+    """Whether the run in this folder ended before its first step: no checkpoint, and at most the row of step 0."""
     rows = (folder / MARK).read_text().splitlines()
     return not any((folder / "checkpoints").glob("*")) and all(row.startswith('{"step": 0.0,') for row in rows)
 

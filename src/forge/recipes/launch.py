@@ -17,7 +17,7 @@ from ..models import build_small_model, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
-from ..observability.run import check_free
+from ..observability.run import MARK, check_free
 from ..store import VersionStore, use
 from .components import Job
 from .resume import Start, check_origin, find_start, read_config, write_origin
@@ -110,7 +110,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
                 cfg.dataset.target_field,
                 solutions[0][-60:],
             )
-    if overwrite:
+    if overwrite or (start.checkpoint is None and (folder / MARK).exists()):
         check_overwrite(cfg, model)
     record = Run(
         cfg.run.name,
@@ -158,7 +158,7 @@ def check_overwrite(cfg: Any, model: str) -> None:
     folder = (Path(cfg.run.root) / cfg.run.name).resolve()
     for name in (model, *local(cfg.files), cfg.eval.path, *cfg.others().values()):
         if name is not None and Path(name).resolve().is_relative_to(folder):
-            raise ValueError(f"run.overwrite would remove {name}, which this run reads: choose another run.name")
+            raise ValueError(f"the new run would remove {name}, which it reads: choose another run.name")
 
 
 def check_vocabulary(key: str, other: str, model: str) -> None:

@@ -13,7 +13,7 @@ import yaml
 from ..config import Arguments, ConfigError, flat, read, to_dict
 from ..files import write_atomic
 from ..observability.console import log
-from ..observability.run import FINISHED, MARK
+from ..observability.run import FINISHED, MARK, made_no_step
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def find_start(cfg: Any, resume: str | None) -> Start:
     if not there:
         if resume != "auto":
             raise ConfigError(f"--resume {folder}: it has no complete checkpoint to resume from")
-        if not cfg.run.overwrite and not _ended_early(cfg, folder):
+        if not (cfg.run.overwrite or made_no_step(folder) or _ended_early(cfg, folder)):
             raise ConfigError(
                 f"{folder} holds an earlier run without a checkpoint to resume from: choose another run.name, or set "
                 "run.overwrite to true"
