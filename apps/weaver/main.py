@@ -14,6 +14,11 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+try:
+    import forge_weaver as _  # noqa: F401
+except ImportError as error:
+    raise SystemExit(f"error: {error}") from error
+
 from apps.weaver import stages
 from apps.weaver.config import WeaverConfig
 from forge.config import load

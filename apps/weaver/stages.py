@@ -19,7 +19,7 @@ from forge.actors import Generator, RemotePanel, VerifierActor
 from forge.config import to_dict
 from forge.data.load import load_data
 from forge.data.rewards import load_reward
-from forge.models import resolve_model
+from forge.models import check_family, resolve_model
 from forge.recipes.schema import sample_seed
 from forge.types import Sample
 from forge.verifiers import Panel, Rule
@@ -38,6 +38,7 @@ def check(cfg: WeaverConfig, folder: Path) -> tuple[str, list[Sample]]:
     if (folder / CONFIG).exists() and not cfg.run.overwrite:
         raise FileExistsError(f"{folder} holds an ensemble: choose another run.name, or set run.overwrite to true")
     cfg.verifiers.check_sources()
+    check_family(cfg.model)
     model, made = resolve_model(cfg.model), [(folder / name).resolve() for name in MADE]
     models = [*cfg.verifiers.reward_models, *cfg.verifiers.process_reward_models]
     plugins = [plugin["path"] for plugin in cfg.verifiers.plugins if isinstance(plugin.get("path"), str)]
