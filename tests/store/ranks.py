@@ -150,6 +150,12 @@ def overwrite(store: VersionStore) -> None:
         store.put("w", {name: torch.full((20_000,), float(number)) for name in "abc"})
 
 
+def killed_allocating(store: VersionStore) -> None:
+    """Is killed when its segment has a name and no memory yet."""
+    os.posix_fallocate = lambda *_: os.kill(os.getpid(), 9)
+    store.put("w", torch.zeros(10_000_000))  # larger than any free segment
+
+
 def slow_put(store: VersionStore) -> None:
     """Puts for ever; is killed from outside."""
     print("putting", flush=True)

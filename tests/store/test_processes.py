@@ -17,6 +17,8 @@ import torch
 
 from forge.store import MissingVersion, VersionStore
 
+pytestmark = pytest.mark.processes
+
 RANKS = Path(__file__).parent / "ranks.py"
 
 
@@ -67,7 +69,11 @@ def test_a_rank_that_is_killed_once_it_has_published(store: VersionStore):
 
 
 @pytest.mark.parametrize(
-    ("task", "says"), [("skewed", ""), ("broken", "rank 1 could not put policy: no memory left True")]
+    ("task", "says"),
+    [
+        pytest.param("skewed", "", marks=pytest.mark.full),
+        ("broken", "rank 1 could not put policy: no memory left True"),
+    ],
 )
 def test_what_one_rank_does_not_do(store: VersionStore, task: str, says: str):
     ranks = start(task, store, 2)
@@ -77,6 +83,7 @@ def test_what_one_rank_does_not_do(store: VersionStore, task: str, says: str):
     assert store.versions("policy") == ([4, 5] if task == "skewed" else [1])
 
 
+@pytest.mark.full
 def test_processes_that_put_and_delete_at_once(store: VersionStore):
     writers = [process for _ in range(4) for process in start("churn", store)]
     for writer in writers:
@@ -85,6 +92,7 @@ def test_processes_that_put_and_delete_at_once(store: VersionStore):
         assert float(output) > 10
 
 
+@pytest.mark.full
 def test_no_reader_sees_a_torn_version_in_a_thousand_overwrites(store: VersionStore):
     writers = start("overwrite", store)
     last, reads = 0.0, 0
@@ -103,6 +111,7 @@ def test_no_reader_sees_a_torn_version_in_a_thousand_overwrites(store: VersionSt
     assert reads > 100
 
 
+@pytest.mark.full
 def test_a_writer_that_is_killed_leaves_the_last_whole_version(store: VersionStore):
     rng = random.Random(0)
     for _ in range(6):
@@ -114,7 +123,9 @@ def test_a_writer_that_is_killed_leaves_the_last_whole_version(store: VersionSto
         writer.communicate()
         if store.exists("w"):
             assert len({float(tensor[0]) for tensor in store.get("w").values()}) == 1
-    before = set(os.listdir(store.root / "segments"))
+    before = os.listdir(store.root / "segments")
+    for writer in start("killed_allocating", store):
+        assert writer.wait(60) == -signal.SIGKILL
     for _ in range(3):  # what the killed ones held is used again
         store.put("w", {name: torch.zeros(500_000) for name in "abcdefgh"})
     assert len(os.listdir(store.root / "segments")) + len(os.listdir(store.root / "free")) <= max(len(before), 4)

@@ -22,6 +22,8 @@ from forge.store import IncompleteVersion, Ranks, VersionStore
 from forge.store.manifest import local_boxes
 from forge.store.transfer import Part
 
+pytestmark = pytest.mark.processes
+
 Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
 
 
@@ -75,7 +77,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Layout, Layout, torch.dtype, t
     return full, source, target, draw(st.sampled_from(dtypes)), on_the_way
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_any_layout_into_any_other(store: VersionStore, case):
     full, source, target, dtype, on_the_way = case

@@ -24,7 +24,7 @@ from ..observability.metrics import PROCESS_NAME
 from .journal import Journal
 from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, VersionConflict
 from .transfer import Ranks
-from .versions import VersionStore
+from .versions import ADDRESS, VersionStore
 
 __all__ = [
     "CorruptWeights",
@@ -44,8 +44,6 @@ __all__ = [
     "use",
     "wait",
 ]
-
-ADDRESS = "FORGE_STORE"
 
 _store: VersionStore | None = None
 

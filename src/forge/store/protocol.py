@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,12 @@ class CorruptWeights(RuntimeError):
 
 class Store(ABC):
     """Versions of tensors by key: `VersionStore` in shared memory of this host, `RemoteStore` on another host. The
-    methods are documented in `VersionStore`."""
+    methods are documented in `VersionStore`.
+
+    In the controller, `publisher(version)` publishes the weights of that number if a trainer has them.
+    """
+
+    publisher: Callable[[int], Awaitable[Any]] | None = None
 
     def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
         """Read a version, the newest by default.

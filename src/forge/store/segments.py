@@ -91,7 +91,10 @@ class Segments:
         for name in set(os.listdir(self.used)) - referenced:
             file = os.open(self.used / name, os.O_RDWR)
             if lock(file, fcntl.LOCK_EX):
-                (self.used / name).rename(self.free / name)
+                if os.fstat(file).st_size:
+                    (self.used / name).rename(self.free / name)
+                else:  # its writer was killed before it allocated the memory: nothing would ever reuse it
+                    (self.used / name).unlink()
             os.close(file)
         spare = sorted(_sizes(self.free), key=lambda entry: entry[2])
         surplus = sum(size for _, size, _ in spare) - sum(size for _, size, _ in _sizes(self.used))

@@ -29,6 +29,7 @@ from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, 
 from .segments import Segments, lock, locked
 from .transfer import CollectivePut, Part, Ranks, Snapshot
 
+ADDRESS = "FORGE_STORE"  # environment variable: the folder of the run's store
 PREFIX = "forge-weights-"
 PATIENCE = 60.0  # seconds to wait for the store's lock, which is held only briefly
 SETTLING = 5.0  # seconds to wait for a version that replaces one whose memory is gone
@@ -251,6 +252,8 @@ class VersionStore(Store):
 
     def close(self) -> None:
         """Remove the store and everything in it."""
+        if os.environ.get(ADDRESS) == str(self.root):
+            del os.environ[ADDRESS]  # processes started later must not look for it
         self.segments.forget(everything=True)
         shutil.rmtree(self.root, ignore_errors=True)
         if self._owner is not None:
