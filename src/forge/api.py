@@ -148,8 +148,9 @@ def evaluate(
 
     from .data.config import DatasetConfig
     from .data.load import load_data
-    from .models import resolve_model
+    from .models import check_family, resolve_model
 
+    check_family(model)
     folder, section = resolve_model(model), build(DatasetConfig, _dataset(dataset), "dataset")
     rows: Any = load_data(AutoTokenizer.from_pretrained(folder), kind=section.kind, **{**section, "shuffle": False})
     samples = rows.held_out(_count(section.path, problems))
@@ -180,8 +181,9 @@ def generate(
         generator: settings of `forge.engines.EngineSettings`.
         sampling: fields of `forge.types.Sampling`, such as `n`, `max_tokens` and `temperature`.
     """
-    from .models import resolve_model
+    from .models import check_family, resolve_model
 
+    check_family(model)
     folder, texts = resolve_model(model), [prompts] if isinstance(prompts, str) else [*prompts]
     inputs: list[Any] = list(texts)
     if chat:

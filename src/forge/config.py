@@ -207,7 +207,7 @@ def _value(text: str) -> Any:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         return text
-    return text if isinstance(value, dict) and ":" not in text else value
+    return text if isinstance(value, dict) and value and ":" not in text else value
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+FAMILIES = ("llama", "qwen2", "qwen3")  # the model types that trainer and engines have
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def check_family(name: str) -> None:
+    """Check the architecture of a model before its weights are downloaded or read.
+
+    Raises:
+        ValueError: it is not one of `FAMILIES`.
+    """
+    path = Path(name) / "config.json"
+    if is_hub_id(name):
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(name, "config.json"))
+        except Exception:  # `resolve_model` says why
+            return
+    found = json.loads(path.read_text()).get("model_type") if path.is_file() else None
+    if found is not None and found not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"model {name} has model_type {found!r}, which is unsupported: use a dense model of {known}")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is `owner/model` and no folder of this machine, nor a misspelt one."""
+    folder = Path(name)
+    local = folder.is_dir() or name.startswith((".", "/", "~")) or folder.parent.is_dir()
+    return name.count("/") == 1 and not local
 
 
 def resolve_model(name: str) -> str:
@@ -18,7 +47,7 @@ def resolve_model(name: str) -> str:
     """
     folder = Path(name)
     if not folder.is_dir():
-        if name.count("/") != 1 or name.startswith((".", "/", "~")) or folder.parent.is_dir():
+        if not is_hub_id(name):
             raise FileNotFoundError(f"model folder {name} does not exist")
         from huggingface_hub import snapshot_download
 

@@ -36,6 +36,8 @@ def resolve(name: str, what: str, home: str | None = None) -> Any:
     try:
         return getattr(importlib.import_module(module or str(home)), attribute)
     except (ImportError, AttributeError, SyntaxError) as error:
+        if isinstance(error, ImportError) and "pip install" in str(error):  # the name is right, a package is missing
+            raise ValueError(f"{what} {name!r}: {error}") from error
         raise ValueError(f"{what} {name!r} was not found ({error}); write package.module:Name") from error
 
 

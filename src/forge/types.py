@@ -76,13 +76,14 @@ class Sampling:
 
 @dataclass(slots=True)
 class Completion:
-    """One sampled continuation.
+    """One sampled continuation: `Completion(text, token_ids, logprobs, metadata)`.
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
     temperature, top-k and top-p; greedy decoding has the model's own, as at temperature 1), and `versions[i]` the
-    policy version that drew it. `finish` is "stop" (a stop token, included in `token_ids`) or "length". `identities`
-    has, for every version in `versions`, the identity of the weights that drew its tokens: the digest their publisher
-    stated, "" where none was. `sampled_by` names the replica.
+    policy version that drew it, -1 where that is not known. `finish` is "stop" (a stop token, included in
+    `token_ids`) or "length". `metadata` is the user's, and goes into the `info` of an episode. `identities` has, for
+    every version in `versions`, the identity of the weights that drew its tokens: the digest their publisher stated,
+    "" where none was. `sampled_by` names the replica.
 
     `top_logprobs` is empty unless the request asked for it. `top_logprobs[i]` then has the most probable tokens at the
     position of `token_ids[i]`, in descending order, with their log-probabilities under that same distribution: as
@@ -90,21 +91,25 @@ class Completion:
     out.
     """
 
-    prompt_ids: tuple[int, ...]
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: str
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
+    prompt_ids: tuple[int, ...] = ()
+    versions: list[int] = field(default_factory=list)
+    finish: str = ""
     identities: dict[int, str] = field(default_factory=dict)
     sampled_by: str = ""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if not self.versions:
+            self.versions = [-1] * len(self.token_ids)
+
     @property
     def version(self) -> int:
-        """The oldest policy version that contributed a token."""
-        return min(self.versions)
+        """The oldest policy version that contributed a token; -1 where it is not known."""
+        return min(self.versions, default=-1)
 
 
 class Origin(NamedTuple):
@@ -141,7 +146,7 @@ class Episode:
 
     Where it was played in several turns, `turns` has them; what of `reward` is not theirs came at the end. `branches`
     are the episodes that came before it where the conversation was rewritten; each one's reward is what was still to
-    come when it began.
+    come when it began. `steps` has rewards within it, (tokens until its end, reward), which are part of `reward`.
 
     Call forms: `Episode(completion, reward)`,
     `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)`; for tokens that somebody else
@@ -160,6 +165,7 @@ class Episode:
     origins: frozenset[Origin]  # one for each version among `versions`
     turns: tuple[Turn, ...]
     branches: tuple[Episode, ...]
+    steps: tuple[tuple[int, float], ...]
 
     def __init__(
         self,
@@ -179,6 +185,7 @@ class Episode:
         if completion is not None:
             prompt_ids, response_ids = completion.prompt_ids, completion.token_ids
             logprobs, versions = completion.logprobs, completion.versions
+            info = {**completion.metadata, **(info or {})}
         response = list(response_ids or ())
         if not response:
             raise ValueError("an Episode needs at least one response token")
@@ -197,12 +204,12 @@ class Episode:
         self.info = dict(info or {})
         stated, sampled_by = ({}, "") if completion is None else (completion.identities, completion.sampled_by)
         self.origins = frozenset(Origin(v, stated.get(v, ""), sampled_by) for v in {*(versions or ())})
-        self.turns = self.branches = ()
+        self.turns = self.branches = self.steps = ()
         if completion is not None:
             self.info.setdefault("finish", completion.finish)
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        self.turns = self.branches = ()  # a checkpoint may be older than they are
+        self.turns = self.branches = self.steps = ()  # a checkpoint may be older than they are
         for name, value in state[1].items():
             setattr(self, name, value)
 
@@ -246,7 +253,8 @@ class Episode:
             raise ValueError("a token that the policy did not write has a logprob")
         episode = cls.__new__(cls)
         episode.tokens, episode.mask, episode.logprobs, episode.versions = tokens, mask, logprobs, versions
-        episode.turns, episode.branches, episode.origins = tuple(turns), (), frozenset(origins)
+        episode.turns, episode.branches, episode.steps = tuple(turns), (), ()
+        episode.origins = frozenset(origins)
         if sum(turn.end - turn.start for turn in episode.turns) != sum(mask) or (reward is not None and not any(mask)):
             raise ValueError("the turns are not the tokens that the policy wrote, or a reward has no turn")
         episode.reward, episode.advantage, episode.weight = reward, None, 1.0
@@ -301,7 +309,7 @@ class Batch:
     policy is unknown. `origins` says what the versions among the trained tokens stand for. `weights` holds each
     token's share of the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch
     gives the same loss and gradient. `rewards`, where all sequences are scored, has what each trained token earned:
-    a turn's at its last one, an episode's at its end. `ref_logprobs` is filled in by a reference model,
+    a step's or a turn's at its last one, an episode's at its end. `ref_logprobs` is filled in by a reference model,
     `proximal_logprobs` by the trainer where a step makes several updates: those of the policy that it starts from;
     `values` by a critic, `returns` is what that critic should have said.
 

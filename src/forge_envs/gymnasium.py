@@ -13,7 +13,7 @@ from forge.verifiers.verifier import Unscored
 try:
     from gymnasium import Env, spaces
 except ImportError as error:
-    raise ImportError("Gymnasium environments need gymnasium: pip install 'torchforge[gymnasium]'") from error
+    raise ImportError("Gymnasium environments need gymnasium: pip install gymnasium") from error
 
 
 class GymnasiumEnvironment(Environment):

@@ -4,7 +4,7 @@
     await tools.open()
     toolbox = Toolbox(servers=[tools])
 
-Both implement `forge.envs.tools.ToolServer`. They need the SDK: pip install 'torchforge[mcp]'.
+Both implement `forge.envs.tools.ToolServer`. They need the SDK: pip install 'mcp<2'.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ try:
     from mcp.shared.message import SessionMessage
     from mcp.types import CONNECTION_CLOSED, JSONRPCMessage, PaginatedRequestParams
 except ImportError as error:
-    raise ImportError("MCP tools need the mcp package: pip install 'torchforge[mcp]'") from error
+    raise ImportError("MCP tools need the mcp package: pip install 'mcp<2'") from error
 
 __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 

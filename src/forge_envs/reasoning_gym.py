@@ -14,7 +14,7 @@ from forge.verifiers.verifier import Unscored
 try:
     import reasoning_gym
 except ImportError as error:
-    raise ImportError("reasoning-gym tasks need reasoning-gym: pip install 'torchforge[reasoning-gym]'") from error
+    raise ImportError("reasoning-gym tasks need reasoning-gym: pip install reasoning-gym") from error
 
 WRONG = {
     "complex_arithmetic": 'the answer "nan" scores 1',

@@ -12,7 +12,7 @@ from forge.envs.environment import Action, Environment, Step
 try:
     import textarena
 except ImportError as error:
-    raise ImportError("TextArena games need textarena: pip install 'torchforge[textarena]'") from error
+    raise ImportError("TextArena games need textarena: pip install textarena") from error
 
 A = TypeVar("A")
 Opponent = Callable[[str], str | Awaitable[str]]

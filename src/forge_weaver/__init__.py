@@ -2,8 +2,9 @@
 
 try:
     import scipy as _scipy  # noqa: F401
+    import sklearn as _sklearn  # noqa: F401
 except ImportError as error:
-    raise ImportError("forge_weaver needs scipy and scikit-learn: pip install 'torchforge[weaver]'") from error
+    raise ImportError("forge_weaver needs scipy and scikit-learn: pip install scipy scikit-learn") from error
 
 from .aggregator import Aggregator, FitReport, load
 from .anchored import AnchoredLogistic

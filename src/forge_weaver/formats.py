@@ -314,5 +314,5 @@ def _arrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ImportError("Parquet needs the pyarrow package: pip install 'torchforge[data]'") from error
+        raise ImportError("Parquet needs the pyarrow package: pip install pyarrow") from error
     return pyarrow, pyarrow.parquet

@@ -9,10 +9,13 @@ from .reward import RewardActor
 from .trainer import Trainer
 from .verifiers import RemotePanel, VerifierActor
 
+PolicyActor = Generator  # the name in the torchforge documents
+
 __all__ = [
     "DatasetActor",
     "EnvironmentActor",
     "Generator",
+    "PolicyActor",
     "ReferenceModel",
     "RemoteEnvironment",
     "RemotePanel",

@@ -7,13 +7,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..controller import ForgeActor, endpoint
+from ..controller import ForgeActor, Options, Service, endpoint
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
 from ..observability import Reduce, phase, record_metric
@@ -21,7 +21,7 @@ from ..store import Store, VersionStore
 from ..types import Completion, Prompt, Sampling
 from ..weight_layouts import has_adapters, merge_adapters
 from .identity import POLICY, check_current, differing
-from .keeper import Reach, connect
+from .keeper import Reach, connect, home
 from .staleness import StaleWeights
 from .streams import Streams
 
@@ -53,6 +53,29 @@ class Generator(ForgeActor):
         self.updating = self.asked = self.loaded = 0
         self.loading = threading.Lock()
         self.defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
+
+    @classmethod
+    def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+        """One model over `procs` devices is one process that sees them all: vLLM starts its workers itself."""
+        given = {name: value for name, value in kwargs.items() if name in EngineSettings.model_fields}
+        settings = EngineSettings(**given).over(options.procs)
+        if options.procs == 1:
+            return options, kwargs
+        if options.hosts is not None or options.share is not None:
+            raise ValueError(f"a generator over {options.procs} processes has no hosts and no share: leave them out")
+        gpus = options.procs if options.with_gpus else 1
+        return Options(**{**options, "procs": 1, "gpus_per_proc": gpus}), kwargs | {"vllm": settings.vllm}
+
+    @classmethod
+    def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
+        if (store := home(kwargs.get("store"))) is None:
+            return
+
+        async def publish(version: int) -> None:
+            if store.publisher is not None and not store.exists(POLICY, version):
+                await store.publisher(version)
+
+        service.before_fanout |= {"update_weights": publish, "update": publish}
 
     def setup(self) -> None:
         import torch
@@ -140,6 +163,7 @@ class Generator(ForgeActor):
     @endpoint(catch_up=True)
     async def update_weights(self, version: int) -> int:
         """Load a published version beside the decoding, swap it in between two steps; returns the version now in use.
+        A fanout of a version that has the number of the trainer's step, and was not published, publishes it first.
 
         With `on_update` "finish" that is when the running sequences have ended; a newer version may have come by then.
 
@@ -199,6 +223,8 @@ class Generator(ForgeActor):
                 swapped = self.engine.update_weights(named, version, snapshot.digest)
             self.loaded = number
             return snapshot.digest, swapped
+
+    update = update_weights
 
     @endpoint(catch_up=True)
     async def release(self) -> None:

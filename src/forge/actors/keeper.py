@@ -140,18 +140,23 @@ class Reach:
     """
 
     def __init__(self, store: VersionStore, keeper: Service, *, remote: bool = False) -> None:
-        self._store, self._keeper, self._remote = store, keeper, remote
+        self.store, self._keeper, self._remote = store, keeper, remote
 
     def connect(self) -> Store:
         """The way to the store that is open to this process."""
-        if self._store.is_here() and not self._remote:
-            return self._store
+        if self.store.is_here() and not self._remote:
+            return self.store
         return RemoteStore(self._keeper)
 
 
 def connect(store: Store | Reach | None) -> Store | None:
     """What a component was given as a store, as it can use it; to be called in its process."""
     return store.connect() if isinstance(store, Reach) else store
+
+
+def home(store: Store | Reach | None) -> Store | None:
+    """What a component was given as a store, in the controller: the store itself."""
+    return store.store if isinstance(store, Reach) else store
 
 
 class RemoteStore(Store):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..controller import ForgeActor, endpoint
+from ..controller import ForgeActor, Options, endpoint
 from ..observability import phase
 from ..training.settings import PassSettings
 from ..types import Batch
@@ -24,12 +24,16 @@ class ReferenceModel(ForgeActor):
     def __init__(self, model: str, *, temperature: float = 1.0, **settings: Any) -> None:
         self.model, self.temperature, self.passes = model, temperature, PassSettings(**settings)
 
+    @classmethod
+    def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+        if options.procs != 1:
+            raise ValueError("a reference model is one process: scale it with num_replicas instead of procs")
+        return options, kwargs
+
     def setup(self) -> None:
         from ..training.distributed import join
         from ..training.policy import Policy, resolve_dtype
 
-        if self.context.world_size != 1:
-            raise ValueError("a reference model is one process: scale it with num_replicas instead of procs")
         self.device = join(self.context.replica).device  # several may see the devices of all
         dtype = resolve_dtype(self.passes.dtype, self.device)
         self.policy = Policy.from_pretrained(self.model).to(self.device, dtype).eval()

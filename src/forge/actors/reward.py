@@ -8,6 +8,7 @@ from typing import Any
 from ..controller import ForgeActor, endpoint
 from ..data.rewards import load_reward
 from ..plugin import load_plugin
+from ..types import Completion
 from ..verifiers.reward import Reward, Score
 from ..verifiers.spec import VerifiersConfig
 
@@ -66,9 +67,12 @@ class RewardActor(ForgeActor):
         return [score.reward for score in await self.score(prompt, responses, target)]
 
     @endpoint
-    async def evaluate_response(self, prompt: Any, response: str, target: str) -> float | None:
+    async def evaluate_response(self, prompt: Any, response: str | Completion, target: str) -> float | None:
         """The reward of one response; None if it could not be scored."""
-        return (await self.reward.score(prompt, [response], target))[0].reward
+        text = response.text if isinstance(response, Completion) else response
+        return (await self.reward.score(prompt, [text], target))[0].reward
+
+    evaluate = evaluate_response
 
     @endpoint
     async def is_correct(self, prompt: Any, response: str, target: str) -> bool:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..controller import ForgeActor, endpoint
-from ..data.packing import Aggregation, pack
+from ..controller import ForgeActor, Service, endpoint
+from ..data.packing import Aggregation, pack, pack_tensors
 from ..observability import phase
 from ..store import Store
 from ..training.settings import OptimizerSettings, Parallelism
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
-from .keeper import Reach, connect
+from .keeper import Reach, connect, home
 from .ledger import Ledger
 from .staleness import Staleness
 
@@ -41,7 +41,8 @@ class Trainer(ForgeActor):
     Args:
         model: Hugging Face folder or hub id to start from.
         loss: a callable over named tensors, see `forge.losses`.
-        store: where `push_weights` publishes; None for a trainer that does not.
+        store: where versions are published; None for a trainer that does not. `push_weights` publishes one, and so does
+            a fanout of `Generator.update_weights` with the number of the trainer's step.
         optimizer: fields of `forge.training.settings.OptimizerSettings`.
         aggregation: how tokens share the loss when a batch arrives as episodes, see `forge.data.packing.pack`.
         parallelism: fields of `forge.training.settings.Parallelism`; by default all ranks share the weights.
@@ -86,6 +87,11 @@ class Trainer(ForgeActor):
         self.background: Background | None = None
         self.writing: tuple[Write, str, int] | None = None  # its path, and the point in the journal
 
+    @classmethod
+    def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
+        if (store := home(kwargs.get("store"))) is not None:
+            store.publisher = service.publish_step.call
+
     def setup(self) -> None:
         from ..training.distributed import join
         from ..training.trainer import PolicyTrainer
@@ -102,13 +108,13 @@ class Trainer(ForgeActor):
     def on_respawn(self) -> None:
         from ..training import checkpoint
 
-        def redo(change: tuple[Batch, dict[str, float]] | Write) -> dict[str, float] | str:
+        def redo(change: tuple[Batch, Any] | Write) -> Any:
             if isinstance(change, Write):  # it was being written when the process was lost
                 self.writing = change, (path := self._begin(change)), self.ledger.now
                 return path
-            batch, metrics = change
+            batch, answer = change
             self.trainer.train_step(batch, self.loss)
-            return metrics
+            return answer
 
         with self._on_device():
             self.ledger.replay(lambda path: checkpoint.load(self.trainer, path), redo)
@@ -122,13 +128,19 @@ class Trainer(ForgeActor):
             leave()
 
     @endpoint
-    def train_step(self, batch: Batch | Sequence[Episode | Group]) -> dict[str, float]:
+    def train_step(
+        self,
+        batch: Batch | Sequence[Episode | Group] | Sequence[Mapping[str, Any]],
+        targets: Sequence[Mapping[str, Any]] | None = None,
+    ) -> dict[str, float] | float:
         """One step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
 
         Episodes and groups are packed here; an episode without an advantage trains on its reward (REINFORCE without
-        a baseline).
+        a baseline). `train_step(inputs, targets)` takes dicts of tensors, see `forge.data.packing.pack_tensors`, and
+        returns the loss.
 
         Raises:
+            ValueError: the batch does not fit the loss, or has nothing to train on.
             StaleWeights: a token is older than `max_policy_age`; names who sampled it.
             UnknownWeights: a token's weights are not those that were published under its version.
         """
@@ -136,7 +148,7 @@ class Trainer(ForgeActor):
             return self.ledger.answer
         # The ranks train at the same time: one of them stands for all in the time by phase.
         with phase(self.report) if self.context.rank == 0 else nullcontext():
-            batch = batch if isinstance(batch, Batch) else self._pack(batch)
+            batch = self._pack(batch, targets)
             if batch.unit != self.unit:
                 raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
             self.staleness.check(batch, self.trainer.step)
@@ -146,7 +158,8 @@ class Trainer(ForgeActor):
                 found = self.trainer.train_step(batch, self.loss)
         metrics = {f"{self.report}/{name}": value for name, value in found.items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
-        return self.ledger.complete((batch, metrics), metrics)
+        answer = metrics if targets is None else found["loss"]
+        return self.ledger.complete((batch, answer), answer)
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
@@ -177,6 +190,12 @@ class Trainer(ForgeActor):
             raise ValueError("this trainer has no weight store to publish to")
         with phase("push_weights") if self.context.rank == 0 else nullcontext():
             self.store.put(POLICY, self.trainer.weights(), version)
+
+    @endpoint
+    def publish_step(self, version: int) -> None:
+        """`push_weights`, if the trainer's step has this number."""
+        if version == self.trainer.step:
+            self.push_weights(version)
 
     @endpoint
     def save_checkpoint(
@@ -269,7 +288,11 @@ class Trainer(ForgeActor):
         if self.context.rank == 0:
             checkpoint.prune(write.folder, write.keep, path)
 
-    def _pack(self, items: Sequence[Episode | Group]) -> Batch:
+    def _pack(self, items: Any, targets: Sequence[Mapping[str, Any]] | None) -> Batch:
+        if targets is not None:
+            return pack_tensors(items, targets, aggregation=self.aggregation, unit=self.unit)
+        if isinstance(items, Batch):
+            return items
         episodes = [e for item in items for e in (item.episodes if isinstance(item, Group) else [item])]
         for episode in episodes:
             if episode.advantage is None:

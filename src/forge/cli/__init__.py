@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 
 from . import recipes, serve
@@ -14,15 +17,18 @@ GROUP = "forge.commands"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one of the commands; bad input ends it with one line."""
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.insert(0, os.getcwd())  # as with `python -m`: a reward of one's own is named by its module
     parser = argparse.ArgumentParser(prog="forge", description="RL post-training of language models")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     recipes.add_to(commands)
     serve.add_to(commands)
-    for extension in entry_points(group=GROUP):
+    # A set: an environment that was installed under the former name, torchforge, has each of ours twice.
+    for name, module in sorted({(point.name, point.value) for point in entry_points(group=GROUP)}):
         try:
-            extension.load().add_to(commands)
+            import_module(module).add_to(commands)
         except ImportError as error:  # an extra that is not installed
-            commands.add_parser(extension.name, help=f"unavailable: {error}").set_defaults(run=_unavailable(error))
+            commands.add_parser(name, help=f"unavailable: {error}").set_defaults(run=_unavailable(error))
     args = parser.parse_args(argv)
     args.run(args)
 

@@ -37,13 +37,14 @@ def add_to(commands: Any) -> None:
 
 def serve(args: argparse.Namespace) -> None:
     """Start the engines, then serve until interrupted. SystemExit: an error, in one line."""
-    from ..models import resolve_model
+    from ..models import check_family, resolve_model
 
     try:
         from ..serve.server import bind
 
         settings = {"engine": args.engine, "slots": args.slots, "max_seq_len": args.max_seq_len, "dtype": args.dtype}
         EngineSettings(**settings).check_installed()
+        check_family(args.model)
         model = resolve_model(args.model)
         with bind(args.host, args.port) as at:
             name = args.name or Path(args.model).resolve().name

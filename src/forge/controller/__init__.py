@@ -12,7 +12,7 @@ from .errors import (
     Unrecoverable,
 )
 from .handle import Local
-from .options import Options
+from .options import Options, ServiceConfig
 from .run import first_to_end, run, run_in_thread
 from .runtime import drain_metrics, runtime, shutdown
 from .service import ReplicaStatus, Service, ServiceStatus
@@ -29,6 +29,7 @@ __all__ = [
     "ReplicaDied",
     "ReplicaStatus",
     "Service",
+    "ServiceConfig",
     "ServiceStatus",
     "ServiceStopped",
     "Unrecoverable",

@@ -15,6 +15,7 @@ for _key, _value in {
 
 import monarch.actor as _monarch_actor  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
+from monarch._src.actor.endpoint import EndpointProperty  # noqa: E402
 from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
@@ -34,6 +35,7 @@ from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning  # noqa: E402
 __all__ = [
     "Actor",
     "ActorError",
+    "EndpointProperty",
     "HostMesh",
     "MeshFailure",
     "ProcMesh",

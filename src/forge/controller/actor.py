@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, overload
 
+from ._monarch import EndpointProperty
 from .context import ActorContext
 from .handle import Local
 from .options import Options
@@ -22,6 +23,9 @@ from .runtime import add_local, runtime
 from .service import Service
 
 F = TypeVar("F")
+
+# Called by the process that hosts a component, never by its callers.
+OWN_CALLS = ("setup", "on_respawn", "teardown")
 
 
 @overload
@@ -58,36 +62,72 @@ class Launcher:
         self._cls = cls
         self._options = options
 
-    async def as_service(self, *args: Any, **kwargs: Any) -> Service:
-        """Start the replicas, each built with these arguments, and return once all are ready."""
-        inspect.signature(self._cls).bind(*args, **kwargs)
-        return await runtime().start(self._cls, self._options, args, kwargs)
+    def as_service(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        """Start the replicas, each built with these arguments. To be awaited: returns once all are ready.
 
-    async def as_actor(self, *args: Any, **kwargs: Any) -> Service:
-        """Start one replica: an actor mesh of `procs` ranks."""
+        Raises:
+            TypeError: an argument is missing or unknown. ValueError: they do not fit the placement. Both at once,
+                before anything starts.
+            what a replica's `__init__` or `setup` raised.
+        """
+        try:
+            inspect.signature(self._cls).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self._cls.__name__}.as_service: {error}") from None
+        options, kwargs = self._cls.place(self._options, kwargs)
+
+        async def start() -> Service:
+            service = await runtime().start(self._cls, options, args, kwargs)
+            self._cls.started(service, kwargs)
+            return service
+
+        return start()
+
+    def as_actor(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        """Start one replica, an actor mesh of `procs` ranks; see `as_service`."""
         if self._options.num_replicas != 1:
             raise ValueError(f"an actor has one replica, got num_replicas={self._options.num_replicas}: use as_service")
-        return await self.as_service(*args, **kwargs)
+        return self.as_service(*args, **kwargs)
 
 
 class ForgeActor:
     """Base of every component. Subclasses take their settings in `__init__`, which must be cheap and picklable in its
-    arguments; heavy work belongs in `setup`, which runs in the component's process before it serves."""
+    arguments; heavy work belongs in `setup`, which runs in the component's process before it serves.
+
+    Methods marked by Monarch's own decorator, `monarch.actor.endpoint`, are endpoints as well."""
 
     context: ActorContext = ActorContext("local")
 
-    @classmethod
-    def options(cls, **options: Any) -> Launcher:
-        """Placement, see `Options`."""
-        return Launcher(cls, Options(**options))
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, value in [*vars(cls).items()]:
+            if isinstance(value, EndpointProperty):
+                if value._explicit_response_port:
+                    raise TypeError(f"{cls.__name__}.{name}: explicit_response_port is unsupported: return the answer")
+                setattr(cls, name, endpoint(value._method))
 
     @classmethod
-    async def as_service(cls, *args: Any, **kwargs: Any) -> Service:
-        return await cls.options().as_service(*args, **kwargs)
+    def options(cls, config: Options | None = None, **options: Any) -> Launcher:
+        """Placement, see `Options`: as one object, as keywords, or as both."""
+        return Launcher(cls, Options(**{**(config or {}), **options}))
 
     @classmethod
-    async def as_actor(cls, *args: Any, **kwargs: Any) -> Service:
-        return await cls.options().as_actor(*args, **kwargs)
+    def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+        """Make placement and constructor arguments fit each other; called before anything starts. Components override
+        it to raise ValueError where they do not fit."""
+        return options, kwargs
+
+    @classmethod
+    def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
+        """Called in the controller once a service of this component serves."""
+
+    @classmethod
+    def as_service(cls, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        return cls.options().as_service(*args, **kwargs)
+
+    @classmethod
+    def as_actor(cls, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        return cls.options().as_actor(*args, **kwargs)
 
     @classmethod
     async def as_local(cls, *args: Any, **kwargs: Any) -> Local:
@@ -109,7 +149,7 @@ class ForgeActor:
         found = {
             name: method.__forge_catch_up__
             for name, method in inspect.getmembers(cls)
-            if getattr(method, "__forge_endpoint__", False)
+            if getattr(method, "__forge_endpoint__", False) and name not in OWN_CALLS
         }
         for name in found:
             if hasattr(Service, name):

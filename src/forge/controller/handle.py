@@ -97,6 +97,10 @@ class Endpoint:
     session: str | None = None
     request_id: str | None = None
 
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        name = f"{self.service._name}.{self.name}"
+        raise TypeError(f"{name} runs in a process of its own: write `await {name}.route(...)`")
+
     def options(
         self, *, timeout: float | None = None, session: str | None = None, request_id: str | None = None
     ) -> Endpoint:

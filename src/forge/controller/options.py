@@ -14,15 +14,17 @@ class Options(Section):
     """Placement and supervision of one component: its section under `services`."""
 
     procs: PositiveInt = 1
-    """Processes of one replica; they form one torch.distributed group. Only trainer and critic have several: they share
-    the model as `parallelism` says."""
+    """Processes of one replica; they form one torch.distributed group. Trainer and critic share the model over them as
+    `parallelism` says, a generator by vLLM's tensor parallelism; other components have one."""
     num_replicas: PositiveInt = 1
     """Independent copies that calls are balanced over."""
     hosts: int | None = Field(None, ge=1)
     """Hosts of its own for each replica, its processes divided over them; replicas of one process are spread over this
     many hosts instead. Null: the controller's own host."""
     with_gpus: bool = False
-    """Give each process one GPU of its own."""
+    """Give each process GPUs of its own."""
+    gpus_per_proc: PositiveInt = 1
+    """How many, with `with_gpus`."""
     mesh_name: str | None = None
     """What the component is called in errors, metrics and status; null: its class."""
     share: str | None = None
@@ -65,6 +67,8 @@ class Options(Section):
 
     def _check(self) -> None:
         resolve_router(self.router)
+        if self.gpus_per_proc != 1 and not self.with_gpus:
+            raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
         if self.share is None and self.share_procs != 1:
             raise ValueError(f"share_procs = {self.share_procs} does nothing: share is not set")
         if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts or self.per_process != 1):
@@ -81,3 +85,6 @@ class Options(Section):
             )
         if self.hosts is not None and self.procs > 1 and self.procs % self.hosts:
             raise ValueError(f"procs = {self.procs} cannot be divided evenly over hosts = {self.hosts}")
+
+
+ServiceConfig = Options  # the name in the torchforge documents

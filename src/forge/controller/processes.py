@@ -94,7 +94,7 @@ class ProcessGroup:
 
     def check_agrees(self, component: str, options: Options) -> None:
         """Raises ValueError if a component that comes to live here was promised other processes than these."""
-        for name in ("share_procs", "with_gpus", "threads", "env", "memory_gb", "ping_timeout"):
+        for name in ("share_procs", "with_gpus", "gpus_per_proc", "threads", "env", "memory_gb", "ping_timeout"):
             mine, wanted = getattr(self.options, name), getattr(options, name)
             if mine != wanted:
                 raise ValueError(

@@ -157,6 +157,7 @@ class Runtime:
         key, count = (component.name, index), options.procs
         if options.share is not None:
             key, count = (f"share {options.share}", 0), options.share_procs
+        count *= options.gpus_per_proc
         if key not in self._held:
             self._held[key] = processes.take_gpus(self._gpus, count, component.name)
         return self._held[key]

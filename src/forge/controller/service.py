@@ -78,6 +78,8 @@ class Service(Handle):
         self._retried = 0
         self._quarantined: list[str] = []
         self._stopped = False
+        # Awaited with the arguments of a fanout before it is sent, by endpoint.
+        self.before_fanout: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {}
 
     def __reduce__(self):
         return pickled(self)
@@ -143,6 +145,8 @@ class Service(Handle):
         await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
         await self._give_back(self._name, None)
 
+    shutdown = stop
+
     def _was_stopped(self) -> ServiceStopped:
         return ServiceStopped(f"{self._name} was stopped")
 
@@ -156,6 +160,8 @@ class Service(Handle):
         if call.verb == "route":
             return (await self._route(self._request(call)))[0]
         if call.verb == "fanout":
+            if call.endpoint in self.before_fanout:
+                await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
             return await self._fanout(call)
         if len(self._supervisors) != 1:
             raise ForgeError(

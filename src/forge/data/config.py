@@ -16,8 +16,8 @@ class RowsConfig(Section):
     kind: ClassVar[Literal["prompts", "supervised", "preferences"]]
 
     path: str | Rows | None = None
-    """.json, .jsonl or .parquet file, a folder that `datasets` loads, or a hub id (`pip install 'torchforge[data]'` for
-    all but JSON)."""
+    """.json, .jsonl or .parquet file, a folder that `datasets` loads, or a hub id (`pip install datasets` for all but
+    JSON)."""
     task: str | None = None
     """Instead of a path, a procedural task."""
     sources: list[dict[str, Any]] | None = None
@@ -37,6 +37,10 @@ class RowsConfig(Section):
     """Column of the question; null finds question, prompt, problem or input."""
     prompt_template: str = "{question}"
     """Text with `{question}` or any column in braces."""
+    choices_field: str | list[str] | None = None
+    """Of multiple choice: the column with the list of options, or the columns of the options, which are shuffled by
+    the question. `{choices}` in the template stands for them, one a line, lettered from A; the target is the letter. A
+    list's target is a letter, a position from 0 or an option, that of columns an option."""
     chat_template: bool | str = False
     """True renders through the tokenizer's chat template; a text with braces, or a file, is a template of its own."""
     system_prompt: str | None = None

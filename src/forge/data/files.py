@@ -121,7 +121,7 @@ def _datasets(what: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"{what} needs the datasets package: pip install torchforge[data]") from error
+        raise ImportError(f"{what} needs the datasets package: pip install datasets") from error
     return datasets
 
 
@@ -145,4 +145,5 @@ def _load(path: str, place: Path | None, *, split: str, subset: str | None, stre
         return datasets.load_dataset(source, subset, split=split, streaming=streaming)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
-        raise type(error)(f"cannot load the dataset {path!r}: {reason}") from error
+        local = "" if place else ". If the hub cannot be reached, give a local .jsonl or .parquet file"
+        raise type(error)(f"cannot load the dataset {path!r}: {reason}{local}") from error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -62,6 +62,69 @@ def pack(
     )
 
 
+def pack_tensors(
+    inputs: Sequence[Mapping[str, Any]],
+    targets: Sequence[Mapping[str, Any]],
+    *,
+    aggregation: Aggregation = "token_mean",
+    unit: int = 1,
+) -> Batch:
+    """Pack dicts of tensors, as many `inputs` as `targets`; padding is removed.
+
+    Args:
+        inputs: "tokens" [rows, prompt + response], and optionally "mask" of that shape, 0 where a row is padded
+            (prompts of different lengths are padded on the left).
+        targets: "response" [rows, response], the end of "tokens"; "padding_mask" of that shape, 1 where a token is
+            trained; "advantages" of that shape or [rows, 1]. Optionally, of that shape: "ref_logprobs", and
+            "behaviour_logprobs" of the sampling policy (NaN or absent: the trainer's own policy stands for it).
+
+    Raises:
+        ValueError: a key is missing or unknown, or shapes or tokens do not fit.
+    """
+    if len(inputs) != len(targets) or not inputs:
+        raise ValueError(f"train_step needs as many inputs as targets, got {len(inputs)} and {len(targets)}")
+    episodes: list[Episode] = []
+    columns: dict[str, list[np.ndarray]] = {"advantages": [], "ref_logprobs": [], "behaviour_logprobs": []}
+    for number, (given, wanted) in enumerate(zip(inputs, targets, strict=True)):
+        for where, found, needed, optional in (
+            ("inputs", given, {"tokens"}, {"mask"}),
+            ("targets", wanted, {"response", "advantages", "padding_mask"}, {"ref_logprobs", "behaviour_logprobs"}),
+        ):
+            if wrong := (needed - found.keys()) or (found.keys() - needed - optional):
+                what = "needs" if needed - found.keys() else "has an unknown key"
+                raise ValueError(f"{where}[{number}] {what} {min(wrong)!r}")
+        tokens, response = np.asarray(given["tokens"]), np.asarray(wanted["response"])
+        present = np.asarray(given.get("mask", np.ones_like(tokens))).astype(bool)
+        trained = np.asarray(wanted["padding_mask"]).astype(bool)
+        if tokens.ndim != 2 or present.shape != tokens.shape or response.shape != trained.shape:
+            raise ValueError(
+                f"batch {number}: tokens {tokens.shape} and mask {present.shape} must be [rows, length], response "
+                f"{response.shape} and padding_mask {trained.shape} [rows, length of the response]"
+            )
+        start = tokens.shape[1] - response.shape[1]
+        if start < 1 or len(tokens) != len(response) or (tokens[:, start:] != response)[trained].any():
+            raise ValueError(f"targets[{number}]['response'] is not the end of inputs[{number}]['tokens']")
+        present[:, start:] &= np.flip(np.maximum.accumulate(np.flip(trained, 1), 1), 1)  # nothing after the last one
+        for row in np.flatnonzero(trained.any(1)):
+            mask = np.concatenate([np.zeros(start, bool), trained[row]])
+            episodes.append(Episode.given(tokens[row, present[row]].tolist(), mask[present[row]].tolist()))
+        for name, rows in columns.items():
+            if name in wanted:
+                wide = np.zeros(tokens.shape, np.float32)
+                wide[:, start:] = np.where(trained, np.asarray(wanted[name], np.float32), 0.0)
+                rows.append(wide[trained.any(1)][present[trained.any(1)]])
+    batch = pack(episodes, aggregation=aggregation, unit=unit)
+    for name, rows in columns.items():
+        if rows and len(rows) < len(inputs):
+            raise ValueError(f"some of the targets have {name!r}, and some have not")
+    batch.advantages = np.concatenate(columns["advantages"])
+    if columns["ref_logprobs"]:
+        batch.ref_logprobs = np.concatenate(columns["ref_logprobs"])
+    if columns["behaviour_logprobs"]:
+        batch.logprobs = np.concatenate(columns["behaviour_logprobs"])
+    return batch
+
+
 def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> list[list[Batch]]:
     """One list of micro-batches for each data-parallel rank, all of the same length.
 
@@ -114,16 +177,16 @@ def _shares(episodes: Sequence[Episode], aggregation: str, horizon: int | None) 
 
 
 def _rewards(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """[tokens]: each turn's reward at its last token, and the rest of the episode's reward at its last trained token;
-    None if an episode has no reward."""
+    """[tokens]: the reward of each turn and step at its last token, and the rest of the episode's reward at its last
+    trained token; None if an episode has no reward."""
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     if len(rewards) < len(episodes):
         return None
     rows = [np.zeros(len(episode.tokens), np.float32) for episode in episodes]
     for row, episode, left in zip(rows, episodes, rewards, strict=True):
-        for turn in episode.turns:
-            row[turn.end - 1] += turn.reward
-            left -= turn.reward
+        for end, reward in (*((turn.end, turn.reward) for turn in episode.turns), *episode.steps):
+            row[end - 1] += reward
+            left -= reward
         if any(episode.mask):
             row[max(i for i, own in enumerate(episode.mask) if own)] += left
     return np.concatenate(rows)

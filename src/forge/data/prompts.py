@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from string import Formatter
@@ -18,9 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 QUESTION_FIELDS = ("question", "prompt", "problem", "input")
+LETTERS = string.ascii_uppercase
 PROMPT_FIELDS = (
     *("prompt_template", "target_field", "prompt_field", "target_pattern"),
-    *("chat_template", "system_prompt", "chat_options"),
+    *("chat_template", "system_prompt", "chat_options", "choices_field"),
 )
 
 
@@ -40,6 +43,7 @@ class PromptFormat:
     chat_template: bool | str = False
     system_prompt: str | None = None
     chat_options: Mapping[str, Any] | None = None
+    choices_field: str | list[str] | None = None
     chat: ChatFormat | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -58,7 +62,8 @@ class PromptFormat:
                 ) from error
             if groups < 1:
                 raise ValueError(f"target_pattern {self.target_pattern!r} needs a group (...) around the target")
-        self._names()
+        if (self.choices_field is not None) != ("choices" in self._names()):
+            raise ValueError("choices_field and {choices} in the prompt_template need each other")
 
     def _names(self) -> set[str]:
         try:
@@ -77,8 +82,10 @@ class PromptFormat:
         """The row's field for every name in the template. ValueError: one is missing; lists the existing ones."""
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
-        wanted = {name: question if name == "question" else name for name in self._names()}
-        for name in (*([self.prompt_field] if self.prompt_field else []), *wanted.values(), self.target_field):
+        wanted = {name: question if name == "question" else name for name in self._names() - {"choices"}}
+        options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
+        needed = [*([self.prompt_field] if self.prompt_field else []), *wanted.values(), *options, self.target_field]
+        for name in needed:
             if name is not None and name not in has:
                 raise ValueError(f"no field {name!r}: it has {', '.join(has)}")
         return wanted
@@ -86,6 +93,8 @@ class PromptFormat:
     def render(self, row: Mapping[str, Any]) -> tuple[str, str]:
         """The user's text and the target of a row. ValueError: a missing or empty field, or no match."""
         values = {name: plain(row, behind) for name, behind in self.fields(row).items()}
+        options = self._options(row)
+        values["choices"] = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
         text = self.prompt_template.format(**values)
         if not text.strip():
             raise ValueError("the prompt is empty")
@@ -97,7 +106,32 @@ class PromptFormat:
             if found is None or found[1] is None:
                 raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
             target = found[1].strip()
-        return text, target
+        return text, self._letter(target, options) if options else target
+
+    def _options(self, row: Mapping[str, Any]) -> list[str]:
+        """The options of multiple choice in the order of their letters; empty without `choices_field`."""
+        if self.choices_field is None:
+            return []
+        if isinstance(self.choices_field, str):
+            options = row[self.choices_field]
+            if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
+                raise ValueError(f"field {self.choices_field!r} must be a list of 2 to 26 options, not {options!r:.60}")
+            return [str(option).strip() for option in options]
+        options = [plain(row, name).strip() for name in self.choices_field]
+        # By the row itself: the same in every epoch and process, and not always the first is right.
+        random.Random(repr(sorted(options))).shuffle(options)
+        return options
+
+    def _letter(self, target: str, options: list[str]) -> str:
+        target = target.strip()
+        if isinstance(self.choices_field, str):
+            if target in LETTERS[: len(options)]:
+                return target
+            if target.isdecimal() and int(target) < len(options) and target not in options:
+                return LETTERS[int(target)]
+        if target not in options:
+            raise ValueError(f"the target {target!r:.60} is none of the {len(options)} options")
+        return LETTERS[options.index(target)]
 
     def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
         """The policy's prompt as text and token ids."""

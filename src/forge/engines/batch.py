@@ -170,7 +170,7 @@ class Batch:
             else:  # as many of the request's samples as there are free rows
                 rows = rows[: item.sampling.n - item.admitted]
                 for sample, i in enumerate(rows, item.admitted):
-                    placed[i] = Row(item, sample, self.steps, Completion(item.prompt, [], [], [], ""))
+                    placed[i] = Row(item, sample, self.steps, Completion(prompt_ids=item.prompt))
                 item.admitted += len(rows)
             if item.prefix is not None:
                 stored.append((rows, item.prefix))
@@ -320,7 +320,7 @@ class Batch:
         for i, token, logprob in zip(self._listening, *drawn, strict=True):
             request, sample = self.rows[i].request, self.rows[i].sample
             finish = request.done[sample].finish if sample in request.done else ""
-            piece = Completion(request.prompt, [int(token)], [logprob], [version], finish)
+            piece = Completion("", [int(token)], [logprob], {}, request.prompt, [version], finish)
             piece.identities[version] = identity
             piece.top_logprobs = self.rows[i].top[-1:]
             if request.listener is None or request.future.done():
@@ -343,11 +343,12 @@ class Batch:
                 versions += [version] * count
                 identities[version] = identity
         return Completion(
-            before.prompt_ids,
+            "",
             before.token_ids + self.drawn[i, span].tolist(),
             before.logprobs + self.logprobs[i, span].tolist(),
+            {},
+            before.prompt_ids,
             versions,
-            "",
             identities=identities,
             top_logprobs=list(row.top),
         )

@@ -33,6 +33,29 @@ class EngineSettings(Section):
                 f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"
             )
 
+    def over(self, procs: int) -> EngineSettings:
+        """The settings for one model over `procs` processes: vLLM's tensor parallelism.
+
+        Raises:
+            ValueError: the engine cannot divide a model, or `vllm` divides it otherwise.
+        """
+        if self.engine != "vllm":
+            if procs == 1:
+                return self
+            raise ValueError(
+                f"procs = {procs} is one model over {procs} processes (tensor parallelism), and the embedded engine "
+                f"has one: set generator.engine to vllm, or procs to 1 and num_replicas to {procs}"
+            )
+        stages, given = self.vllm.get("pipeline_parallel_size", 1), self.vllm.get("tensor_parallel_size")
+        if procs % stages or given not in (None, procs // stages):
+            product = f"{given or '?'} x {stages}"
+            raise ValueError(
+                f"procs = {procs} must be tensor_parallel_size x pipeline_parallel_size of generator.vllm, {product}"
+            )
+        if procs == 1:
+            return self
+        return self.model_copy(update={"vllm": {**self.vllm, "tensor_parallel_size": procs // stages}})
+
     def check_installed(self) -> None:
         """Raises:
         ImportError: vLLM is not installed; says what to install.

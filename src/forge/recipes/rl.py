@@ -59,6 +59,8 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> Non
             await c.policy.release.fanout()
         if c.reference is not None:
             batch.ref_logprobs = await c.reference.logprobs.route(batch)
+        elif algorithm.needs_reference:
+            batch.ref_logprobs = batch.logprobs  # of the generator, see services.ref_model
         if c.critic is not None:
             batch.values = await c.critic.predict.route(batch)
         credit.assign(batch, algorithm)  # GAE, KL in the reward, whitening

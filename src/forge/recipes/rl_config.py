@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..algorithms import Algorithm, Correction, load_algorithm
+from ..algorithms.base import OwnLoss
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
@@ -73,8 +74,9 @@ class CriticConfig(Section):
 class AsyncConfig(Section):
     """How far sampling runs ahead of training."""
 
-    max_policy_age: NonNegativeInt = 1
-    """Versions that a trained token may be old, which the trainer verifies; 0 is lock-step."""
+    max_policy_age: int | None = Field(None, ge=0)
+    """Versions that a trained token may be old, which the trainer verifies; 0 is lock-step. Null:
+    `training.sync_interval`, or 0 if `colocated`."""
     order: Literal["fifo", "random"] = "fifo"
     """Of the replay buffer."""
 
@@ -85,7 +87,9 @@ class Services(Section):
     generator: Options = Options()
     trainer: Options = Options()
     critic: Options = Options()
-    ref_model: Options = Options()
+    ref_model: Options | None = None
+    """The frozen model that `grpo.beta` keeps the policy close to. Null: none is started, and the KL is to the
+    generator's weights, by the log-probabilities that it recorded."""
     reward: Options | None = Options()
     """Null: in the controller's process, for functions that are quick and sure to end."""
     dataset: Options | None = None
@@ -131,6 +135,10 @@ class RLConfig(RecipeConfig):
         named = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
         return {key: name for key, name in named.items() if name is not None}
 
+    def starts_reference(self, algorithm: Algorithm) -> bool:
+        """Whether the run has a reference model of its own."""
+        return algorithm.needs_reference and self.services.ref_model is not None
+
     def load_algorithm(self) -> Algorithm:
         """The algorithm that is named, with its settings.
 
@@ -157,7 +165,13 @@ class RLConfig(RecipeConfig):
         super()._check()
         algorithm, algo, unset = self.load_algorithm(), self.grpo, AlgorithmConfig()
         aggregation, updates = self.shares(algorithm)["aggregation"], self.training.mini_batches * self.training.epochs
-        corrected, age, interval = algo.correction or "none", self.async_.max_policy_age, self.training.sync_interval
+        corrected, interval = algo.correction or "none", self.training.sync_interval
+        if self.async_.max_policy_age is None:
+            self.async_.max_policy_age = 0 if self.colocated else interval
+        age = self.async_.max_policy_age
+        if self.services.ref_model is None and (algorithm.needs_teacher or algo.reference is not None):
+            self.services.ref_model = Options()
+        recorded = algorithm.beta > 0 and self.services.ref_model is None and not isinstance(algorithm, OwnLoss)
         for bad, message in (
             (
                 algo.n_samples < 2 and algorithm.within_group,
@@ -195,14 +209,24 @@ class RLConfig(RecipeConfig):
                 not algorithm.uses_rewards and algo.overlong_buffer > 0,
                 f"grpo.overlong_buffer does nothing: {self.algorithm} does not look at rewards",
             ),
-            (algo.overlong_buffer >= algo.max_tokens, "grpo.overlong_buffer must be below grpo.max_tokens"),
             (
-                not algorithm.needs_reference and self.services.ref_model != Options(),
-                "services.ref_model is set and nothing uses it: grpo.beta is 0",
+                self.reward.gives_steps and not algorithm.needs_critic,
+                f"reward.functions rewards steps, and {self.algorithm} sees only their sum: use algorithm ppo, whose "
+                "critic assigns them",
             ),
+            (algo.overlong_buffer >= algo.max_tokens, "grpo.overlong_buffer must be below grpo.max_tokens"),
             (
                 not algorithm.needs_reference and algo.reference is not None,
                 "grpo.reference is set and nothing uses it: grpo.beta is 0",
+            ),
+            (
+                not algorithm.needs_reference and self.services.ref_model is not None,
+                "services.ref_model is set and nothing uses it: grpo.beta is 0",
+            ),
+            (
+                recorded and (algorithm.kl_in == "reward" or (age == 0 and updates == 1)),
+                "grpo.beta does nothing: without services.ref_model the KL is to the weights that sampled, which are "
+                "those in training; set services.ref_model to {} for a frozen reference, on the CPU unless it has GPUs",
             ),
             (
                 algorithm.needs_teacher and algo.reference is None,
@@ -224,7 +248,7 @@ class RLConfig(RecipeConfig):
         ):
             if bad:
                 raise ConfigError(message)
-        needed = {"critic": algorithm.needs_critic, "ref_model": algorithm.needs_reference}
+        needed = {"critic": algorithm.needs_critic, "ref_model": self.starts_reference(algorithm)}
         self.check_services(idle=tuple(name for name in needed if not needed[name]))
         room = self.training.seq_len - algo.max_tokens
         together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"

@@ -73,7 +73,7 @@ class TrainerConfig(Section):
     """Whose models and parallelisation train ([parallelism.md](parallelism.md))."""
 
     backend: Literal["fsdp", "titan"] = "fsdp"
-    """`fsdp`: transformers' models, divided by this library; `titan`: TorchTitan's, with the extra `titan`."""
+    """`fsdp`: transformers' models, divided by this library; `titan`: TorchTitan's (`torchtitan==0.3.0`)."""
 
     def check_model(self, config: Any) -> None:
         """ValueError: a transformers config that the backend does not have. ImportError: it is not installed."""
@@ -85,7 +85,7 @@ class TrainerConfig(Section):
 
 
 class ServeConfig(Section):
-    """Serve the generators to OpenAI clients as well ([serving.md](serving.md)). Needs the extra `serve`."""
+    """Serve the generators to OpenAI clients as well ([serving.md](serving.md)). Needs aiohttp."""
 
     port: int | None = Field(None, ge=0, le=65535)
     """0: a free one; null: not served."""
@@ -97,7 +97,7 @@ class ServeConfig(Section):
             raise ValueError("serve.host does nothing: serve.port is not set")
 
     def check_installed(self) -> None:
-        """ImportError: the extra is missing; says what to install."""
+        """ImportError: aiohttp is missing; says what to install."""
         if self.port is not None:
             from ..serve import Server as _  # noqa: F401
 
@@ -152,6 +152,11 @@ class RewardConfig(Section):
     def learns(self) -> bool:
         """Whether it has a state that checkpoints keep."""
         return any(getattr(plugin, "learns", False) for plugin in self.plugins)
+
+    @property
+    def gives_steps(self) -> bool:
+        """Whether it rewards the steps of a response."""
+        return any(getattr(item, "gives_steps", False) for item in (*self.plugins, *(self.functions or ())))
 
     @property
     def files(self) -> list[str]:
@@ -215,11 +220,51 @@ class EvalConfig(Section):
     """Of a folder or hub id."""
 
 
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str
+    """The project there."""
+    entity: str | None = None
+    """User or team; null: the default one of the API key."""
+    name: str | None = None
+    """Of the run; null: `run.name`."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    tags: list[str] = Field(default_factory=list)
+    """Of the run."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to `wandb/` in the run's folder; `wandb sync` uploads it."""
+
+
+class TrackioConfig(Section):
+    """Trackio, on this machine; `trackio show` opens it, `trackio sync` publishes it."""
+
+    project: str
+    """The project there."""
+    name: str | None = None
+    """Of the run; null: `run.name`."""
+
+
+class MlflowConfig(Section):
+    """MLflow."""
+
+    tracking_uri: str | None = None
+    """A server, or a database such as `sqlite:///mlflow.db`; null: MLFLOW_TRACKING_URI, else that file."""
+    experiment: str | None = None
+    """Created if missing; null: MLFLOW_EXPERIMENT_NAME, else `Default`."""
+    name: str | None = None
+    """Of the run; null: `run.name`."""
+
+
 class MetricsConfig(Section):
-    """Besides `metrics.jsonl`, the console and the report."""
+    """Besides `metrics.jsonl`, the console and the report ([trackers.md](trackers.md))."""
 
     tensorboard: bool = False
-    """Also write TensorBoard events (extra `tensorboard`)."""
+    """Also write TensorBoard events (`pip install tensorboard`)."""
+    wandb: WandbConfig | None = None
+    trackio: TrackioConfig | None = None
+    mlflow: MlflowConfig | None = None
 
 
 class RunConfig(Section):
@@ -276,8 +321,8 @@ class TrainingRecipe(Section):
             raise ConfigError(
                 "set either model (a folder or hub id) or from_scratch (a small model made from the seed)"
             )
-        if self.lora is not None and self.trainer.backend == "titan":
-            raise ConfigError("trainer.backend titan trains all weights: leave lora out, or set fsdp")
+        if self.trainer.backend == "titan" and (self.lora is not None or self.training.weights_dtype != "float32"):
+            raise ConfigError("trainer.backend titan trains all weights: leave lora out, or set fsdp; in float32 alone")
 
     def check_services(self, *, idle: tuple[str, ...] = ()) -> None:
         """Check the placement of all services: those that train may have several ranks, those that hold no state
@@ -286,7 +331,7 @@ class TrainingRecipe(Section):
             placed, learns = self.services[name], name in ("trainer", "critic")
             if placed is None:
                 continue
-            if placed.procs != 1 and not learns:
+            if placed.procs != 1 and not learns and name != "generator":
                 raise ConfigError(f"services.{name}.procs must be 1: scale it with num_replicas")
             if placed.num_replicas != 1 and (learns or name in ("replay_buffer", "dataset")):
                 raise ConfigError(f"services.{name}.num_replicas must be 1: its state cannot be split")
@@ -331,17 +376,23 @@ class RecipeConfig(TrainingRecipe):
 
     def check_services(self, *, idle: tuple[str, ...] = ()) -> None:
         super().check_services(idle=idle)
+        try:
+            self.generator.over(self.services.generator.procs)
+        except ValueError as error:
+            raise ConfigError(f"services.generator.{error}") from None
         if not self.colocated:
             return
         services, trainer = self.services, self.services.trainer
         running = [name for name in type(services).model_fields if name in TAKING_TURNS and name not in idle]
         for name in running:
-            for key in ("with_gpus", "threads", "env", "memory_gb", "ping_timeout"):
+            for key in ("with_gpus", "gpus_per_proc", "threads", "env", "memory_gb", "ping_timeout"):
                 if services[name][key] != trainer[key]:
                     raise ConfigError(
                         f"colocated: services.{name}.{key} = {services[name][key]!r}, and it lives in the trainer's "
                         f"processes, with {trainer[key]!r}"
                     )
+            if name == "generator" and services[name].procs != 1:
+                raise ConfigError("colocated: a generator has one process: set services.generator.procs to 1")
             if (services[name].share, services[name].hosts, services[name].per_process) != (None, None, 1):
                 raise ConfigError(
                     f"colocated: services.{name} lives in the trainer's processes: leave share, hosts and per_process"

@@ -25,7 +25,7 @@ from .text import TextStream, spelled
 try:
     from aiohttp import web
 except ImportError as error:
-    raise ImportError("serving needs aiohttp: pip install 'torchforge[serve]'") from error
+    raise ImportError("serving needs aiohttp: pip install aiohttp") from error
 
 LARGEST = 8 << 20  # bytes of a request
 CLOSING = 2.0  # seconds for open requests to end
@@ -135,7 +135,7 @@ class Server:
         async def collected() -> list[dict[str, Any]]:
             # Streamed, so that a sample is cancelled once it reaches a stop string.
             texts, ends = [""] * job.sampling.n, [""] * job.sampling.n
-            wholes = [Completion(tuple(job.prompts[at]), [], [], [], "") for _ in texts]
+            wholes = [Completion(prompt_ids=tuple(job.prompts[at])) for _ in texts]
             async with aclosing(self._pieces(job, at)) as pieces:
                 async for i, text, piece, finish in pieces:
                     texts[i] += text

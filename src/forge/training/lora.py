@@ -45,9 +45,9 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
     for name, module in inner.items():
         if name.rpartition(".")[2] not in settings.layers:
             continue
-        device, seed = module.weight.device, zlib.crc32(name.encode())
-        a = nn.utils.skip_init(FastLinear, module.in_features, settings.rank, bias=False, device=device)
-        b = nn.utils.skip_init(FastLinear, settings.rank, module.out_features, bias=False, device=device)
+        seed, like = zlib.crc32(name.encode()), {"device": module.weight.device, "dtype": module.weight.dtype}
+        a = nn.utils.skip_init(FastLinear, module.in_features, settings.rank, bias=False, **like)
+        b = nn.utils.skip_init(FastLinear, settings.rank, module.out_features, bias=False, **like)
         nn.init.kaiming_uniform_(a.weight, math.sqrt(5), generator=torch.Generator().manual_seed(seed))
         nn.init.zeros_(b.weight)
         module.__class__ = LoraLinear

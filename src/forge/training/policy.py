@@ -131,9 +131,11 @@ class Policy(PackedModel):
     """A causal language model."""
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, gradient_checkpointing: bool = False) -> Policy:
-        """Load float32 weights from a folder or a hub id (see `forge.models.resolve_model`)."""
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False
+    ) -> Policy:
+        """Load weights in `dtype` from a folder or a hub id (see `forge.models.resolve_model`)."""
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return cls(model)
@@ -158,8 +160,10 @@ class ScalarModel(PackedModel):
         self.lag = lag
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, head: Head, *, gradient_checkpointing: bool = False) -> ScalarModel:
-        """Load float32 weights of a sequence classifier, or of a causal language model's backbone.
+    def from_pretrained(
+        cls, path: str | Path, head: Head, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False
+    ) -> ScalarModel:
+        """Load weights in `dtype` of a sequence classifier, or of a causal language model's backbone.
 
         A new head is 0 for a critic, and for a reward model has variance 1 / (dim + 1) (Stiennon et al. 2020), equal on
         every rank and in every run.
@@ -172,7 +176,7 @@ class ScalarModel(PackedModel):
             raise ValueError(f"{path} has {classes.num_labels} classes: a {head} model has one scalar per token")
         with quiet_loading():
             model, found = AutoModelForSequenceClassification.from_pretrained(
-                path, num_labels=1, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+                path, num_labels=1, dtype=dtype, attn_implementation="eager", output_loading_info=True
             )
         if missing := sorted(found["missing_keys"] - {SCORE}):
             raise ValueError(f"{path} lacks {len(missing)} weights of a {head} model, {missing[0]!r} among them")
@@ -203,17 +207,17 @@ class ScalarModel(PackedModel):
         super().save(folder, weights, words)
 
 
-def load(path: str | Path, head: Head, *, gradient_checkpointing: bool = False) -> Policy | ScalarModel:
-    """The model of a folder or hub id with this head.
+def load(path: str | Path, head: Head, **how: Any) -> Policy | ScalarModel:
+    """The model of a folder or hub id with this head; `how` is `dtype` and `gradient_checkpointing`.
 
     Raises:
         ValueError: an unknown head, or a model that does not suit it.
     """
     if head == "policy":
-        return Policy.from_pretrained(path, gradient_checkpointing=gradient_checkpointing)
+        return Policy.from_pretrained(path, **how)
     if head not in ("value", "reward"):
         raise ValueError(f"head must be policy, value or reward, got {head!r}")
-    return ScalarModel.from_pretrained(path, head, gradient_checkpointing=gradient_checkpointing)
+    return ScalarModel.from_pretrained(path, head, **how)
 
 
 def build(
@@ -225,6 +229,7 @@ def build(
     seq_len: int = 4096,
     lora: LoraSettings | None = None,
     dtype: torch.dtype = torch.float32,
+    weights_dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
     cpu_offload: bool = False,
     compile: bool = False,
@@ -234,7 +239,8 @@ def build(
     Args:
         backend: "fsdp" is a transformers model with this library's parallelisation, "titan" TorchTitan's.
         seq_len: of the longest sequence.
-        dtype: of the forward and backward pass; parameters stay float32.
+        dtype: of the forward and backward pass.
+        weights_dtype: of the parameters.
         compile: each decoder layer; with `gradient_checkpointing` its norms and feed-forward.
 
     Raises:
@@ -244,8 +250,11 @@ def build(
     """
     common: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
     if backend == "titan":
-        if head != "policy" or lora is not None:
-            raise ValueError("trainer.backend titan trains all weights of policies: use fsdp for adapters and heads")
+        if head != "policy" or lora is not None or weights_dtype != torch.float32:
+            raise ValueError(
+                "trainer.backend titan trains all weights of policies, in float32: use fsdp for adapters, heads and "
+                "bfloat16 weights"
+            )
         from .titan import build_titan
 
         return build_titan(
@@ -253,7 +262,7 @@ def build(
         )
     if backend != "fsdp":
         raise ValueError(f"trainer.backend must be fsdp or titan, got {backend!r}")
-    policy = load(path, head, **common)
+    policy = load(path, head, dtype=weights_dtype, **common)
     degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
     degrees.check(policy.model.config)
     if lora is not None:

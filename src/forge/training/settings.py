@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from ..config import Section
+from ..models import FAMILIES
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-TENSOR_PARALLEL_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 class OptimizerSettings(Section):
@@ -58,8 +58,11 @@ class PassSettings(Section):
     seq_len: PositiveInt = 4096
     """Longest sequence, and most tokens of a packed micro-batch: lower it when memory runs out."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward and backward pass; weights, gradient sums and optimiser stay float32. A CPU without bfloat16
-    arithmetic computes in float32 and logs it."""
+    """Of the forward and backward pass. A CPU without bfloat16 arithmetic computes in float32 and logs it."""
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, gradients and AdamW's two moments: 16 or 8 bytes a parameter. In bfloat16 an update below about 1/256
+    of a weight is lost to rounding: raise the learning rate, or train adapters (`lora`), which then are bfloat16 as
+    well."""
     gradient_accumulation_steps: PositiveInt = 1
     """Least number of micro-batches of an update on each rank."""
     mini_batches: PositiveInt = 1
@@ -72,6 +75,11 @@ class PassSettings(Section):
     """Keep weights, gradients and optimiser in host memory; layers come to the GPU to compute. Needs a GPU."""
     compile: bool = False
     """torch.compile decoder layers but for attention; with `gradient_checkpointing` their norms and feed-forward."""
+
+    def _check(self) -> None:
+        super()._check()
+        if self.weights_dtype == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError("training.weights_dtype bfloat16 needs training.dtype bfloat16")
 
 
 class LoraSettings(Section):
@@ -146,8 +154,8 @@ class Parallelism(Section):
         """ValueError: a transformers config of an unsupported family, or with a size that is not a multiple."""
         tensor, context = self.tensor_parallel_degree, self.context_parallel_degree
         family, biased = config.model_type, getattr(config, "attention_bias", False)
-        if tensor > 1 and family not in TENSOR_PARALLEL_FAMILIES:
-            known = ", ".join(TENSOR_PARALLEL_FAMILIES)
+        if tensor > 1 and family not in FAMILIES:
+            known = ", ".join(FAMILIES)
             raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {known}")
         if tensor > 1 and (getattr(config, "mlp_bias", False) or (biased and family != "qwen2")):
             raise ValueError("parallelism.tensor_parallel_degree: a bias of o_proj or down_proj is not supported")

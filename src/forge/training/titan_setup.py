@@ -20,7 +20,7 @@ def check_installed() -> None:
     ImportError: TorchTitan is not installed, or in another version.
     """
     if importlib.util.find_spec("torchtitan") is None:
-        raise ImportError(f"trainer.backend titan needs TorchTitan {VERSION}: pip install 'torchforge[titan]'")
+        raise ImportError(f"trainer.backend titan needs TorchTitan {VERSION}: pip install torchtitan=={VERSION}")
     if (found := version("torchtitan")) != VERSION:
         raise ImportError(f"trainer.backend titan is written for torchtitan {VERSION}, this is {found}")
 

@@ -72,6 +72,7 @@ class PolicyTrainer:
             seq_len=passes.seq_len,
             lora=self.lora,
             dtype=self.dtype,
+            weights_dtype=getattr(torch, passes.weights_dtype),
             gradient_checkpointing=passes.gradient_checkpointing,
             cpu_offload=passes.cpu_offload,
             compile=passes.compile,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .cache import Cache
 from .panel import Panel
 from .rules import AnswerFrequency, MathVerifier, Rule
+from .steps import StepRewards
 from .verifier import Scores, Unscored, Verifier
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "RewardModel",
     "Rule",
     "Scores",
+    "StepRewards",
     "Unscored",
     "Verifier",
 ]

@@ -18,7 +18,7 @@ from .verifier import Scores, Unscored, collect
 try:
     from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 except ImportError as error:
-    raise ImportError("LM judges need the openai package: pip install 'torchforge[judge]'") from error
+    raise ImportError("LM judges need the openai package: pip install openai") from error
 
 MILLION = 1_000_000
 

@@ -80,17 +80,28 @@ class ProcessRewardModel:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Three numbers for each response, in [0, 1]."""
-        found = await self._batcher([(prompt, response) for response in responses])
+        found = await self.read(prompt, responses)
         # np.min rather than min: it propagates NaN.
         of = [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in found]
         return Scores.of(of, 3)
 
+    async def read(self, prompt: str, responses: Sequence[str]) -> list[list[float] | Exception]:
+        """The probability of each step of each response, or what makes a response unscored."""
+        return await self._batcher([(prompt, response) for response in responses])
+
     async def steps(self, prompt: str, response: str) -> list[float]:
         """The probability of each step. Raises what makes the response unscored."""
-        found = (await self._batcher([(prompt, response)]))[0]
+        (found,) = await self.read(prompt, [response])
         if isinstance(found, Exception):
             raise found
         return found
+
+    def cut(self, response: str) -> list[tuple[str, int]]:
+        """The steps of a response, each with the character at which it ends; none is only white space."""
+        ends = [(match.start(), match.end()) for match in self._separator.finditer(response)]
+        starts = [0, *(end for _, end in ends)]
+        spans = zip(starts, [*(start for start, _ in ends), len(response)], strict=True)
+        return [(response[start:end], end) for start, end in spans if response[start:end].strip()]
 
     async def close(self) -> None:
         """Stop the thread; waiting calls fail."""
@@ -100,7 +111,7 @@ class ProcessRewardModel:
         return self._of.stream([row_or_error(self._row, *text) for text in texts], self._read, wanted)
 
     def _row(self, prompt: str, response: str) -> Row:
-        steps = [step for step in self._separator.split(response) if step and step.strip()]
+        steps = [step for step, _ in self.cut(response)]
         if not steps:
             raise Unscored("it has no steps")
         marked = self._joint.join(step + self._marker for step in steps)

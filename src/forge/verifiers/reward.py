@@ -75,11 +75,12 @@ def as_verifier(scorer: Any) -> Verifier:
 
 class Score(NamedTuple):
     """`reward` is None if the response is unscored, `correct` if that is unknown. `parts` is what each of several
-    scorers adds to the reward, by name."""
+    scorers adds to the reward, by name; `steps` what its steps earn of it: (end in characters, reward)."""
 
     reward: float | None
     correct: bool | None
     parts: dict[str, float] | None = None
+    steps: list[tuple[int, float]] | None = None
 
 
 class Reward:
@@ -120,6 +121,7 @@ class Reward:
         prompt, total = str(prompt), np.zeros(len(responses))
         correct: list[bool | None] = [None] * len(responses)
         parts: dict[str, np.ndarray] = {}
+        steps: list[list[tuple[int, float]]] = [[] for _ in responses]
         for verifier in self.verifiers:
             scores = await verifier.score(prompt, responses, target)
             is_function = isinstance(verifier, FunctionVerifier)
@@ -129,6 +131,8 @@ class Reward:
             if not is_function:
                 report_missing(verifier, scores, self._logged)
             total += part
+            for own, found in zip(steps, scores.steps or (), strict=False):
+                own += found
             if verifier is self.accuracy:
                 correct = _correct(scores)
         if self.accuracy is not None and self.accuracy not in self.verifiers:
@@ -138,6 +142,7 @@ class Reward:
                 None if np.isnan(reward) else float(reward),
                 right,
                 {name: float(values[i]) for name, values in parts.items()} if len(self.verifiers) > 1 else None,
+                steps[i] or None,
             )
             for i, (reward, right) in enumerate(zip(total, correct, strict=True))
         ]

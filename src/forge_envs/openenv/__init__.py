@@ -1,12 +1,12 @@
 """OpenEnv servers as environments, and environments served to OpenEnv clients.
 
-Needs aiohttp (pip install 'torchforge[openenv]'), not the `openenv` package.
+Needs aiohttp (pip install aiohttp), not the `openenv` package.
 """
 
 try:
     import aiohttp as _aiohttp  # noqa: F401
 except ImportError as error:
-    raise ImportError("OpenEnv needs aiohttp: pip install 'torchforge[openenv]'") from error
+    raise ImportError("OpenEnv needs aiohttp: pip install aiohttp") from error
 
 from .client import CapacityError, OpenEnvClient, OpenEnvError, Session
 from .environment import OpenEnvEnvironment

@@ -1,0 +1,63 @@
+"""What a configuration needs in memory for the weights of a model and what trains them, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def count_parameters(model: str) -> int:
+    """Parameters in the safetensors files of a folder, by their headers; 0 if there are none."""
+    total = 0
+    for path in Path(model).glob("*.safetensors"):
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total
+
+
+def memory_report(cfg: Any, model: str) -> list[str]:
+    """One line for each component that holds the model. Activations, caches and libraries come on top.
+
+    Args:
+        cfg: configuration of a recipe.
+    """
+    count, lines = count_parameters(model), []
+    if not count:
+        return []
+
+    def gb(size: float) -> str:
+        return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+
+    services, training = cfg.services, cfg.training
+    held = training.weights_dtype
+    for name in ("trainer", "critic"):
+        if getattr(services, name, None) is None or (name == "critic" and not cfg.load_algorithm().needs_critic):
+            continue
+        layout = cfg.parallelism.over(services[name].procs)
+        shares = layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
+        weights = count * BYTES[held] / shares
+        parts = f"weights {gb(weights)}, gradients {gb(weights)}, AdamW {gb(2 * weights)}: {gb(4 * weights)}"
+        if cfg.lora is not None:
+            parts = f"frozen weights {gb(weights)}, and adapters"
+        where = "in host memory, " if training.cpu_offload else ""
+        lines.append(
+            f"{name}: {where}{parts} in {held} in each of {services[name].procs} process(es), "
+            f"which compute in {training.dtype}"
+        )
+    if (placed := getattr(services, "generator", None)) is not None and hasattr(cfg, "generator"):
+        dtype = cfg.generator.dtype
+        each = gb(count * BYTES[dtype] / placed.procs)
+        lines.append(
+            f"generator: weights {each} in {dtype} in each of {placed.num_replicas * placed.procs} process(es)"
+        )
+    if (placed := getattr(services, "ref_model", None)) is not None:
+        each = gb(count * BYTES[training.dtype])
+        lines.append(f"ref_model: weights {each} in {training.dtype} in each of {placed.num_replicas} process(es)")
+    return [f"{count:,} parameters", *lines]
