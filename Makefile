@@ -13,17 +13,26 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: quickstart test test-slow test-vllm test-titan lint clean
+.PHONY: quickstart check test test-all test-slow test-vllm test-titan lint clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m apps.sft.main --config apps/sft/tiny.yaml --seed $(SEED)
 	$(VENV)/bin/python -m apps.grpo.main --config apps/grpo/tiny.yaml --seed $(SEED)
 
+# The tiers of tests, which CONTRIBUTING.md describes.
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+check: $(VENV)/installed-dev lint
+	$(PYTEST) -m 'not processes and not costly and not full and not slow' --hypothesis-profile=check
+
 test: $(VENV)/installed-dev lint
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(addprefix tests/,$(PKG))
+	$(PYTEST) -m 'not full and not slow' --hypothesis-profile=test $(addprefix tests/,$(PKG))
+
+test-all: $(VENV)/installed-dev lint
+	$(PYTEST) -m 'not slow' --hypothesis-profile=all
 
 test-slow: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest -m slow
+	$(VENV)/bin/python -m pytest -m slow --hypothesis-profile=all
 
 # vLLM pins other versions of what the rest stands on: an environment of its own.
 test-vllm: $(VLLM)/installed

@@ -1,7 +1,7 @@
 """The real system against a bare loop: seconds and CPU-seconds of a GRPO step, both sides in one run.
 
 Model, task, batch and algorithm are those of the quickstart, `apps/grpo/tiny.yaml`. The real system runs its recipe as
-it is (four processes of one thread); the bare loop has an engine and a trainer in one process of two threads, and
+it is (three processes of one thread); the bare loop has an engine and a trainer in one process of two threads, and
 nothing around them: no messages, no buffer, no metrics. Sides take turns. The issue is what the processes cost: the
 real system should take at most 1.15 times the seconds and 1.3 times the CPU-seconds.
 

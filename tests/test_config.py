@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from pydantic import Field
+from safetensors.torch import save_file
 
 from apps.code.config import CodeConfig
 from apps.tools.main import ToolsConfig
@@ -16,6 +18,7 @@ from forge.controller import Options
 from forge.engines import EngineSettings
 from forge.recipes.distill_config import DistillConfig
 from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.memory import memory_report
 from forge.recipes.reward_model_config import RewardModelConfig
 from forge.recipes.rl_config import GRPOConfig
 from forge.recipes.sft_config import SFTConfig
@@ -61,7 +64,7 @@ NO_CLIP = ["--grpo.clip_low", "null", "--grpo.clip_high", "null"]
 COLOCATED = ["--colocated", "true", "--async.max_policy_age", "0"]
 SOURCES = ["--dataset.path", "null", "--dataset.sources"]
 TEACHER = ["--grpo.reference", "teacher"]
-NO_REFERENCE = ["--services.ref_model", "{procs: 1}"]
+NO_REFERENCE = ["--services.ref_model", "null"]
 
 
 @pytest.fixture
@@ -102,6 +105,7 @@ def test_a_hash_in_an_override_is_no_comment(config):
 
 def test_an_override_opens_a_section_that_is_null(config):
     assert read(config, "--services.reward", "null").services.reward is None
+    assert read(config, "--services.ref_model", "{}").services.ref_model is not None
     cfg = read(config, "--services.reward", "null", "--services.reward.num_replicas", "2")
     assert cfg.services.reward.num_replicas == 2
 
@@ -118,9 +122,48 @@ def test_overrides(config):
     assert read(config, "--dataset.difficulty", "[3, 7]").dataset.difficulty == [3, 7]
 
 
+def test_the_interval_of_weight_updates_sets_the_age(config):
+    assert read(config).async_.max_policy_age == 1
+    assert read(config, "--training.sync_interval", "10").async_.max_policy_age == 10
+    together = [
+        "--colocated",
+        "true",
+        *(f"--services.{n}.with_gpus=false" for n in ("generator", "trainer", "ref_model")),
+    ]
+    assert read(config, *together).async_.max_policy_age == 0
+
+
+def test_the_kl_without_a_reference_model_is_to_the_generator(config):
+    cfg = read(config, *NO_REFERENCE)
+    algorithm = cfg.load_algorithm()
+    assert algorithm.needs_reference
+    assert not cfg.starts_reference(algorithm)
+    cfg = read(config, *NO_REFERENCE, "--grpo.reference", "start")
+    assert cfg.starts_reference(cfg.load_algorithm())
+
+
+def test_the_memory_that_a_run_states(config, tmp_path):
+    save_file({"a": torch.zeros(1000, 100), "b": torch.zeros(50)}, tmp_path / "model.safetensors")
+    cfg = read(config, "--trainer.procs", "2")
+    assert memory_report(cfg, str(tmp_path)) == [
+        "100,050 parameters",
+        "trainer: weights 0.2 MB, gradients 0.2 MB, AdamW 0.4 MB: 0.8 MB in float32 in each of 2 process(es), which "
+        "compute in bfloat16",
+        "generator: weights 0.4 MB in float32 in each of 1 process(es)",
+        "ref_model: weights 0.2 MB in bfloat16 in each of 1 process(es)",
+    ]
+    halved = memory_report(read(config, "--training.weights_dtype", "bfloat16"), str(tmp_path))[1]
+    assert halved.startswith("trainer: weights 0.2 MB, gradients 0.2 MB, AdamW 0.4 MB: 0.8 MB in bfloat16 in each of 1")
+    assert memory_report(cfg, str(tmp_path / "nothing")) == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ([*NO_REFERENCE, "--async.max_policy_age", "0"], "grpo.beta does nothing: without services.ref_model"),
+        ([*NO_REFERENCE, "--grpo.kl_in", "reward"], "grpo.beta does nothing: without services.ref_model"),
+        (["--training.dtype", "float32", "--training.weights_dtype", "bfloat16"], "weights_dtype bfloat16 needs"),
+        (["--trainer.gpus_per_proc", "2", "--trainer.with_gpus", "false"], "gpus_per_proc = 2 does nothing"),
         (["--training.bach_size", "4"], "unknown key 'training.bach_size'; did you mean 'batch_size'"),
         (["--trainning.steps", "4"], "unknown key 'trainning'; did you mean 'training'"),
         (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),
@@ -194,7 +237,10 @@ def test_overrides(config):
         (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
         (["--dataset.task", "apps.toys.words:Reverse"], "a path .*, a task, or sources"),
         (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1"),
-        (["--generator.procs", "2"], "services.generator.procs must be 1: scale it with num_replicas"),
+        (
+            ["--generator.procs", "2"],
+            "services.generator.procs = 2 is one model over 2 processes .* set generator.engine to vllm, or procs to 1",
+        ),
         (["--reward.call_timeout", "-1"], "services.reward.call_timeout must be above 0, got -1"),
         (["--checkpoint.keep", "0"], "checkpoint.keep must be at least 1"),
         (["--checkpoint.async_write", "true"], "checkpoint.async_write does nothing: checkpoint.every is 0"),
@@ -280,7 +326,9 @@ def test_files_that_cannot_be_read(config, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("apps/*/*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_shipped_file_loads_and_round_trips(path):
-    cls = {"grpo": GRPOConfig, "warmup": SFTConfig}.get(path.stem, CONFIGS[path.parent.name])
+    cls = {"grpo": GRPOConfig, "qwen3_8b_grpo": GRPOConfig, "warmup": SFTConfig}.get(
+        path.stem, CONFIGS[path.parent.name]
+    )
     cfg = load(cls, ["--config", str(path)])
     assert build(cls, yaml.safe_load(yaml.safe_dump(to_dict(cfg)))) == cfg
 

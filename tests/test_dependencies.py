@@ -150,10 +150,12 @@ def newly_imported(module: str) -> set[str]:
     return {name.split(".")[0] for name in result.stdout.split()}
 
 
+@pytest.mark.processes
 def test_importing_the_losses_needs_torch_alone():
     assert newly_imported("forge.losses") == {"forge"}
 
 
+@pytest.mark.processes
 def test_importing_forge_needs_nothing():
     code = "import sys, forge; print(sorted({'torch', 'numpy', 'transformers', 'monarch'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,6 +16,8 @@ from forge.api import Result
 from forge.config import ConfigError
 from forge.recipes.launch import BadInput
 
+pytestmark = pytest.mark.processes
+
 # A reward that closes over a variable of the script, without `if __name__ == "__main__"`.
 CLOSURE = """
 import forge
@@ -59,6 +61,7 @@ def in_script(folder: Path, code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_closure_as_reward_in_a_script(tmp_path: Path):
     output = in_script(tmp_path, CLOSURE)
     result = Result(tmp_path / "runs" / "closure")
@@ -72,6 +75,7 @@ def test_a_closure_as_reward_in_a_script(tmp_path: Path):
     assert "6 rows from Python" in written
 
 
+@pytest.mark.full
 def test_a_new_algorithm_from_its_formula(tmp_path: Path):
     in_script(tmp_path, ALGORITHM)
     rows = [json.loads(line) for line in (tmp_path / "runs/tanh/metrics.jsonl").read_text().splitlines()]
@@ -79,6 +83,7 @@ def test_a_new_algorithm_from_its_formula(tmp_path: Path):
     assert all("train/loss" in row for row in rows[1:])
 
 
+@pytest.mark.full
 def test_in_a_notebook_whose_event_loop_runs(tmp_path: Path):
     cells = [
         "import asyncio; assert asyncio.get_running_loop().is_running()",

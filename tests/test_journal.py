@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.store import Journal
@@ -26,7 +26,6 @@ def written(path: Path, items: list) -> Path:
     return path
 
 
-@settings(max_examples=100, deadline=None)
 @given(before=records, after=records, data=st.data())
 def test_any_cut_of_the_tail_leaves_a_prefix_to_which_can_be_appended(before: list, after: list, data: st.DataObject):
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +44,6 @@ def test_any_cut_of_the_tail_leaves_a_prefix_to_which_can_be_appended(before: li
         assert journal.size == path.stat().st_size
 
 
-@settings(max_examples=100, deadline=None)
 @given(items=records.filter(bool), data=st.data())
 def test_a_changed_byte_is_an_error_wherever_it_is(items: list, data: st.DataObject):
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +58,6 @@ def test_a_changed_byte_is_an_error_wherever_it_is(items: list, data: st.DataObj
         assert path.read_bytes() == content
 
 
-@settings(max_examples=50, deadline=None)
 @given(before=records, instead=records, after=records)
 def test_rewriting_replaces_everything(before: list, instead: list, after: list):
     with tempfile.TemporaryDirectory() as folder:
@@ -97,6 +94,7 @@ def test_a_write_that_stops_half_way_leaves_a_journal_that_goes_on(tmp_path: Pat
     assert list(Journal(path).replay()) == ["first", "second"]
 
 
+@pytest.mark.processes
 def test_a_killed_writer_leaves_every_record_that_it_said_was_written(tmp_path: Path):
     path = tmp_path / "journal"
     code = (

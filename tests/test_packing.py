@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from forge.data.packing import Aggregation, pack, split
+from forge.data.packing import Aggregation, pack, pack_tensors, split
 from forge.losses import GRPOLoss
 from forge.training.policy import Policy
 from forge.types import Batch, Completion, Episode
@@ -33,7 +33,6 @@ def rows_of(batch: Batch) -> list[tuple]:
 
 
 @given(LENGTHS, RANKS, st.integers(16, 60), st.integers(1, 3))
-@settings(deadline=None)
 def test_every_sequence_lands_exactly_once(lengths: list[tuple[int, int]], ranks: int, max_tokens: int, at_least: int):
     batch = example(0, lengths)
     shares = split(batch, ranks=ranks, max_tokens=max_tokens, at_least=at_least)
@@ -110,7 +109,7 @@ def packed_loss(policy: Policy, micro: Batch) -> torch.Tensor:
 
 
 @given(LENGTHS, RANKS, st.integers(16, 60), AGGREGATION)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_any_split_has_the_loss_and_gradient_of_the_padded_batch(
     lengths: list[tuple[int, int]], ranks: int, max_tokens: int, aggregation: Aggregation
 ):
@@ -185,13 +184,16 @@ def test_what_cannot_be_packed_is_named():
 
 
 def test_an_episode_is_made_of_a_completion():
-    completion = Completion((7, 8), [9, 10, 11], [-0.5, -1.0, -1.5], [4, 4, 5], "stop", text="abc")
+    completion = Completion("abc", [9, 10, 11], [-0.5, -1.0, -1.5], {"draft": True}, (7, 8), [4, 4, 5], "stop")
     episode = Episode(completion, 0.5)
     assert episode.tokens == [7, 8, 9, 10, 11]
     assert episode.mask == [False, False, True, True, True]
     assert episode.logprobs == [0.0, 0.0, -0.5, -1.0, -1.5]
     assert episode.versions == [-1, -1, 4, 4, 5]
-    assert (episode.version, episode.reward, episode.text, episode.info) == (4, 0.5, "abc", {"finish": "stop"})
+    assert (episode.version, episode.reward, episode.text) == (4, 0.5, "abc")
+    assert episode.info == {"draft": True, "finish": "stop"}
+    four = Completion("abc", [9, 10, 11], [-0.5, -1.0, -1.5], {})
+    assert (four.version, four.versions, Episode(four, 1.0).tokens) == (-1, [-1, -1, -1], [9, 10, 11])
 
 
 def test_an_episode_that_makes_no_sense_is_refused():
@@ -201,3 +203,52 @@ def test_an_episode_that_makes_no_sense_is_refused():
         Episode(prompt_ids=(1,), response_ids=[])
     with pytest.raises(ValueError, match="logprobs has 1 entries for 2 response tokens"):
         Episode(prompt_ids=(1,), response_ids=[2, 3], logprobs=[-1.0])
+
+
+def tensors() -> tuple[dict, dict]:
+    """Two rows: the first with a prompt that is padded on the left, the second with a gap in what is trained."""
+    response = torch.tensor([[5, 6, 1, 0], [7, 8, 9, 1]])
+    inputs = {
+        "tokens": torch.cat([torch.tensor([[0, 3], [4, 3]]), response], 1),
+        "mask": torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+    }
+    targets = {
+        "response": response,
+        "padding_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1]]),
+        "advantages": torch.tensor([[2.0], [-1.0]]),
+        "ref_logprobs": -torch.arange(1.0, 9.0).reshape(2, 4),
+    }
+    return inputs, targets
+
+
+def test_dicts_of_tensors_are_packed_without_their_padding():
+    inputs, targets = tensors()
+    batch = pack_tensors([inputs], [targets])
+    assert batch.tokens.tolist() == [3, 5, 6, 1, 4, 3, 7, 8, 9, 1]
+    assert batch.lengths.tolist() == [4, 6]
+    assert batch.mask.tolist() == [False, True, True, True, False, False, True, False, True, True]
+    assert batch.advantages.tolist() == [0, 2, 2, 2, 0, 0, -1, 0, -1, -1]
+    assert batch.ref_logprobs.tolist() == [0, -1, -2, -3, 0, 0, -5, 0, -7, -8]
+    assert np.isnan(batch.logprobs[batch.mask]).all()
+    targets["behaviour_logprobs"] = targets["ref_logprobs"] / 2
+    batch = pack_tensors([inputs], [targets])
+    assert batch.logprobs.tolist() == [0, -0.5, -1, -1.5, 0, 0, -2.5, 0, -3.5, -4]
+    halves = [{name: value[i : i + 1] for name, value in inputs.items()} for i in range(2)]
+    wanted = [{name: value[i : i + 1] for name, value in targets.items()} for i in range(2)]
+    assert rows_of(pack_tensors(halves, wanted)) == rows_of(batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i, t: t.pop("response"), r"targets\[0\] needs 'response'"),
+        (lambda i, t: t.update(weight=1), r"targets\[0\] has an unknown key 'weight'"),
+        (lambda i, t: i.update(tokens=i["tokens"] + 1), r"is not the end of inputs\[0\]\['tokens'\]"),
+        (lambda i, t: t.update(padding_mask=torch.ones(2, 3)), r"padding_mask \(2, 3\)"),
+    ],
+)
+def test_dicts_that_do_not_fit_are_an_error(change, message):
+    inputs, targets = tensors()
+    change(inputs, targets)
+    with pytest.raises(ValueError, match=message):
+        pack_tensors([inputs], [targets])

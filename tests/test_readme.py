@@ -15,12 +15,13 @@ README = (ROOT / "README.md").read_text()
 PAGES = ["README", "docs/services", "docs/weights", "docs/algorithms", "docs/verifiers", "docs/weaver"]
 PAGES += ["docs/sandbox", "docs/openenv", "docs/agents"]
 EXAMPLES = [
-    pytest.param(code, id=f"{page.stem} {number}")
+    pytest.param(code, id=f"{page.stem} {number}", marks=[] if page.stem == "README" else pytest.mark.full)
     for page in (ROOT / f"{name}.md" for name in PAGES)
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_python_blocks_run(code, tmp_path):
     script = tmp_path / "example.py"

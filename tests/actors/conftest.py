@@ -21,7 +21,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def store():
+def store(processes):
     store = VersionStore.create()
     yield store
     store.close()

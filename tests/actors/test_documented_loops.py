@@ -1,13 +1,19 @@
 """The loops of the documentation, as printed there, on real services."""
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 
 from forge.actors import DatasetActor, Generator, ReplayBuffer, RewardActor, Trainer
 from forge.controller import run
 from forge.losses import ReinforceLoss, SimpleGRPOLoss
-from forge.types import Episode
+from forge.types import Episode, Group
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+pytestmark = pytest.mark.processes
 
 DATA = {"task": "apps.toys.words:Reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
 
@@ -40,6 +46,7 @@ async def generate_episode(dataloader, policy, reward, replay_buffer):
     )
 
 
+@pytest.mark.full
 def test_synchronous_rl(model, store):
     async def synchronous_rl(batch_size):
         dataloader, policy, reward, buffer, trainer = await start(model, store, ReinforceLoss(clip_ratio=0.2), 2)
@@ -54,7 +61,6 @@ def test_synchronous_rl(model, store):
             await trainer.train_step.route(batch)
 
             # Update weights in lockstep
-            await trainer.push_weights.call(version + 1)
             await policy.update_weights.fanout(version + 1)
             version += 1
         completion = await policy.generate.route("abc>")
@@ -64,6 +70,7 @@ def test_synchronous_rl(model, store):
     run(synchronous_rl(4))
 
 
+@pytest.mark.full
 def test_async_rl_loop(model, store):
     async def main():
         dataloader, policy, reward, buffer, trainer = await start(model, store, SimpleGRPOLoss(beta=0.0))
@@ -80,7 +87,6 @@ def test_async_rl_loop(model, store):
             for version in range(3):
                 batch = await buffer.sample.route(version, 4)
                 losses.append((await trainer.train_step.route(batch))["train/loss"])
-                await trainer.push_weights.call(version + 1)
                 await policy.update_weights.fanout(version + 1)
 
         async def async_rl_loop(num_rollout_loops: int):
@@ -98,6 +104,23 @@ def test_async_rl_loop(model, store):
     run(main())
 
 
+def test_the_two_loops_of_the_readme(model, store):
+    (code,) = re.findall(r"```text\n(async def rollout.*?)```", README, re.DOTALL)
+
+    async def main():
+        dataset, policy, reward, buffer, trainer = await start(model, store, ReinforceLoss())
+        names = {"dataset": dataset, "policy": policy, "reward": reward, "buffer": buffer, "trainer": trainer}
+        names |= {"Group": Group, "Episode": Episode, "batch_size": 2}
+        exec(code, names)
+        for version in range(2):
+            names["version"] = version
+            await asyncio.gather(names["rollout"](), names["rollout"](), names["training"]())
+        assert (await policy.generate.route("abc>")).version == 2
+
+    run(main())
+
+
+@pytest.mark.full
 def test_a_kl_term_needs_a_reference(model, store):
     async def main():
         trainer = await Trainer.as_actor(model, loss=SimpleGRPOLoss(beta=0.1), seq_len=64)
@@ -107,6 +130,7 @@ def test_a_kl_term_needs_a_reference(model, store):
     run(main())
 
 
+@pytest.mark.full
 def test_weights_arrive_and_are_those_of_the_trainer(model, store):
     async def main():
         _, policy, _, _, trainer = await start(model, store, ReinforceLoss())

@@ -10,6 +10,8 @@ from forge.actors import EnvironmentActor, RemoteEnvironment
 from forge.controller import run
 from forge.envs import Action, Environment, InfrastructureError, Step
 
+pytestmark = pytest.mark.processes
+
 
 class Count(Environment):
     """Counts its steps, and says in which process."""
@@ -25,6 +27,7 @@ class Count(Environment):
         return Step(info={"pid": os.getpid(), "count": self.count}, terminated=self.count == 5)
 
 
+@pytest.mark.full
 def test_episodes_keep_to_their_replica_and_do_not_meet():
     async def main():
         service = await EnvironmentActor.options(num_replicas=2).as_service(Count)
@@ -52,6 +55,7 @@ def test_episodes_keep_to_their_replica_and_do_not_meet():
     run(main())
 
 
+@pytest.mark.full
 def test_what_is_lost_with_a_replica_is_an_infrastructure_failure_and_can_be_played_again():
     async def main():
         service = await EnvironmentActor.options(num_replicas=2).as_service(Count)

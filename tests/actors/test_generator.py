@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from forge.actors import Generator
 from forge.controller import endpoint, run
+
+pytestmark = pytest.mark.processes
 
 
 class Sabotaged(Generator):
@@ -20,6 +24,7 @@ class Sabotaged(Generator):
         return os.getpid()
 
 
+@pytest.mark.full
 def test_its_process_ends_and_another_answers(model):
     async def main():
         policy = await Sabotaged.options(num_replicas=2).as_service(model, slots=4, max_tokens=4)

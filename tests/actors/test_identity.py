@@ -108,6 +108,7 @@ def test_what_is_well_goes_well(model, store):
     run(main())
 
 
+@pytest.mark.full
 def test_a_shard_that_was_not_written(model, store):
     async def main():
         policy, trainer = await start(model, store, trainer=LossyTrainer, procs=2)
@@ -118,6 +119,7 @@ def test_a_shard_that_was_not_written(model, store):
     run(main())
 
 
+@pytest.mark.full
 def test_a_replica_that_missed_an_update_in_lock_step(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=DeafGenerator, age=0)
@@ -129,6 +131,7 @@ def test_a_replica_that_missed_an_update_in_lock_step(model, store):
     run(main())
 
 
+@pytest.mark.full
 def test_a_replica_that_missed_an_update_when_age_is_allowed(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=DeafGenerator, age=4)
@@ -144,6 +147,7 @@ def test_a_replica_that_missed_an_update_when_age_is_allowed(model, store):
     run(main())
 
 
+@pytest.mark.full
 def test_a_swap_that_fails_half_way(model, store):
     async def main():
         policy, trainer = await start(model, store)
@@ -165,6 +169,7 @@ def test_a_swap_that_fails_half_way(model, store):
     run(main())
 
 
+@pytest.mark.full
 def test_a_version_counter_that_advances_without_weights(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=CountingGenerator)
@@ -175,6 +180,7 @@ def test_a_version_counter_that_advances_without_weights(model, store):
     run(main())
 
 
+@pytest.mark.full
 def test_the_trainer_refuses_tokens_of_other_weights_than_they_say(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=QuietCountingGenerator)
@@ -191,7 +197,7 @@ def test_the_trainer_refuses_tokens_of_other_weights_than_they_say(model, store)
 
 def completion(versions: list[int], identities: dict[int, str]) -> Completion:
     n = len(versions)
-    return Completion((1, 2), [3] * n, [-1.0] * n, versions, "stop", identities=identities, sampled_by="g[0]")
+    return Completion("", [3] * n, [-1.0] * n, {}, (1, 2), versions, "stop", identities, sampled_by="g[0]")
 
 
 def batch(versions: list[int], identities: dict[int, str]):

@@ -11,6 +11,8 @@ from forge.actors.keeper import Keeper, Reach, RemoteStore, connect
 from forge.controller import ForgeActor, endpoint, run
 from forge.store import MissingVersion
 
+pytestmark = pytest.mark.processes
+
 
 class Far(ForgeActor):
     """Puts and gets as a trainer or generator on another host does."""
@@ -52,6 +54,7 @@ class Far(ForgeActor):
         return store.versions("policy"), store.keys(), store.exists("x"), store.wait("policy", 3, timeout=1), known[0]
 
 
+@pytest.mark.full
 def test_a_process_of_another_host_puts_and_gets(store):
     weights = {"a": torch.arange(300_000.0), "b": torch.ones(7, 3), "empty": torch.zeros(0, 2)}
 

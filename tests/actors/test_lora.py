@@ -108,6 +108,7 @@ def test_weights_and_adapters_may_follow_one_another(model: str, store: VersionS
     other.teardown()
 
 
+@pytest.mark.full
 def test_two_ranks_publish_what_one_does(model: str, store: VersionStore):
     """Of a factor of one row the second rank holds nothing."""
     settings = {**SETTINGS, "lora": {"rank": 1, "alpha": 4.0}}

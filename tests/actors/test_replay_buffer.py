@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.actors import ReplayBuffer
@@ -18,7 +18,6 @@ def name(item: Episode) -> int:
     return item.tokens[-1]
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     versions=st.lists(st.integers(0, 6), min_size=1, max_size=30),
     age=st.integers(0, 3),

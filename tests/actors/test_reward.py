@@ -191,6 +191,7 @@ def test_an_ensemble_of_choices_is_no_reward(tmp_path):
         checked(tmp_path)
 
 
+@pytest.mark.processes
 def test_programs_are_run_in_the_sandbox():
     verifiers = VerifiersConfig(plugins=[{"use": "forge_sandbox:CodeVerifier", "credit": "share"}])
     verifiers.check_sources()

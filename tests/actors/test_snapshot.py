@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.actors import DatasetActor, ReplayBuffer
@@ -30,7 +30,6 @@ def dataset(**settings: Any) -> DatasetActor:
     return actor
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_seen_is_a_set(indices: list[int]):
     seen, plain = Seen(), set()
@@ -132,7 +131,6 @@ moves = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     history=st.lists(moves, max_size=60),
     batch=st.integers(1, 4),
@@ -224,7 +222,6 @@ def test_a_group_that_comes_again_is_dropped_and_counted():
     asyncio.run(main())
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     batch_size=st.integers(1, 5), age=st.integers(0, 4), steps=st.integers(1, 8), seed=st.randoms(use_true_random=False)
 )

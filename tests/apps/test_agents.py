@@ -37,6 +37,7 @@ def config(folder, task, **more):
     return str(path)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("app", "task"), [("tools", "apps.toys.expressions:Expression"), ("code", "apps.toys.programs:Program")]
 )
@@ -129,6 +130,7 @@ def test_expressions_of_every_difficulty_have_an_end():
     assert len({Expression().row(n, difficulty=1).question for n in range(200)}) > 100
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_run_in_lock_step_goes_on_from_a_checkpoint_to_the_same_weights(tmp_path):
     settings = {"async": {"max_policy_age": 0}, "checkpoint": {"every": 2, "keep": 9}}

@@ -1,5 +1,6 @@
 """Algorithms by name in the real recipe: those that need more processes than others, and one of the user's own."""
 
+import json
 import os
 import re
 import shutil
@@ -8,8 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from transformers import AutoModelForTokenClassification
 
+from forge.config import ConfigError, load
+from forge.recipes.rl_config import RLConfig
 from tests.apps.test_recipes import CONFIG, ROOT, command, rows
+from tests.training.cases import TOKENIZER, tiny_model
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 PAGE = (ROOT / "docs/adding_an_algorithm.md").read_text()
 
@@ -80,7 +88,7 @@ def test_a_module_that_is_passed_in_python(tmp_path):
 def test_ppo_with_a_critic_goes_on_where_it_was(tmp_path):
     """In lock-step, from the checkpoint of the second of four steps: the same numbers and the same weights."""
     overrides = ["--algorithm", "ppo", "--async.max_policy_age", "0", "--training.mini_batches", "2"]
-    overrides += ["--grpo.beta", "0.05", "--critic.learning_rate", "1e-2"]
+    overrides += ["--grpo.beta", "0.05", "--services.ref_model", "{}", "--critic.learning_rate", "1e-2"]
     overrides += ["--training.steps", "4", "--checkpoint.every", "2", "--eval.problems", "0"]
     history = run(tmp_path, *overrides)
     assert history[1]["critic/value"] == pytest.approx(0.0, abs=0.2)
@@ -119,3 +127,19 @@ def test_distillation_needs_a_teacher_of_the_same_tokens(tmp_path):
     done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert re.search(r"error: grpo.reference: the tokens of .*other are not those of", done.stdout + done.stderr)
+
+
+def test_the_steps_of_a_response_are_rewarded(tmp_path):
+    """A process reward model's reward of each step reaches PPO's critic; GRPO, which would sum them up, is an error."""
+    tiny_model(kind=AutoModelForTokenClassification).save_pretrained(tmp_path / "prm")
+    TOKENIZER.save_pretrained(tmp_path / "prm")
+    model = {"path": str(tmp_path / "prm"), "marker": "z", "separator": "b"}
+    steps = {"use": "forge.verifiers:StepRewards", "model": model, "weight": 0.5}
+    rewards = ["--reward.functions", json.dumps(["CharacterMatch", steps]), "--training.steps", "2"]
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"dataset": {"task": "apps.toys.words:Reverse"}, "from_scratch": {}}))
+    with pytest.raises(ConfigError, match="rewards steps, and grpo sees only their sum: use algorithm ppo"):
+        load(RLConfig, ["--config", str(config), *rewards])
+    history = run(tmp_path, "--algorithm", "ppo", *rewards)
+    assert history[-1]["reward/StepRewards"] > 0
+    assert history[-1]["critic/grad_norm"] > 0

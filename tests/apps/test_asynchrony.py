@@ -6,6 +6,8 @@ import pytest
 
 from tests.apps.test_recipes import CONFIG, command, finish, rows
 
+pytestmark = [pytest.mark.processes, pytest.mark.full]
+
 STEPS = 50
 # Long sequences and a quick trainer: versions change in the middle of most of them.
 STILL = CONFIG | {

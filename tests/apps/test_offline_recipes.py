@@ -58,6 +58,7 @@ def sum_of_logprobs(model: Any, episode: Any) -> torch.Tensor:
     return logprobs[torch.tensor(episode.mask[1:])].double().sum()
 
 
+@pytest.mark.processes
 def test_dpo_leaves_a_whole_run_whose_margins_are_those_of_its_model(tmp_path):
     folder = ran("dpo", tmp_path, "--trainer.procs", "2", "--dpo.beta", "0.5")
     history = rows(tmp_path)
@@ -81,6 +82,7 @@ def test_dpo_leaves_a_whole_run_whose_margins_are_those_of_its_model(tmp_path):
     assert history[-1]["eval/accuracy"] == sum(margin > 0 for margin in margins) / 8
 
 
+@pytest.mark.processes
 def test_a_reward_model_leaves_a_classifier_that_scores_as_it_was_measured(tmp_path):
     folder = ran("reward_model", tmp_path, "--lora", "{rank: 4, alpha: 8}", "--reward_model.center", "0.1")
     history = rows(tmp_path)
@@ -101,27 +103,38 @@ def test_a_reward_model_leaves_a_classifier_that_scores_as_it_was_measured(tmp_p
     assert history[-1]["eval/loss"] != pytest.approx(history[0]["eval/loss"], abs=1e-4)
 
 
-def test_distillation_leaves_a_whole_run_and_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
-    teacher(tmp_path)
-    folder = ran("distill", tmp_path)
-    history, trained = rows(tmp_path), (folder / "model/model.safetensors").read_bytes()
+@pytest.fixture(scope="module")
+def distilled(processes, tmp_path_factory):
+    """The folder of a run of distillation, in the folder of its teacher."""
+    folder = tmp_path_factory.mktemp("distilled")
+    teacher(folder)
+    return ran("distill", folder)
+
+
+def test_distillation_leaves_a_whole_run(distilled):
+    history = rows(distilled.parents[1])
     assert [row["step"] for row in history if "eval/accuracy" in row] == [0, 2, 3]
     for row in history[1:]:
         assert row["train/on_policy"] == 1.0
         assert row["train/ratio_max_deviation"] < 1e-4
     assert history[1]["train/reverse_kl"] > 0.1
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    start = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/test-initial")
+    model = AutoModelForCausalLM.from_pretrained(distilled / "model")
+    start = AutoModelForCausalLM.from_pretrained(distilled.parent / "test-initial")
     assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
 
-    # As if it had ended during its last step.
+
+@pytest.mark.full
+def test_distillation_goes_on_from_a_checkpoint_bit_for_bit(distilled):
+    """As if it had ended during its last step."""
+    folder, history = distilled, rows(distilled.parents[1])
+    trained = (folder / "model/model.safetensors").read_bytes()
     (folder / "finished").unlink()
     for path in (folder / "model", folder / "checkpoints/step_000003"):
         shutil.rmtree(path)
     code, output = finish(sys.executable, "-m", "apps.distill.main", "--resume", str(folder))
     assert code == 0, output
     assert f"resuming from {folder}/checkpoints/step_000002" in output
-    again = rows(tmp_path)
+    again = rows(folder.parents[1])
     assert [row["step"] for row in again] == [0, 1, 2, 3]
     for name in ("train/loss", "train/reverse_kl", "eval/accuracy"):
         assert again[3][name] == history[3][name]

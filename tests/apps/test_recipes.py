@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forge.config import Arguments
 from forge.data.load import load_data
 from forge.models import build_small_model
-from forge.recipes.launch import launch, prepare
+from forge.recipes.launch import check_gpus, gpus_needed, launch, prepare
 from forge.recipes.resume import Start, read_config
 from forge.recipes.rl_config import RLConfig as GRPOConfig
 
@@ -59,15 +59,21 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "runs/test/metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "overrides",
     [
         pytest.param(
-            ["--async.max_policy_age", "0", "--grpo.beta", "0.1", "--trainer.procs", "2", "--trainer.hosts", "2"],
+            [
+                *("--async.max_policy_age", "0", "--grpo.beta", "0.1", "--services.ref_model", "{}"),
+                *("--trainer.procs", "2", "--trainer.hosts", "2"),
+            ],
             id="lock-step",
         ),
         pytest.param(
-            ["--async.max_policy_age", "2", "--training.sync_interval", "3", "--eval.every", "3"], id="asynchronous"
+            ["--training.sync_interval", "3", "--eval.every", "3"],
+            id="asynchronous",
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -121,6 +127,8 @@ def test_grpo_leaves_a_whole_run(tmp_path, overrides):
     assert yaml.safe_load((folder / "config.yaml").read_text())["training"]["steps"] == 3
 
 
+@pytest.mark.full
+@pytest.mark.processes
 def test_colocated_trainer_and_generators_take_turns(tmp_path):
     """Two ranks, each with a generator in its process; the same run with processes of their own gives the same."""
     turns = ["--async.max_policy_age", "0", "--trainer.procs", "2", "--checkpoint.every", "2"]
@@ -141,24 +149,37 @@ def test_colocated_trainer_and_generators_take_turns(tmp_path):
     assert first == second > 0
 
 
-def test_sft_then_grpo_from_its_model(tmp_path):
+@pytest.fixture(scope="module")
+def supervised(processes, tmp_path_factory):
+    """The folder of a run of supervised fine-tuning."""
+    folder = tmp_path_factory.mktemp("supervised")
     config = {k: v for k, v in CONFIG.items() if k != "grpo"}
     config["training"] = config["training"] | {"steps": 30, "batch_size": 32, "learning_rate": 3e-3}
     config["eval"] = {"problems": 8, "every": 10, "max_tokens": 8}
-    code, output = finish(*command(tmp_path, "--trainer.procs", "2", recipe="sft", config=config))
+    code, output = finish(*command(folder, "--trainer.procs", "2", recipe="sft", config=config))
     assert code == 0, output
-    history = rows(tmp_path)
+    return folder
+
+
+def test_sft_learns(supervised):
+    history = rows(supervised)
     assert history[-1]["train/loss"] < 0.8 * history[1]["train/loss"]
-    moved = tmp_path / "start"
-    (tmp_path / "runs/test/model").rename(moved)
-    args = command(tmp_path, "--from_scratch", "null", "--model", str(moved), "--training.steps", "1")
+
+
+@pytest.mark.full
+def test_grpo_from_the_model_of_sft(supervised, tmp_path):
+    model = str(supervised / "runs/test/model")
+    args = command(tmp_path, "--from_scratch", "null", "--model", model, "--training.steps", "1")
     code, output = finish(*args)
     assert code == 0, output
 
 
+@pytest.mark.full
+@pytest.mark.processes
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
-def test_gsm8k_as_shipped(tmp_path):
+def test_gsm8k_with_local_files(tmp_path):
     place = ["--run.root", str(tmp_path / "runs"), "--run.name", "test"]
+    place += ["--dataset.path", str(GSM8K / "train.jsonl"), "--eval.path", str(GSM8K / "test.jsonl")]
     code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/gsm8k.yaml", *place)
     assert code == 0, output
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
@@ -171,6 +192,8 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     empty.write_text("")
     (tmp_path / "no-weights").mkdir()
     (tmp_path / "no-weights/config.json").write_text("{}")
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "experts/config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 128}')
     rows_ = tmp_path / "rows.jsonl"
     rows_.write_text('{"question": "abcdefghij", "answer": "b"}\n{"question": "c", "answer": "d"}\n')
     path = ["--dataset.task", "null", "--eval.problems", "0", "--dataset.path"]
@@ -191,6 +214,19 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             ["--from_scratch", "null", "--model", str(tmp_path / "runs/test/model")],
             "the new run would remove",
         ),
+        "more GPUs than there are": (
+            ["--generator.num_replicas", "999", "--generator.with_gpus", "true", "--trainer.with_gpus", "true"],
+            r"1000 GPUs are needed \(services.generator 999, services.trainer 1\) and this machine has .*"
+            "lower procs or num_replicas, set colocated to true, or set with_gpus to false",
+        ),
+        "a mixture of experts": (
+            ["--from_scratch", "null", "--model", str(tmp_path / "experts")],
+            "model_type 'qwen3_moe', which is unsupported: use a dense model of llama, qwen2, qwen3",
+        ),
+        "an unsupported reference": (
+            ["--grpo.beta", "0.1", "--grpo.reference", str(tmp_path / "experts")],
+            "model_type 'qwen3_moe', which is unsupported",
+        ),
         "no held-out file": (["--dataset.task", "null", "--dataset.path", str(rows_)], "set eval.path"),
     }
 
@@ -206,8 +242,103 @@ CASES = [
     "one sample",
     "unknown reward",
     "overwriting its own model",
+    "more GPUs than there are",
+    "a mixture of experts",
+    "an unsupported reference",
     "no held-out file",
 ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], {}),
+        (["--trainer.procs", "4", "--trainer.with_gpus", "true"], {"trainer": 4}),
+        (["--generator.with_gpus", "true"], {"generator": 2}),
+        (["--generator.with_gpus", "true", "--generator.hosts", "2"], {"generator": 2}),
+        (["--reward.share", "x", "--reward.share_procs", "3", "--reward.with_gpus", "true"], {"reward": 3}),
+        (
+            [
+                *("--colocated", "true", "--async.max_policy_age", "0", "--trainer.procs", "2"),
+                *("--generator.with_gpus", "true", "--trainer.with_gpus", "true"),
+            ],
+            {"generator": 2},  # the first of those that share
+        ),
+    ],
+)
+def test_gpus_are_counted_before_the_start(tmp_path, monkeypatch, overrides, needed):
+    cfg = read_config(GRPOConfig, Arguments.parse(command(tmp_path, *overrides)[3:]))
+    assert gpus_needed(cfg) == needed
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(sum(needed.values())))))
+    check_gpus(cfg)
+    if sum(needed.values()) > 1:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+        with pytest.raises(ValueError, match=r"this machine has 1 \(CUDA_VISIBLE_DEVICES=5\)"):
+            check_gpus(cfg)
+
+
+LAUNCH = """
+import json, sys
+from forge.recipes.launch import launch
+from forge.recipes.rl_config import RLConfig
+
+for argv in json.loads(sys.argv[1]):
+    try:
+        launch(None, RLConfig, argv)
+    except SystemExit as ended:
+        print("ended", ended)
+"""
+EXTRAS = [
+    (
+        ["--dataset.task", "null", "--dataset.path", "a/b"],
+        "datasets",
+        "needs the datasets package: pip install datasets",
+    ),
+    (["--metrics.tensorboard", "true"], "tensorboard", "needs the tensorboard package: pip install tensorboard"),
+    (["--serve.port", "0"], "aiohttp", "serving needs aiohttp: pip install aiohttp"),
+    (
+        ["--reward.verifiers", '{judges: [{url: "http://localhost:1/v1", model: m}]}'],
+        *("openai", "LM judges need the openai package: pip install openai"),
+    ),
+    (
+        ["--reward.functions", '[{use: "forge_weaver:Ensemble", path: x}]'],
+        *("sklearn", "forge_weaver needs scipy and scikit-learn: pip install scipy scikit-learn"),
+    ),
+    (["--generator.engine", "vllm"], "vllm", "make an environment of its own and install 'vllm=="),
+    (["--trainer.backend", "titan"], "torchtitan", "needs TorchTitan 0.3.0: pip install torchtitan==0.3.0"),
+    (["--environment", "forge_envs.mcp:StdioTools"], "mcp", "MCP tools need the mcp package: pip install 'mcp<2'"),
+    (
+        ["--environment", "forge_envs.openenv:OpenEnvEnvironment"],
+        *("aiohttp", "OpenEnv needs aiohttp: pip install aiohttp"),
+    ),
+]
+
+
+@pytest.mark.processes
+def test_each_missing_package_is_one_line(tmp_path):
+    """In an environment that has everything but these packages."""
+    absent = {module for _, module, _ in EXTRAS}
+    places = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
+    for number, place in enumerate(places):
+        (tmp_path / f"site{number}").mkdir()
+        for path in place.iterdir():
+            if path.name not in absent:
+                (tmp_path / f"site{number}" / path.name).symlink_to(path)
+    argvs = []
+    for number, (overrides, _, _) in enumerate(EXTRAS):
+        more = ["--eval.problems", "0"] if overrides[0] in ("--dataset.task", "--environment") else []
+        argvs.append([*command(tmp_path, *overrides, *more, "--run.name", f"run{number}")[3:]])
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", LAUNCH, json.dumps(argvs)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:" + ":".join(map(str, tmp_path.glob("site*")))},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    said = [line for line in done.stdout.splitlines() if line.startswith("ended ")]
+    assert len(said) == len(EXTRAS), done.stdout + done.stderr
+    for line, (_, _, message) in zip(said, EXTRAS, strict=True):
+        assert line.startswith("ended error: ")
+        assert message in line
+    assert not list(tmp_path.glob("runs/run*[0-9]"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -219,8 +350,10 @@ def test_bad_input_is_one_line_and_starts_nothing(tmp_path, case):
         launch(None, GRPOConfig, command(tmp_path, *overrides)[3:])  # where None would be run, checks are over
     assert re.fullmatch(f"error: .*{message}.*", str(ended.value))  # a dot is no end of a line
     assert children(os.getpid()) == before
+    assert not (tmp_path / "runs/test/config.yaml").exists()
 
 
+@pytest.mark.processes
 def test_a_program_that_bad_input_ends_says_no_more_than_that(tmp_path):
     overrides, message = bad(tmp_path)["unknown key"]
     code, output = finish(*command(tmp_path, *overrides))
@@ -284,7 +417,7 @@ def small_model(folder: Path) -> str:
 
 
 @pytest.fixture
-def endless(tmp_path):
+def endless(processes, tmp_path):
     """A GRPO run without end that has trained two steps, and the processes it started."""
     process = start(*command(tmp_path, "--training.steps", "100000"), group=True)
     try:
@@ -316,6 +449,7 @@ def gone(pids: list[int]) -> bool:
     return all(ended(pid) for pid in pids)
 
 
+@pytest.mark.full
 def test_ctrl_c_in_the_middle(tmp_path, endless):
     process, pids = endless
     # Two generators, the trainer, the reward, and two shells that remove folders after a kill.

@@ -48,6 +48,8 @@ def kill_after(folder: Path, step: int, *args: str, controller: bool = False) ->
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.full
+@pytest.mark.processes
 def test_lock_step_ends_bit_for_bit_as_if_nothing_had_been(tmp_path):
     settings = config(6, 2, max_policy_age=0)
     for name in ("calm", "hit"):
@@ -71,6 +73,8 @@ def test_lock_step_ends_bit_for_bit_as_if_nothing_had_been(tmp_path):
     assert "Monarch" not in output
 
 
+@pytest.mark.full
+@pytest.mark.processes
 def test_asynchronously_nothing_trains_twice_and_nothing_is_lost(tmp_path):
     settings = config(16, 4, max_policy_age=2)
     settings["training"]["sync_interval"] = settings["eval"]["every"] = 2
@@ -278,6 +282,7 @@ def test_a_model_or_data_that_has_changed(tmp_path):
     assert "does not exist" in left.error("--resume", str(left.folder), "--model", str(model))
 
 
+@pytest.mark.processes
 def test_another_process_that_runs_it_is_noticed(left):
     hold = f"RunLock({str(left.folder)!r}); print(flush=True); time.sleep(60)"
     code = f"import time; from forge.observability.lock import RunLock; {hold}"

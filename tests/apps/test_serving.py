@@ -4,9 +4,12 @@ import signal
 import time
 
 import openai
+import pytest
 
 from tests.apps.test_recipes import command
 from tests.serve.conftest import address, interrupted, launched  # noqa: F401 (a fixture)
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 
 def test_a_run_serves_the_policy_that_it_trains(launched, tmp_path):  # noqa: F811

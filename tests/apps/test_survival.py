@@ -7,8 +7,12 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from forge.training.checkpoint import checkpoints, extra
 from tests.apps.test_recipes import CONFIG, children, command, gone, rows, start
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 STEPS = 72
 SURVIVOR = CONFIG | {

@@ -10,7 +10,7 @@ import sys
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from apps.toys import programs
@@ -55,7 +55,6 @@ def test_programs_pass_their_cases(difficulty):
 
 
 @given(st.sampled_from([*SOLVE, programs.Program]), st.integers(1, 6), st.integers(), st.integers())
-@settings(max_examples=40, deadline=None)
 def test_splits_share_no_question_whatever_the_seed(task, difficulty, seed, other):
     try:
         test = {r.question for r in islice(task().rows(split="test", seed=seed, difficulty=difficulty), 50)}
@@ -77,6 +76,7 @@ def test_about_one_in_ten_is_test():
     assert 0.07 < share < 0.13
 
 
+@pytest.mark.processes
 def test_same_rows_in_every_process_and_from_every_start():
     rows = list(islice(Add().rows(seed=3), 20))
     assert list(islice(Add().rows(seed=3, start=7), 13)) == rows[7:]
@@ -135,7 +135,6 @@ def tokenizer():
 
 
 @given(text=st.text(alphabet=PRINTABLE))
-@settings(deadline=None)
 def test_tokenizer_round_trip(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text

@@ -22,7 +22,7 @@ DATASET = {"task": "apps.toys.words:Reverse", "difficulty": [2, 4], "prompt_temp
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(processes, tmp_path_factory):
     """A policy and a reward model that know nothing, and the ensemble of `apps/weaver` with them."""
     folder = tmp_path_factory.mktemp("weaver")
     policy = build_small_model(
@@ -86,6 +86,7 @@ def grpo(folder, tmp_path, steps, replicas, **sections):
     return str(path)
 
 
+@pytest.mark.full
 def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
     made = folder / "ensemble"
     reward = {

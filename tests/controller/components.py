@@ -8,6 +8,8 @@ import threading
 import time
 from pathlib import Path
 
+from monarch.actor import endpoint as monarch_endpoint
+
 from forge.controller import ForgeActor, Unrecoverable, endpoint, request_id
 from forge.observability import Reduce, phase, record_metric
 
@@ -240,3 +242,20 @@ class Joined(ForgeActor):
         import torch
 
         return float(self.ranks.sum(torch.tensor(float(self.context.rank + 1))))
+
+
+class FromMonarch(ForgeActor):
+    """Written for Monarch: its decorator, and `setup` as an endpoint."""
+
+    @monarch_endpoint
+    async def setup(self):
+        self.calls = 1
+
+    @monarch_endpoint
+    async def add(self, n: int) -> int:
+        self.calls += n
+        return self.calls
+
+    @monarch_endpoint
+    def where(self) -> int:
+        return os.getpid()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 CELL = re.compile(r"^\| (\w+) \| ([\w ]+) \| (\w+) \| ([\w. ]+) \| ([\w. ]+) \| ([\w ]+) \|$")
 
@@ -19,6 +21,7 @@ def play(*options: str, limit: float) -> dict[tuple[str, str], list[str]]:
     return {(component, fault): rest for component, fault, *rest in cells}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_whatever_is_lost_every_prompt_gets_its_group_once():
     cells = play("--fast", limit=380)

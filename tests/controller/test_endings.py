@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
     import asyncio, sys
     from forge.controller import run
@@ -93,7 +95,7 @@ def test_an_exception_is_raised_and_leaves_nothing():
     assert leaves_nothing(process, pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
 def test_a_signal_stops_everything(number):
     process, pids = start(WAIT)
     os.kill(process.pid, number)
@@ -121,8 +123,8 @@ def test_killing_the_controller_ends_its_processes_and_its_files():
     assert leaves_nothing(process, pids, 20)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_component_that_is_not_replaced_ends_the_run_with_its_name(number, which):
     process, pids = start(WAIT)
     os.kill(pids[which], number)
@@ -133,6 +135,7 @@ def test_a_component_that_is_not_replaced_ends_the_run_with_its_name(number, whi
     assert leaves_nothing(process, pids)
 
 
+@pytest.mark.full
 def test_a_component_that_dies_in_a_call_ends_the_run_with_its_name():
     process, pids = start("await service.exit.route()")
     _, error = process.communicate(timeout=15)
@@ -140,6 +143,7 @@ def test_a_component_that_dies_in_a_call_ends_the_run_with_its_name():
     assert leaves_nothing(process, pids)
 
 
+@pytest.mark.full
 def test_a_component_that_holds_the_interpreter_ends_the_run_with_its_name():
     process, pids = start("await service.hold_the_interpreter.route()")
     _, error = process.communicate(timeout=15)

@@ -3,12 +3,13 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 
 from forge.controller import CallTimeout, PoisonRequest, ReplicaDied, Unrecoverable, run
 from tests.controller.components import Counter, Replayed, found
+
+pytestmark = pytest.mark.processes
 
 
 async def until(condition, seconds=20.0):
@@ -21,7 +22,9 @@ def states(service):
     return [replica.state for replica in service.status().replicas]
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop", "loop"])
+@pytest.mark.parametrize(
+    "fault", ["kill", *(pytest.param(fault, marks=pytest.mark.full) for fault in ("stop", "loop"))]
+)
 def test_calls_in_flight_on_a_lost_replica_are_answered_elsewhere(fault, tmp_path):
     flag = tmp_path / "flag"
     flag.touch()
@@ -29,11 +32,9 @@ def test_calls_in_flight_on_a_lost_replica_are_answered_elsewhere(fault, tmp_pat
     async def main():
         service = await Counter.options(num_replicas=2).as_service()
         pids = [replica.pids[0] for replica in service.status().replicas]
-        started = time.monotonic()
         bystanders = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(6)]
         answered_by = await service.once.route(fault, flag)
         assert len(await asyncio.gather(*bystanders)) == 6
-        assert time.monotonic() - started < 15
         await until(lambda: states(service) == ["up", "up"])
         status = service.status()
         assert status.restarts == 1
@@ -47,6 +48,7 @@ def test_calls_in_flight_on_a_lost_replica_are_answered_elsewhere(fault, tmp_pat
     run(main())
 
 
+@pytest.mark.full
 def test_when_all_replicas_are_lost_calls_wait_for_the_replacements():
     async def main():
         service = await Counter.options(num_replicas=2).as_service()
@@ -77,6 +79,7 @@ def test_a_request_that_kills_two_replicas_is_quarantined_and_the_fleet_lives():
     run(main())
 
 
+@pytest.mark.full
 def test_components_of_a_lost_shared_process_all_come_back():
     async def main():
         one, two = await asyncio.gather(
@@ -123,6 +126,7 @@ def test_a_replacement_takes_up_state_and_what_it_missed_before_it_serves(tmp_pa
     run(main())
 
 
+@pytest.mark.full
 def test_other_fanouts_wait_for_replicas_that_are_being_replaced(tmp_path):
     async def main():
         service = await Replayed.options(num_replicas=2).as_service(str(tmp_path))
@@ -133,6 +137,7 @@ def test_other_fanouts_wait_for_replicas_that_are_being_replaced(tmp_path):
     run(main())
 
 
+@pytest.mark.full
 def test_a_process_that_is_lost_while_it_starts_is_started_once_more(tmp_path):
     class Struck(Counter):
         def setup(self) -> None:
@@ -159,6 +164,7 @@ def test_a_setup_that_fails_is_tried_again_with_back_off(tmp_path, capfd):
     assert capfd.readouterr().err.count("could not be replaced (RuntimeError: the disk is on fire)") == 2
 
 
+@pytest.mark.full
 def test_a_replica_that_never_comes_back_ends_the_run_with_the_reason(tmp_path):
     async def main():
         service = await Replayed.options(max_restarts=2).as_service(str(tmp_path))
@@ -203,6 +209,7 @@ def test_the_same_request_id_twice_harms_nobody():
     run(main())
 
 
+@pytest.mark.full
 def test_who_only_waits_in_a_process_that_another_call_kills_is_not_blamed():
     async def main():
         one, two = await asyncio.gather(*(Counter.options(share="helpers").as_actor() for _ in range(2)))
@@ -215,6 +222,7 @@ def test_who_only_waits_in_a_process_that_another_call_kills_is_not_blamed():
     run(main())
 
 
+@pytest.mark.full
 def test_a_poison_call_that_has_to_stand_in_line_kills_no_more_than_two():
     async def main():
         service = await Counter.options(num_replicas=2).as_service()
@@ -228,6 +236,7 @@ def test_a_poison_call_that_has_to_stand_in_line_kills_no_more_than_two():
     run(main())
 
 
+@pytest.mark.full
 def test_a_caller_that_goes_away_leaves_no_hung_replica():
     async def main():
         service = await Counter.options(call_timeout=2.0).as_actor()

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.controller import ReplicaDied
@@ -144,7 +144,6 @@ def test_waiting_ends_at_the_time_limit():
     asyncio.run(main())
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["least_loaded", "round_robin"]))
 def test_no_request_is_lost_or_answered_twice_and_sessions_stay(seed, replicas, max_in_flight, router):
     """Replicas join and die at random while calls of several sessions run; a call whose replica died is sent again."""
@@ -197,7 +196,6 @@ def test_no_request_is_lost_or_answered_twice_and_sessions_stay(seed, replicas, 
     asyncio.run(main())
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 30))
 def test_of_a_crowd_that_saw_a_death_only_the_killer_is_ever_alone_with_one(seed, crowd):
     """The killer of a replica is found among the requests that were there, and no other is taken for it."""

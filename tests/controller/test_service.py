@@ -5,9 +5,22 @@ import os
 import time
 
 import pytest
+from monarch.actor import endpoint as monarch_endpoint
 
-from forge.controller import CallTimeout, ForgeError, RemoteError, ServiceStopped, drain_metrics, run
-from tests.controller.components import Counter, Joined, Odd, Unprintable
+from forge.controller import (
+    CallTimeout,
+    ForgeActor,
+    ForgeError,
+    RemoteError,
+    ServiceConfig,
+    ServiceStopped,
+    drain_metrics,
+    run,
+)
+from forge.controller.provisioner import init_provisioner
+from tests.controller.components import Counter, FromMonarch, Joined, Odd, Unprintable
+
+pytestmark = pytest.mark.processes
 
 
 def test_the_verbs():
@@ -32,6 +45,27 @@ def test_the_verbs():
             service.ad  # noqa: B018
 
     run(main())
+
+
+def test_a_component_that_was_written_for_monarch():
+    async def main():
+        await init_provisioner()
+        service = await FromMonarch.options(ServiceConfig(num_replicas=2)).as_service()
+        assert await service.add.fanout(2) == [3, 3]
+        assert len({*await service.where.fanout(), os.getpid()}) == 3
+        with pytest.raises(TypeError, match=r"from_monarch.add runs in a process of its own: write `await .*\.route"):
+            service.add(1)
+        with pytest.raises(AttributeError, match="no endpoint 'setup'"):
+            service.setup  # noqa: B018
+        await service.shutdown()
+        with pytest.raises(ServiceStopped):
+            await service.add.route(1)
+
+    run(main())
+    with pytest.raises(TypeError, match=r"Counter\.as_service: got an unexpected keyword argument 'begin'"):
+        Counter.as_service(begin=3)
+    with pytest.raises(TypeError, match="explicit_response_port is unsupported"):
+        type("Port", (ForgeActor,), {"ask": monarch_endpoint(explicit_response_port=True)(lambda self, port: None)})
 
 
 def test_routing_balances_and_sessions_stick():
@@ -144,9 +178,9 @@ def test_a_call_has_a_time_limit_that_says_who_waited_for_whom():
             await counter.overlap.route(30)
         with pytest.raises(CallTimeout, match=r"within 0\.1"):
             await counter.overlap.options(timeout=0.1).route(30)
-        assert await counter.add.route(1) == 1
+        assert await counter.add.options(timeout=20).route(1) == 1
         # The work was stopped there, and the replica is the one that it was.
-        assert await counter.running_now.route() == 0
+        assert await counter.running_now.options(timeout=20).route() == 0
         assert counter.status().restarts == 0
 
     run(main())

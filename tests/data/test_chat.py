@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forge.data.chat import ChatFormat, messages
@@ -51,7 +51,6 @@ def trained(tokenizer, tokens, mask):
 @pytest.mark.parametrize("template", END, ids=["chatml", "chatml marked", "llama3", "llama3 marked"])
 @given(conversation=conversations())
 @example(conversation=said("hi", " hello", "  ", " "))
-@settings(max_examples=60, deadline=None)
 def test_the_mask_is_what_the_assistant_wrote(template, trim_offsets, conversation):
     tokenizer = byte_pairs(trim_offsets)
     tokens, mask = ChatFormat(tokenizer, template).encode(conversation)
@@ -69,7 +68,6 @@ def test_the_mask_is_what_the_assistant_wrote(template, trim_offsets, conversati
 
 @pytest.mark.parametrize("template", END, ids=["chatml", "chatml marked", "llama3", "llama3 marked"])
 @given(conversation=conversations(), data=st.data())
-@settings(max_examples=30, deadline=None)
 def test_only_the_last_turn_or_those_from_a_message_on(template, conversation, data):
     tokenizer = byte_pairs()
     encoder = ChatFormat(tokenizer, template)
@@ -84,7 +82,6 @@ def test_only_the_last_turn_or_those_from_a_message_on(template, conversation, d
 
 
 @given(conversation=conversations())
-@settings(max_examples=40, deadline=None)
 def test_marks_are_read_as_transformers_reads_them(conversation):
     tokenizer = byte_pairs()
     theirs = tokenizer.apply_chat_template(
@@ -95,7 +92,6 @@ def test_marks_are_read_as_transformers_reads_them(conversation):
 
 
 @given(turns=st.lists(st.sampled_from(["yes", "<think>\nhm\n</think>\n\nyes", "no "]), min_size=1, max_size=3))
-@settings(deadline=None)
 def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last(turns):
     conversation = said(*(text for turn in turns for text in ("why?", turn)))
     tokenizer = byte_pairs()

@@ -49,9 +49,12 @@ def sources(places):
 
 
 NAMES = list(sources({name: "" for name in ("rows.json", "rows.jsonl", "saved", "folder")}))
+COSTLY = ("streamed", "streamed in order")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in COSTLY else name for name in NAMES]
+)
 def test_resumes_exactly_at_every_position_across_epochs(places, name, monkeypatch):
     monkeypatch.setattr(StreamedRows.__init__, "__kwdefaults__", {"block": 7})
     new = sources(places)[name]
@@ -156,7 +159,7 @@ def test_bad_files(tmp_path, places):
 
 def test_a_hub_id_without_the_datasets_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"'openai/gsm8k'.*pip install torchforge\[data\]"):
+    with pytest.raises(ImportError, match=r"'openai/gsm8k'.*pip install datasets"):
         make("openai/gsm8k")
 
 
@@ -176,6 +179,7 @@ def test_a_dataset_with_configurations(tmp_path):
     assert next(make(str(tmp_path), subset="other", streaming=True)).target == "wrong"
 
 
+@pytest.mark.processes
 def test_importing_the_data_package_stays_light():
     program = (
         "import sys; import forge.data.load, forge.data.rewards, forge.data.tokenizer;"

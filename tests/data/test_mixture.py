@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.data.load import Mixture, load_data
@@ -36,7 +36,6 @@ class Named:
 
 
 @given(weights=st.lists(st.integers(1, 50) | st.floats(0.01, 100), min_size=1, max_size=9))
-@settings(max_examples=80, deadline=None)
 def test_every_source_is_within_one_of_its_share_at_every_moment(weights):
     mixture = Mixture([Named(str(i)) for i in range(len(weights))], weights)
     shares = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]

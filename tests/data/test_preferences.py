@@ -7,7 +7,7 @@ from itertools import islice
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from apps.toys.mistakes import mistake
@@ -202,7 +202,6 @@ def edits(word: str) -> set[str]:
 @given(
     answer=st.text("abcxyz0019", min_size=1, max_size=8) | st.text("0123", min_size=1, max_size=4), seed=st.integers()
 )
-@settings(max_examples=300, deadline=None)
 def test_a_mistake_is_one_slip_and_never_right(answer, seed):
     wrong = mistake(answer, Random(seed))
     assert wrong

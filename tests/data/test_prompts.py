@@ -51,13 +51,37 @@ def test_supervised_marks_the_answer_and_eos():
         supervised(sample, endless)
 
 
+def test_multiple_choice(jsonl):
+    asks = {"prompt_template": "{question}\n{choices}\n", "shuffle": False}
+    listed = [{"question": "q", "options": ["x", "y", 3], "answer": answer} for answer in ("B", 2, "x", "3")]
+    data = make(jsonl(*listed), choices_field="options", **asks).held_out(4)
+    assert str(data[0].prompt) == "q\nA. x\nB. y\nC. 3\n"
+    assert [sample.target for sample in data] == ["B", "C", "A", "C"]
+
+    names = ["Correct", "Wrong 1", "Wrong 2"]
+    rows = [{"question": f"q{n}", **dict(zip(names, (f"r{n}", f"s{n}", f"t{n}"), strict=True))} for n in range(30)]
+    path = jsonl(*rows)
+    data = make(path, choices_field=names, target_field="Correct", **asks).held_out(30)
+    for n, sample in enumerate(data):
+        assert f"{sample.target}. r{n}\n" in str(sample.prompt)
+        assert sorted(line[3:] for line in str(sample.prompt).splitlines()[1:]) == [f"r{n}", f"s{n}", f"t{n}"]
+    assert {sample.target for sample in data} == {"A", "B", "C"}
+    assert make(path, choices_field=names, target_field="Correct", **asks).held_out(30) == data
+
+
 ROW = {"question": "one", "answer": "1"}
+CHOICE = {"question": "one", "answer": "D", "options": ["x", "y"]}
+CHOOSE = {"choices_field": "options", "prompt_template": "{choices}"}
 
 
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
         ([ROW, '{"question": '], {}, r"data.jsonl, line 2: not JSON"),
+        ([CHOICE], CHOOSE, "the target 'D' is none of the 2 options"),
+        ([{**CHOICE, "options": "x"}], CHOOSE, "must be a list of 2 to 26 options, not 'x'"),
+        ([ROW], CHOOSE, "no field 'options'"),
+        ([ROW], {"choices_field": "options"}, "need each other"),
         ([ROW, "", "[1]"], {}, r"data.jsonl, line 3: a row must be an object, not list"),
         ([ROW, {"question": "two", "label": 2}], {}, r"row 2: no field 'answer': it has question, label"),
         ([{"text": "a", "answer": 1}], {}, r"row 1: no field 'question': it has text, answer"),

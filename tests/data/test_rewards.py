@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.data.rewards import CharacterMatch, ExactMatch, MathReward, ThinkingReward, final_answer, symbolic
@@ -23,8 +23,8 @@ GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 reward = MathReward()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm_helper():
+@pytest.fixture(scope="module")
+def warm_helper(processes):
     assert symbolic.equivalent("x+1", "1+x")
 
 
@@ -52,6 +52,7 @@ def test_final_answer_prefers_the_most_explicit_form(response, answer):
     assert final_answer(response) == answer
 
 
+@pytest.mark.usefixtures("warm_helper")
 @pytest.mark.parametrize(
     ("response", "target"),
     [
@@ -86,6 +87,7 @@ def test_equal_answers_are_correct(response, target):
     assert reward("q", response, target) == 1.0
 
 
+@pytest.mark.usefixtures("warm_helper")
 @pytest.mark.parametrize(
     ("response", "target"),
     [
@@ -113,6 +115,7 @@ def test_other_answers_are_not(response, target):
     assert reward("q", response, target) == 0.0
 
 
+@pytest.mark.usefixtures("warm_helper")
 @pytest.mark.parametrize(
     "response",
     [
@@ -148,25 +151,24 @@ def test_hostile_responses_are_quickly_wrong(response):
 MATHS = st.text(alphabet="0123456789.,/%$-+=^*x é{}()\\e ", max_size=12)
 
 
+@pytest.mark.usefixtures("warm_helper")
 @given(MATHS, MATHS)
-@settings(max_examples=300, deadline=None)
 def test_any_mathematical_noise_gets_a_verdict(response, target):
     assert reward("", rf"\boxed{{{response}}}", target) in (0.0, 1.0)
 
 
 @given(st.text(max_size=80), st.text(max_size=20).filter(str.strip))
-@settings(max_examples=150, deadline=None)
 def test_any_text_gets_a_verdict(response, target):
     assert reward("", response, target) in (0.0, 1.0)
 
 
 @given(st.fractions(max_denominator=999), st.sampled_from(["{}", r"\boxed{{{}}}", "#### {}", "The answer is {}."]))
-@settings(deadline=None)
 def test_a_fraction_equals_itself_and_no_neighbour(value, form):
     assert reward("", form.format(value), str(value)) == 1.0
     assert reward("", form.format(value + Fraction(1, 1000)), str(value)) == 0.0
 
 
+@pytest.mark.usefixtures("warm_helper")
 def test_settings_and_threads():
     odd = pickle.loads(pickle.dumps(MathReward(tolerance=0.1, correct=2.0, incorrect=-1.0)))
     assert (odd("", "0.52", "0.5"), odd("", "0.6", "0.5")) == (2.0, -1.0)
@@ -186,6 +188,7 @@ def test_settings_and_threads():
     assert verdicts == [1.0] * 8
 
 
+@pytest.mark.processes
 def test_the_helper_is_replaced_after_a_kill_and_ends_with_its_owner():
     assert symbolic._helper is not None
     os.kill(symbolic._helper.pid, signal.SIGKILL)
@@ -204,6 +207,7 @@ def test_the_helper_is_replaced_after_a_kill_and_ends_with_its_owner():
     pytest.fail("the helper outlives its owner")
 
 
+@pytest.mark.usefixtures("warm_helper")
 @pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K in ../shared/data")
 def test_agrees_with_the_human_verdicts_on_gsm8k():
     wrong, total = [], 0

@@ -6,7 +6,7 @@ import json
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.data.chat import ChatFormat
@@ -62,7 +62,6 @@ def test_a_prompt_with_an_answer_is_the_conversation_of_both(jsonl, template, sy
 
 @given(question=st.text("ab é\n?", min_size=1, max_size=9), answer=st.text("ab é\n.", max_size=9).map(str.lstrip))
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING])
-@settings(max_examples=40, deadline=None)
 def test_an_answer_follows_the_prompt_of_a_generation(template, question, answer):
     form = PromptFormat(byte_pairs(), "{question}", chat_template=template)
     tokens, mask = form.answered(question, answer)

@@ -143,12 +143,13 @@ mixes = st.lists(
 )
 
 
+@pytest.mark.costly
 def test_any_mix_of_requests(make: Make) -> None:
     folder, model = make("qwen3", eos=EOS)
 
     with EmbeddedEngine(folder, slots=5, prefill_tokens=24) as engine:
 
-        @settings(max_examples=40, deadline=None, derandomize=True)
+        @settings(max_examples=40, derandomize=True)
         @given(mixes)
         def check(mix: list[tuple]) -> None:
             requests = [
@@ -165,6 +166,7 @@ def test_any_mix_of_requests(make: Make) -> None:
         check()
 
 
+@pytest.mark.processes
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, forge.engines; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from forge.engines import EmbeddedEngine
 from forge.types import Completion, Sampling
 
+pytestmark = pytest.mark.costly
+
 # family, hidden size, heads, key-value heads, head size, intermediate size, vocabulary. Groups of 1 to 7 heads, sums
 # of more than 1024 products, sizes that fill no vector, products small enough for other kernels.
 MODELS = {
@@ -74,7 +76,9 @@ def prompt_of(length: int, seed: int, vocab: int) -> list[int]:
     return random.Random(seed).choices(range(vocab), k=length)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["odd", *(pytest.param(name, marks=pytest.mark.full) for name in MODELS if name != "odd")]
+)
 def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str) -> None:
     save(tmp_path, name)
     vocab = MODELS[name][-1]
@@ -82,7 +86,7 @@ def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str) -> N
     shapes = ({"slots": 3}, {"slots": 13, "prefill_tokens": 37}, {"slots": 40, "max_seq_len": 410})
     others = [EmbeddedEngine(tmp_path, device="cpu", **shape) for shape in shapes]  # type: ignore[arg-type]
 
-    @settings(max_examples=8, deadline=None, derandomize=True)
+    @settings(max_examples=8, derandomize=True)
     @given(st.lists(requests, min_size=1, max_size=8), st.sampled_from(range(len(others))))
     def check(mix: list[Any], which: int) -> None:
         futures, expected = [], []
@@ -103,6 +107,7 @@ def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str) -> N
             engine.close()
 
 
+@pytest.mark.full
 def test_a_cache_that_grows_changes_nothing(tmp_path: Path) -> None:
     save(tmp_path, "wide")
     with EmbeddedEngine(tmp_path, slots=2, device="cpu") as one, EmbeddedEngine(tmp_path, slots=2, device="cpu") as two:
@@ -114,7 +119,7 @@ def test_a_cache_that_grows_changes_nothing(tmp_path: Path) -> None:
         assert bits(one.submit([1, 2], short).result(60)) == before
 
 
-@pytest.mark.parametrize("mode", ["finish", "recompute"])
+@pytest.mark.parametrize("mode", ["finish", pytest.param("recompute", marks=pytest.mark.full)])
 def test_a_version_gives_the_same_bits_however_it_came_into_use(tmp_path: Path, mode: str) -> None:
     first = save(tmp_path, "even")
     second = save(tmp_path, "even", seed=2)

@@ -18,6 +18,8 @@ from forge.types import Completion, Sampling
 
 from .conftest import EOS, VOCAB, Make, check_by_hand, check_shape, error_of, random_model
 
+pytestmark = pytest.mark.costly
+
 MODES = ("continue", "finish", "recompute")
 
 
@@ -58,7 +60,7 @@ def updater(engine: EmbeddedEngine, models: dict[int, PreTrainedModel], futures:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("budget", [16, 4096])
+@pytest.mark.parametrize("budget", [16, pytest.param(4096, marks=pytest.mark.full)])
 def test_every_token_is_of_the_weights_it_names(
     models: tuple[Path, dict[int, PreTrainedModel]], mode: str, budget: int
 ) -> None:

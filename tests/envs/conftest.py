@@ -96,7 +96,7 @@ class Scripted:
         text, finish = said if isinstance(said, tuple) else (said, "stop")
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = [*ids, stop_token_ids[0]] if finish == "stop" else ids[:max_tokens]
-        return Completion(tuple(token_ids), ids, [-0.5] * len(ids), [self.version] * len(ids), finish)
+        return Completion("", ids, [-0.5] * len(ids), {}, tuple(token_ids), [self.version] * len(ids), finish)
 
 
 @pytest.fixture

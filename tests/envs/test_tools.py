@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from typing import Literal
 
 import pytest
@@ -120,16 +119,14 @@ def test_a_tool_that_hangs_is_an_error_to_the_policy_and_holds_nobody_up():
     gone = threading.Event()
 
     def hangs() -> None:
-        gone.wait(30)
+        gone.wait(3600)
 
     async def sleeps() -> None:
-        await asyncio.sleep(30)
+        await asyncio.sleep(3600)
 
-    began = time.monotonic()
     texts = [m["content"] for m in answer(Toolbox(hangs, sleeps, timeout=0.2), ("hangs", {}), ("sleeps", {}))]
     gone.set()
     assert texts == ["error: hangs took more than 0.2 s", "error: sleeps took more than 0.2 s"]
-    assert time.monotonic() - began < 25
 
 
 def test_a_turn_may_not_make_any_number_of_calls():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -96,7 +96,6 @@ def test_kl_in_the_reward_leaves_the_loss_alone():
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@settings(deadline=None, max_examples=25)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6))
 def test_packed_is_padded_and_padding_has_no_gradient(name: str, lengths: list[int]):
     """Also with sequences without trained tokens, and NaN wherever nothing is trained."""
@@ -111,7 +110,6 @@ def test_packed_is_padded_and_padding_has_no_gradient(name: str, lengths: list[i
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@settings(deadline=None, max_examples=25)
 @given(lengths=st.lists(st.integers(0, 6), min_size=2, max_size=6), cut=st.integers(1, 5))
 def test_any_split_adds_up(name: str, lengths: list[int], cut: int):
     loss_fn = load_algorithm(name, **SETTINGS[name], correction=Correction("truncate", "geometric"))

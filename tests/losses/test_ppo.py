@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
@@ -21,7 +21,6 @@ def by_definition(rewards: list[float], values: list[float], discount: float, tr
     return [sum((discount * trace) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
-@settings(deadline=None)
 @given(MASKS, st.floats(0, 1), st.floats(0, 1), st.integers(0, 100))
 def test_gae_passes_over_what_the_policy_did_not_write(masks, discount, trace, seed):
     torch.manual_seed(seed)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
@@ -79,7 +79,6 @@ def pairs_of(loss_fn: torch.nn.Module, x: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("loss_fn", [DPOLoss(0.3), BradleyTerryLoss(0.1)])
-@settings(deadline=None, max_examples=30)
 @given(pairs=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4), cut=st.integers(0, 4))
 def test_packed_is_padded_and_any_split_of_pairs_adds_up(loss_fn, pairs: list[tuple[int, int]], cut: int):
     # A score is read at one token of a sequence.

@@ -13,6 +13,8 @@ import pytest
 from forge.verifiers import Panel
 from forge_sandbox import CodeVerifier
 
+pytestmark = pytest.mark.processes
+
 
 @dataclass
 class Ended:

@@ -10,6 +10,8 @@ import pytest
 
 from forge_sandbox import CodeVerifier
 
+pytestmark = pytest.mark.processes
+
 CASES = [{"call": f"f({x})", "value": str(x * x)} for x in range(1, 9)]
 RIGHT = "def f(x):\n    return x * x\n"
 

@@ -4,8 +4,12 @@ import asyncio
 import os
 import signal
 
+import pytest
+
 from forge.controller import run
 from forge_sandbox import SandboxedPythonCoder
+
+pytestmark = pytest.mark.processes
 
 
 def test_programs_run_in_replicas_and_outlive_one():

@@ -12,6 +12,8 @@ import pytest
 from .conftest import CASES, ORDINARY, Neighbourhood, python_of
 from .programs import ESCAPES
 
+pytestmark = pytest.mark.processes
+
 
 def spare_our_own(name: str, around: Neighbourhood) -> None:
     if name == "kill_everybody" and around.user == os.geteuid():
@@ -40,6 +42,7 @@ PROOFS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROOFS)
 def test_not_held_without_a_sandbox(name, neighbourhoods):
     """What the programs do can be done, and is seen."""

@@ -105,7 +105,7 @@ class Served:
 
 
 @pytest.fixture(scope="session")
-def served(model, tokenizer):
+def served(processes, model, tokenizer):
     served = Served(model, tokenizer)
     yield served
     served.close()
@@ -134,7 +134,7 @@ def address(process):
 
 
 @pytest.fixture
-def launched():
+def launched(processes):
     """Starts a program; what still runs at the end is killed."""
     processes = []
 

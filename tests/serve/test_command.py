@@ -11,6 +11,7 @@ from forge.recipes.schema import ServeConfig
 from tests.serve.conftest import FORGE, address, interrupted
 
 
+@pytest.mark.full
 def test_a_folder_is_served_until_it_is_interrupted(launched, model):
     process = launched(*FORGE, "serve", str(model), "--port", "0", "--name", "mine")
     client = openai.OpenAI(base_url=address(process), api_key="none", max_retries=0)

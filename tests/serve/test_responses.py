@@ -32,7 +32,9 @@ def answered(tokenizer, chat, completion):
 
 def test_tokens_of_one_text_share_an_entry(llama_tokenizer):
     top = {token: math.log(p) for token, p in {2: 0.5, 1: 0.2, 3: 0.1, 4: 0.08}.items()}
-    completion = Completion((3,), [5, 6], [math.log(0.05), -1.0], [0, 0], "length", top_logprobs=[top, {6: -1.0}])
+    completion = Completion(
+        "", [5, 6], [math.log(0.05), -1.0], {}, (3,), [0, 0], "length", top_logprobs=[top, {6: -1.0}]
+    )
     told = answered(llama_tokenizer, False, completion)
     assert told["tokens"] == [r"bytes:\x9f", "\n"]
     likely = {text: math.exp(p) for text, p in told["top_logprobs"][0].items()}

@@ -242,6 +242,7 @@ def test_a_client_that_goes_away_ends_its_generation(served, settings):
     assert drawn < 400 * 30, "that is most of what was asked for"
 
 
+@pytest.mark.full
 def test_when_generators_are_killed_answers_are_begun_anew_and_streams_say_so(served):
     settings = {**LONG, "n": 150, "seed": 1}
     create = served.client.completions.create

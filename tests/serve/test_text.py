@@ -1,7 +1,7 @@
 """Text as it becomes certain: joined, it is the text of all tokens, up to the first stop string."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,7 +19,6 @@ def bytes_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     text=st.text(alphabet="abcé漢🙂 ", max_size=30),
     cuts=st.lists(st.integers(1, 7), min_size=1, max_size=30),

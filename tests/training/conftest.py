@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, model: Path, untied: Path) 
 
 
 @pytest.fixture(scope="session")
-def published() -> Iterator[VersionStore]:
+def published(processes: None) -> Iterator[VersionStore]:
     """Where four ranks put their weights."""
     store = VersionStore.create()
     yield store

@@ -105,6 +105,7 @@ def test_the_step_is_that_of_plain_transformers_and_adamw(classifier: Path, head
     assert largest_difference(weights_of(trainer), moved) < 1e-4
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("head", HEADS)
 def test_it_learns_and_reports_nothing_of_a_policy(model: Path, head: Head):
     trainer, batch = make_trainer(model, head=head, learning_rate=1e-2, gradient_checkpointing=True), targets()

@@ -99,6 +99,7 @@ def test_all_else_stays_to_the_bit_but_a_head_of_its_own(model: Path):
         assert moved == {name for name in before if name.endswith((*FACTORS, "score.weight"))}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_learns(model: Path, dtype: str):
     trainer = make_trainer(model, lora=LORA, learning_rate=2e-2, gradient_checkpointing=True, dtype=dtype)

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.training.attention import PackedLayout
@@ -64,7 +64,6 @@ def test_a_sequence_does_not_feel_its_neighbours():
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
-@settings(deadline=None)
 def test_layout_moves_every_token_there_and_back(lengths: list[int]):
     layout = PackedLayout.of(lengths)
     pack = torch.arange(sum(lengths))

@@ -217,3 +217,14 @@ def test_bfloat16_trains_float32_weights_close_to_float32(model: Path, capsys: p
 def test_another_dtype_is_an_error(model: Path):
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16; got 'float16'"):
         make_trainer(model, dtype="float16")
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["whole", "adapters"])
+def test_weights_may_be_held_in_bfloat16(model: Path, lora: dict[str, int] | None):
+    settings = {"weights_dtype": "bfloat16", "dtype": "bfloat16", "lora": lora}
+    trainer = make_trainer(model, learning_rate=1e-2, **settings)
+    losses = [trainer.train_step(example(), SFTLoss())["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert {parameter.dtype for parameter in trainer.policy.parameters()} == {torch.bfloat16}
+    states = [value for state in trainer.optimizer.state.values() for value in state.values() if value.dim()]
+    assert {value.dtype for value in states} == {torch.bfloat16}

@@ -20,6 +20,8 @@ from tests.actors.respawn import request, started
 from tests.training.cases import episodes, example, largest_difference, weights_of
 from tests.training.ranks import LOSS
 
+pytestmark = pytest.mark.costly
+
 Make = Callable[..., Trainer]
 Step = tuple[str, Callable[[Trainer, Path], Any]]
 
@@ -106,6 +108,7 @@ def killed(trainer: Trainer) -> None:
         trainer.background._thread.join()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", [SCRIPT, BACKGROUND], ids=["waited for", "in the background"])
 def test_a_kill_at_any_moment_changes_nothing(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: list[Step]

@@ -220,7 +220,7 @@ def test_reading_a_fingerprint_costs_no_calls_time_and_is_done_once():
 
 
 def test_a_fingerprint_that_cannot_be_read_costs_the_cache_alone(caplog, monkeypatch):
-    monkeypatch.setattr("forge.verifiers.cache.READING", 0.1)
+    monkeypatch.setattr("forge.verifiers.cache.READING", 1.0)
     release = threading.Event()
     odd = [
         Secretive("key", lambda: {}["weights"]),
@@ -237,10 +237,10 @@ def test_a_fingerprint_that_cannot_be_read_costs_the_cache_alone(caplog, monkeyp
     release.set()
     assert all((part.values[:, :3] == 1).all() for part in found)
     assert [verifier.read for verifier in odd] == [1, 1, 1]
-    assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
-        "KeyError: 'weights'",
+    assert sorted(record.getMessage().split(": ", 1)[1] for record in caplog.records) == [
         "AttributeError: 'Event' object has no attribute 'weights'",
-        "the fingerprint of hung took more than 0.1 s",
+        "KeyError: 'weights'",
+        "the fingerprint of hung took more than 1 s",
     ]
 
 
@@ -337,6 +337,7 @@ def _fill(path, start):
     asyncio.run(fill())
 
 
+@pytest.mark.processes
 def test_processes_share_a_file(tmp_path):
     context = multiprocessing.get_context("fork")
     path = tmp_path / "scores.sqlite"
@@ -369,6 +370,7 @@ def test_a_cache_that_cannot_be_is_refused_or_done_without(tmp_path, caplog):
     assert "cannot be written" in caplog.text
 
 
+@pytest.mark.processes
 def test_importing_needs_neither_torch_nor_an_extra():
     code = "import sys, forge.verifiers; print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

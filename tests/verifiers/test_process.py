@@ -10,6 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from forge.actors import RewardActor
+from forge.controller import ForgeActor, endpoint, shutdown
+from forge.data.packing import pack
+from forge.envs.group import SingleTurnEnv
+from forge.types import Completion, Prompt, Sample
 from forge.verifiers.process import ProcessRewardModel
 from tests.training.cases import TOKENIZER, tiny_model
 
@@ -93,3 +98,40 @@ def test_settings_that_cannot_be(folders, settings, message):
     kind = AutoModelForCausalLM if "bad" in settings else AutoModelForTokenClassification
     with pytest.raises(ValueError, match=message):
         ProcessRewardModel(folders[kind], **settings)
+
+
+def test_steps_earn_their_own_rewards(folders):
+    """From the model's probabilities to the reward of each token in a batch."""
+    words = "abqcdqefg"
+    ids = TOKENIZER(words, add_special_tokens=False)["input_ids"]
+
+    class Policy(ForgeActor):
+        @endpoint
+        def generate(self, prompt, n, seed):
+            return [Completion(words, ids, [-1.0] * len(ids), {}, (3, 4), [0] * len(ids), "stop")] * n
+
+    async def play():
+        steps = {
+            "model": {"path": str(folders[AutoModelForTokenClassification]), "marker": "z", "separator": "q"},
+            "weight": 0.5,
+        }
+        functions = [lambda prompt, response, target: 1.0, {"use": "forge.verifiers:StepRewards", **steps}]
+        reward = await RewardActor.as_local(functions)
+        episodes = await SingleTurnEnv(reward, TOKENIZER).rollout(
+            await Policy.as_local(), Sample(Prompt("hi", (3, 4)), ""), n=2
+        )
+        await shutdown()
+        return episodes
+
+    episode, _ = asyncio.run(play())
+    prm = ProcessRewardModel(folders[AutoModelForTokenClassification], "prm", marker="z", separator="q")
+    (good,) = scored(prm, [words])[1]
+    assert episode.reward == pytest.approx(1.0 + 0.5 * sum(good) / 3)
+    at = [2 + len(TOKENIZER(words[:end], add_special_tokens=False)["input_ids"]) for end in (2, 5, 9)]
+    assert [end for end, _ in episode.steps] == at
+    episode.advantage = 0.0
+    rewards = pack([episode]).rewards
+    expected = np.zeros(2 + len(ids))
+    expected[np.array(at) - 1] = 0.5 * np.array(good) / 3
+    expected[-1] += 1.0
+    np.testing.assert_allclose(rewards, expected, atol=1e-6)

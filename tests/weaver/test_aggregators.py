@@ -34,6 +34,8 @@ from forge_weaver.means import fitted_slope
 from forge_weaver.selection import selection_accuracy
 from forge_weaver.synthetic import Truth, generate, scenario
 
+pytestmark = pytest.mark.costly
+
 MAKERS: list[Callable[[], Aggregator]] = [
     NaiveMean,
     RankMean,
@@ -139,6 +141,7 @@ def test_verifiers_are_found_by_name(make: Callable[[], Aggregator], table: Scor
         fitted.predict_proba(more)
 
 
+@pytest.mark.full
 @quiet
 @every
 def test_useless_verifiers_break_nothing(make: Callable[[], Aggregator], table: ScoreTable):
@@ -178,8 +181,9 @@ def test_labels_are_not_looked_at(make: Callable[[], Aggregator], table: ScoreTa
     np.testing.assert_array_equal(found, make().fit(blind).predict_proba(blind))
 
 
+@pytest.mark.full
 @quiet
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.integers(0, 10_000), st.sampled_from([0.02, 0.1, 0.3, 0.6, 0.8, 0.98]), st.booleans())
 def test_the_classes_never_swap(seed: int, balance: float, verdicts: bool):
     """Whatever the seed, what all verifiers call better is more probable."""
@@ -291,6 +295,7 @@ def test_few_labels_are_used_well():
         AnchoredLogistic().fit(made.with_labels_of([0]))
 
 
+@pytest.mark.full
 def test_auto_goes_by_labels_then_by_independence(table: ScoreTable):
     hard = scenario("hard", 0, problems=100).table
     labelled = Auto(agreement=1.0).fit(hard.with_labels_of(range(10)))
@@ -316,6 +321,7 @@ def test_auto_goes_by_labels_then_by_independence(table: ScoreTable):
         Auto(one_right=True, class_balance=0.1).fit(table)
 
 
+@pytest.mark.full
 def test_auto_where_verifiers_err_together():
     """The mixture beats the rank mean by far where problems differ, and is not trusted where it contradicts it."""
     made = scenario("correlated", 0, problems=150).table
@@ -490,6 +496,7 @@ def test_one_problem_more_does_not_move_the_prior(make: Callable[[], Aggregator]
     assert np.abs(fitted.predict_proba(test) - before).mean() < 0.01
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("balance", [0.02, 0.98])
 def test_nearly_all_wrong_or_right(balance: float):
     made = generate(120, 16, 12, balance=balance, seed=0, areas=(0.6, 0.85)).table
@@ -503,6 +510,7 @@ def test_nearly_all_wrong_or_right(balance: float):
         assert not dataclasses.replace(make(), steps=2).fit(hidden).report.details["converged"]
 
 
+@pytest.mark.full
 @quiet
 @pytest.mark.parametrize("make", UNSUPERVISED, ids=lambda make: type(make()).__name__)
 def test_the_order_of_verifiers_does_not_matter(make: Callable[[], Aggregator]):
@@ -601,6 +609,7 @@ def test_a_table_too_small_to_judge():
     assert ((p >= 0) & (p <= 1)).all()
 
 
+@pytest.mark.full
 @quiet
 @pytest.mark.filterwarnings("ignore:too few responses:UserWarning")
 @every

@@ -11,6 +11,8 @@ from forge.data.tokenizer import character_tokenizer
 from forge_weaver import Distilled, ScoreTable
 from forge_weaver.distil import distil
 
+pytestmark = pytest.mark.costly
+
 LETTERS = "abcdefgh"
 
 

@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_weaver import ScoreTable
@@ -35,7 +35,6 @@ from forge_weaver.selection import (
 )
 from forge_weaver.verdict_models import loss, median_products, minimise, signed
 
-few = settings(max_examples=40, deadline=None)
 NAN = float("nan")
 
 
@@ -51,7 +50,6 @@ def test_normal_scores_are_quantiles_of_mid_ranks():
     ])  # fmt: skip
 
 
-@few
 @given(st.integers(0, 10_000), st.sampled_from([np.exp, np.arctan, lambda x: 5 * x - 2]))
 def test_normal_scores_do_not_know_the_scale(seed: int, curve):
     x = np.random.default_rng(seed).normal(size=(60, 2)).round(1)
@@ -106,7 +104,6 @@ def test_log_ratios_of_counts():
     np.testing.assert_allclose(np.ptp(log_ratios(falling, 0.0, monotone=True)[0, :2]), 0, atol=1e-12)
 
 
-@few
 @given(st.integers(0, 10_000))
 def test_posterior_of_a_problem_against_enumeration(seed: int):
     """All truths of a problem's responses are gone through, for each rate."""
@@ -262,7 +259,6 @@ def test_what_a_problem_does_to_its_scores():
     assert np.isnan(problem_correlation(alone, np.arange(2000)))
 
 
-@few
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.booleans()), min_size=2, max_size=12))
 def test_auc_is_the_share_of_pairs_in_order(pairs: list[tuple[float, bool]]):
     p, y = np.array([a for a, _ in pairs]), np.array([float(b) for _, b in pairs])
@@ -320,7 +316,6 @@ def test_bootstrap_draws_problems_whole():
     assert np.isnan(bootstrap(lambda drawn: NAN, 3)).all()
 
 
-@few
 @given(st.integers(0, 10_000))
 def test_selection_against_k_by_enumeration(seed: int):
     rng = np.random.default_rng(seed)

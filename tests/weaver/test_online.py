@@ -12,6 +12,8 @@ from benchmarks.weaver import drift
 from forge_weaver import BinnedDawidSkene, Online, ScoreTable, load
 from forge_weaver.calibration import brier, ece
 
+pytestmark = pytest.mark.costly
+
 
 def truth(tables: list[ScoreTable]) -> np.ndarray:
     return np.concatenate([table.labels for table in tables if table.labels is not None])

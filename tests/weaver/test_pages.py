@@ -13,6 +13,8 @@ from forge_weaver import Auto, RankMean, ScoreTable, plots
 from forge_weaver.report import write_report
 from forge_weaver.synthetic import scenario
 
+pytestmark = pytest.mark.costly
+
 
 def test_a_page_stands_alone_with_its_warnings_in_front(tmp_path: Path):
     made = scenario("correlated", 0, problems=60, responses=12, verifiers=10).table

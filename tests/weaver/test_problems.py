@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forge.verifiers import Panel, Rule, Scores
-from forge.verifiers.reward import Reward
+from forge.verifiers.reward import Reward, Score
 from forge_weaver import Problem, read_problems, score_table, write_problems
 
 
@@ -68,7 +68,7 @@ def test_each_reason_why_scores_are_missing_is_logged_once_in_training(caplog):
     async def train():
         reward = Reward([Panel([Rule(fails)])])
         for number in range(len(reasons)):
-            assert await reward.score("p", [str(number)], None) == [(None, None, None)]
+            assert await reward.score("p", [str(number)], None) == [Score(None, None)]
 
     asyncio.run(train())
     said = [record.getMessage().rsplit(": ", 1)[1] for record in caplog.records]

@@ -96,7 +96,7 @@ def processes() -> set[int]:
     return found - {os.getpid()}
 
 
-@pytest.fixture(scope="session", params=["embedded", "vllm"])
+@pytest.fixture(scope="session", params=["embedded", pytest.param("vllm", marks=pytest.mark.processes)])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     if request.param == "vllm" and find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here: make test-vllm has it")

@@ -15,6 +15,8 @@ from forge.types import Completion, Sampling
 from ..conftest import check_by_hand, error_of
 from .conftest import SLOTS, Subject, digest, wait_for
 
+pytestmark = pytest.mark.costly
+
 MODES = ("continue", "finish", "recompute")
 
 
@@ -55,7 +57,9 @@ def test_pieces_join_to_the_completions(engine: Any) -> None:
     assert [c.token_ids for c in plain.result(60)] == [c.token_ids for c in heard[0].completions()]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["continue", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("finish", "recompute"))]
+)
 def test_every_piece_is_of_the_weights_it_names(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     sampling = Sampling(n=6, max_tokens=300, seed=1)

@@ -12,6 +12,8 @@ from forge.types import Sampling
 from ..conftest import EOS, check_by_hand, check_shape, error_of
 from .conftest import SLOTS, Subject, build, digest, wait_for
 
+pytestmark = pytest.mark.costly
+
 MODES = ("continue", "finish", "recompute")
 
 
@@ -25,7 +27,9 @@ def test_between_requests(subject: Subject, engine: Any) -> None:
         assert error_of(subject.models[version], completion) < 1e-4
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["continue", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("finish", "recompute"))]
+)
 def test_under_load_every_token_is_of_the_weights_it_names(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     sampling = Sampling(n=6, max_tokens=300, temperature=1.0, seed=1)

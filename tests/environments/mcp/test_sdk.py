@@ -10,6 +10,8 @@ from forge.envs import InfrastructureError, ToolError
 from forge_envs.mcp import HTTPTools, StdioTools
 from forge_envs.process import Program
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("mcp")
 SERVER = [sys.executable, str(Path(__file__).parent / "sdk_server.py")]
 

@@ -13,6 +13,7 @@ pytest.importorskip("mcp")
 from forge.envs import Action, InfrastructureError, Toolbox, ToolCall, ToolError
 from forge_envs.mcp import StdioTools
 
+pytestmark = pytest.mark.processes
 SERVER = Path(__file__).parent / "tool_server.py"
 
 

@@ -17,6 +17,8 @@ from forge.envs import Action, Dialogue, InfrastructureError, rollout
 from forge_envs.openenv import LocalServer, OpenEnvClient, OpenEnvEnvironment
 from forge_envs.process import Program
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[3]
 SERVE = [sys.executable, "-m", "forge_envs.openenv", "tests.environments.openenv.counting:Counting", "--port", "{port}"]
 BARE = """

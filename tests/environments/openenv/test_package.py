@@ -12,6 +12,8 @@ from forge_envs.openenv import CapacityError, LocalServer, OpenEnvClient, OpenEn
 
 from .counting import ADD, Counting
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("openenv")
 ROOT = Path(__file__).parents[3]
 UVICORN = [sys.executable, "-m", "uvicorn", "--port", "{port}"]
@@ -59,6 +61,7 @@ def test_an_environment_of_its_own():
     on_server("tests.environments.openenv.package_server:walk", work)
 
 
+@pytest.mark.full
 def test_one_session_is_what_it_takes_unless_it_is_told():
     async def work(client):
         async with client.session():
@@ -82,6 +85,7 @@ def test_its_mcp_tools():
     on_server("tests.environments.openenv.package_server:tools", work)
 
 
+@pytest.mark.full
 def test_a_server_made_by_its_init(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "openenv.cli", "init", "demo_env"], cwd=tmp_path, capture_output=True, text=True

@@ -11,6 +11,8 @@ from forge_envs.openenv import CapacityError, OpenEnvClient, OpenEnvEnvironment,
 
 from .counting import ADD, Counting
 
+pytestmark = pytest.mark.costly
+
 
 def turn(text, *calls):
     return Action(text, text, calls)
