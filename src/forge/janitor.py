@@ -1,26 +1,42 @@
-"""Folders that must not outlive this process, however it ends."""
+"""Folders that must not outlive their process, however it ends."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PREFIXES = ("forge-run-", "forge-weights-", "forge-trackers-")
+NEW = "forge-new-"
+SETTLING = 60.0  # seconds in which a folder is made and locked
 
 
 class Scratch:
     """A new folder that is removed by `close`, or when this process ends without it: kill -9 included.
 
-    A shell waits on a pipe whose other end only this process holds; when that end is gone, so is the folder.
+    A shell waits on a pipe whose other end only this process holds; when that end is gone, so is the folder. Where the
+    shell is killed with it, as when a control group ends, `sweep` finds the folder: this process holds a lock on it
+    while it lives. The lock also keeps systemd-tmpfiles away.
 
     Args:
-        prefix: of the folder's name, followed by this process's id.
+        prefix: of the folder's name, one of PREFIXES; this process's id comes next.
         base: where it is made; None is the folder for temporary files.
     """
 
     def __init__(self, prefix: str, base: str | Path | None = None) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
+        assert prefix in PREFIXES, prefix
+        new = Path(tempfile.mkdtemp(prefix=NEW, dir=base))
+        self._lock: int | None = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Renamed once it is locked: another process that sweeps must not take it for a left one.
+        self.path = new.rename(new.with_name(f"{prefix}{os.getpid()}-{new.name.removeprefix(NEW)}"))
         self._watcher: subprocess.Popen | None = subprocess.Popen(
             ["/bin/sh", "-c", 'read -r _; rm -rf -- "$1"', "sh", str(self.path)],
             stdin=subprocess.PIPE,
@@ -37,3 +53,41 @@ class Scratch:
             self._watcher.stdin.close()
             self._watcher.wait()
             self._watcher = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def sweep() -> list[Path]:
+    """Remove what dead processes of this user left on this host; returns the folders.
+
+    A folder counts as left if it is this user's own and no process holds its lock.
+    """
+    removed = []
+    for base in {Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir())}:
+        for prefix in (*PREFIXES, NEW):
+            removed += [folder for folder in base.glob(f"{prefix}*") if _remove_left(folder)]
+    return removed
+
+
+def _remove_left(folder: Path) -> bool:
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # gone, a link, or another user's
+        return False
+    try:
+        status = os.fstat(handle)
+        if status.st_uid != os.geteuid():
+            return False
+        if folder.name.startswith(NEW) and time.time() - status.st_mtime < SETTLING:
+            return False
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    except BlockingIOError:  # its process lives
+        return False
+    except (OSError, RecursionError) as error:
+        log.warning("%s was left by a process that is dead and could not be removed: %s", folder, error)
+        return False
+    finally:
+        os.close(handle)
+    return True

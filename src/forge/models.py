@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
+
 FAMILIES = ("llama", "qwen2", "qwen3")  # the model types that trainer and engines have
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -43,6 +45,7 @@ def resolve_model(name: str) -> str:
 
     Raises:
         FileNotFoundError: the folder is missing or lacks its configuration, weights or tokenizer.
+        DamagedFile: a file differs from its checksum, where the folder has `checksums.txt`.
         ValueError: not in the cache and the hub cannot be reached.
     """
     folder = Path(name)
@@ -65,6 +68,11 @@ def resolve_model(name: str) -> str:
     ):
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise FileNotFoundError(f"model folder {name} has no {what}")
+    if (folder / CHECKSUMS).exists():
+        try:
+            check_files(folder)
+        except DamagedFile as error:
+            raise DamagedFile(f"{error}; if you changed it, remove {folder / CHECKSUMS}") from None
     return name
 
 
@@ -105,6 +113,7 @@ def build_small_model(
     logging.disable_progress_bar()
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    write_checksums(Path(folder), [file.name for file in Path(folder).iterdir() if file.name != CHECKSUMS])
     return str(folder)
 
 

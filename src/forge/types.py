@@ -348,3 +348,28 @@ class Batch:
             name: None if (values := getattr(self, name)) is None else values[index] for name in self.PER_TOKEN
         }
         return Batch(lengths=self.lengths[sequences], origins=self.origins, unit=self.unit, **arrays)
+
+
+class Pair(NamedTuple):
+    """Two episodes that answer the same context."""
+
+    chosen: Episode
+    rejected: Episode
+
+
+@dataclass
+class Seen:
+    """A set of stream indices that is nearly all of them from 0 on: all below `low`, and those `above`."""
+
+    low: int = 0
+    above: set[int] = field(default_factory=set)
+
+    def __contains__(self, index: int) -> bool:
+        return index < self.low or index in self.above
+
+    def add(self, index: int) -> None:
+        if index not in self:
+            self.above.add(index)
+        while self.low in self.above:
+            self.above.remove(self.low)
+            self.low += 1

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.actors import DatasetActor, ReplayBuffer
-from forge.actors.replay_buffer import Seen
 from forge.controller import ActorContext, Unrecoverable
 from forge.data.prompts import PromptDataset
 from forge.data.tokenizer import character_tokenizer
-from forge.types import Group
+from forge.types import Group, Seen
 from tests.actors.test_replay_buffer import episode
 
 TOKENIZER = character_tokenizer()

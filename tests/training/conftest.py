@@ -71,7 +71,7 @@ def run(
         alone.train_step(example(seed), ranks.LOSS)
     checkpoint.save(alone, folder / "one")
     context = mp.get_context("spawn")
-    common = (size, context.SimpleQueue(), folder, models, published, which)
+    common = (size, folder, models, published, which)
     processes = [context.Process(target=layouts.main, args=(rank, *common)) for rank in range(size)]
     for process in processes:
         process.start()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from forge.losses import GSPOLoss
 from forge.store import VersionStore
@@ -138,7 +137,6 @@ def of_titan(
 def main(
     rank: int,
     size: int,
-    rendezvous: Any,
     folder: Path,
     models: dict[str, Path],
     weights: VersionStore,
@@ -146,12 +144,7 @@ def main(
 ) -> None:
     """One of `size` ranks: run every scenario and write down what each returned, or its traceback."""
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    if store is not None:
-        for _ in range(size - 1):
-            rendezvous.put(f"127.0.0.1:{store.port}")
-    address = f"127.0.0.1:{store.port}" if store is not None else rendezvous.get()
-    device = join(rank, size, address).device
+    device = join(rank, size, str(folder / "rendezvous")).device
     outcome: dict[str, Any] = {}
     for name, scenario in which(lambda layout: lay_out(layout, device), size, folder, models, weights).items():
         try:

@@ -8,10 +8,8 @@ from typing import Any
 
 from ..controller import ForgeActor, Unrecoverable, endpoint
 from ..data.load import Data, Kind, load_data
-from ..data.preferences import Pair
 from ..observability import Reduce, record_metric
-from ..types import Episode, Sample
-from .replay_buffer import Seen
+from ..types import Episode, Pair, Sample, Seen
 
 
 class DatasetActor(ForgeActor):

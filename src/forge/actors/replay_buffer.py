@@ -5,34 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from ..controller import ForgeActor, Unrecoverable, endpoint
 from ..observability import Reduce, phase, record_metric
-from ..types import Episode, Group
+from ..types import Episode, Group, Seen
 from .staleness import Staleness
 
 Item = Episode | Group
 REASONS = ("unscored", "unscored_episodes", "no_signal", "too_old", "repeated", "forgotten")
-
-
-@dataclass
-class Seen:
-    """A set of stream indices that is nearly all of them from 0 on: all below `low`, and those `above`."""
-
-    low: int = 0
-    above: set[int] = field(default_factory=set)
-
-    def __contains__(self, index: int) -> bool:
-        return index < self.low or index in self.above
-
-    def add(self, index: int) -> None:
-        if index not in self:
-            self.above.add(index)
-        while self.low in self.above:
-            self.above.remove(self.low)
-            self.low += 1
 
 
 class ReplayBuffer(ForgeActor):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from . import recipes, serve
+from . import clean, recipes, serve
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     recipes.add_to(commands)
     serve.add_to(commands)
+    clean.add_to(commands)
     # A set: an environment that was installed under the former name, torchforge, has each of ours twice.
     for name, module in sorted({(point.name, point.value) for point in entry_points(group=GROUP)}):
         try:

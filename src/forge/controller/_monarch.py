@@ -5,6 +5,9 @@ for 1.5 % of a core.
 """
 
 import os
+import sys
+
+from . import private
 
 for _key, _value in {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
@@ -13,9 +16,12 @@ for _key, _value in {
 }.items():
     os.environ.setdefault(_key, _value)
 
+private.load()
+
 import monarch.actor as _monarch_actor  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
 from monarch._src.actor.endpoint import EndpointProperty  # noqa: E402
+from monarch._src.actor.host_mesh import BootstrapCommand  # noqa: E402
 from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
@@ -33,6 +39,7 @@ from monarch.job import new_service_proc_id  # noqa: E402
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning  # noqa: E402
 
 __all__ = [
+    "CHILD",
     "Actor",
     "ActorError",
     "EndpointProperty",
@@ -51,6 +58,9 @@ __all__ = [
     "this_host",
     "this_proc",
 ]
+
+# What a new process runs.
+CHILD = BootstrapCommand(sys.executable, None, ["-m", "forge.controller.child"], {})
 
 
 def set_fault_hook(hook):

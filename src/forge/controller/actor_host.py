@@ -38,7 +38,6 @@ class ActorHost(Actor):
     def __init__(self, context: ActorContext) -> None:
         self._context = replace(context, rank=current_rank().rank)
         self._instance: Any = None
-        self._store: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
         self._serving: dict[int, asyncio.Task] = {}
         self._in_thread_now: int | None = None
@@ -46,18 +45,6 @@ class ActorHost(Actor):
     @concurrent_endpoint
     async def ping(self) -> Answer:
         return self._context.rank, os.getpid()
-
-    @concurrent_endpoint
-    async def open_rendezvous(self, host: str) -> Answer:
-        """On rank 0: hold a TCPStore open for the replica's ranks; the answer is its `host:port`."""
-
-        def open_store() -> str:
-            from torch.distributed import TCPStore
-
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            return f"{host}:{self._store.port}"
-
-        return await self._guarded("open_rendezvous", lambda: self._in_thread(open_store))
 
     @concurrent_endpoint
     async def start(self, definition: bytes, rendezvous: str | None) -> Answer:

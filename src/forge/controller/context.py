@@ -13,8 +13,7 @@ class ActorContext:
     """The place of one process within a component.
 
     `incarnation` counts the processes that have stood in this place: 0 is the first, each respawn adds one.
-    `rendezvous` is the `host:port` of a TCPStore that rank 0 holds open for torch.distributed; None for a replica of
-    one process.
+    `rendezvous` is the path of a FileStore for torch.distributed; None for a replica of one process.
     """
 
     component: str

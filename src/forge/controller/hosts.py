@@ -1,7 +1,7 @@
-"""Where processes are started: this host, or further hosts that are reached over TCP.
+"""Where processes are started: this host, or worker processes on it that stand for further hosts.
 
-Monarch reaches other hosts over connections that are unauthenticated and carry pickled code: loopback, or a network
-that is trusted.
+Monarch's connections are not authenticated and carry pickled code: their sockets are in a folder that only this user
+may enter.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import ctypes
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from ._monarch import HostMesh, attach_to_workers, new_service_proc_id, run_worker_loop_forever, this_host
+from .private import sockets_in, warn_if_exposed
 from .processes import is_stopped
 
 _attached = itertools.count()
-_SERVE = "import sys; from forge.controller.hosts import serve_host; serve_host(sys.argv[1], int(sys.argv[2]))"
+_SERVE = "import sys; from forge.controller.hosts import serve_host; serve_host(sys.stdin.readline(), int(sys.argv[1]))"
 PR_SET_PDEATHSIG = 1
 
 
@@ -31,7 +32,9 @@ class Hosts:
 
     async def mesh(self) -> HostMesh:
         """The hosts as one mesh; started again first if one of them was lost."""
-        return this_host()
+        mesh = this_host()
+        warn_if_exposed()
+        return mesh
 
     def pids(self) -> list[int]:
         """The worker processes of the hosts that were started here."""
@@ -42,7 +45,7 @@ class Hosts:
 
 
 class LoopbackHosts(Hosts):
-    """Hosts on this machine: a worker process each, reached over TCP as another machine would be.
+    """Hosts on this machine: a worker process each, which the controller attaches to as it would to another machine.
 
     A host counts as lost when its worker ended or was stopped by a signal. The next `mesh` then starts all of them
     again, each at a new address: an address that was attached to once cannot be attached to again.
@@ -59,17 +62,9 @@ class LoopbackHosts(Hosts):
             lost = any(worker.poll() is not None or is_stopped(worker.pid) for worker in self._workers)
             if self._mesh is None or lost:
                 await self.stop()
-                addresses = []
-                for _ in range(self.size):
-                    with socket.socket() as probe:  # a port that is free
-                        probe.bind(("127.0.0.1", 0))
-                        addresses.append(f"{new_service_proc_id()}@tcp://127.0.0.1:{probe.getsockname()[1]}")
-                self._workers = [
-                    subprocess.Popen(  # noqa: ASYNC220 - returns at once, and `stop` waits for it in a thread
-                        [sys.executable, "-c", _SERVE, at, str(os.getpid())], stdin=subprocess.DEVNULL
-                    )
-                    for at in addresses
-                ]
+                folder = os.environ["TMPDIR"]  # the runtime's, private
+                addresses = [f"{new_service_proc_id()}@ipc://{folder}/{os.urandom(8).hex()}" for _ in range(self.size)]
+                self._workers = [_start(address) for address in addresses]
                 name = f"{self.name}_{next(_attached)}"
                 self._mesh = attach_to_workers(ca="trust_all_connections", workers=addresses, name=name)
             return self._mesh
@@ -85,10 +80,21 @@ class LoopbackHosts(Hosts):
             await asyncio.to_thread(worker.wait)
 
 
+def _start(address: str) -> subprocess.Popen:
+    """A worker process. Other users may read the arguments of a process, so the address comes on its standard input."""
+    worker = subprocess.Popen([sys.executable, "-c", _SERVE, str(os.getpid())], stdin=subprocess.PIPE, text=True)
+    assert worker.stdin is not None
+    with worker.stdin as pipe:
+        pipe.write(f"{address}\n")
+    return worker
+
+
 def serve_host(address: str, parent: int) -> None:
     """Be a host, until the process `parent` ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above, which therefore never fires
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the controller to handle
-    run_worker_loop_forever(address=address, ca="trust_all_connections")
+    for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal sends is for the controller to handle
+        signal.signal(number, signal.SIG_IGN)
+    sockets_in(Path(os.environ["TMPDIR"]))
+    run_worker_loop_forever(address=address.strip(), ca="trust_all_connections")

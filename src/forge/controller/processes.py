@@ -15,7 +15,7 @@ from typing import Any
 
 from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import PROCESS_NAME
-from ._monarch import HostMesh, ProcMesh
+from ._monarch import CHILD, HostMesh, ProcMesh
 from .errors import ForgeError
 from .options import Options
 
@@ -174,12 +174,14 @@ def spawn(host: HostMesh, name: str, procs: int, options: Options, gpus: list[st
         # One loading bar from each process at once is noise.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         # An empty ZE_AFFINITY_MASK hides nothing: it is set where there is something to say.
+        # The ranks of a process group are on one host. Otherwise they listen on the address of its name.
+        **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
         **{name: ",".join(gpus or []) for name in (VISIBLE if gpus else VISIBLE[:1])},
         PROCESS_NAME: name,
         **options.env,
     }
     bootstrap = functools.partial(_bootstrap, settings, options.memory_gb)
-    return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name)
+    return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=CHILD)
 
 
 def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
@@ -192,11 +194,13 @@ def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
     libc = ctypes.CDLL(None)
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
-    # A terminal sends Ctrl-C to every process; only the controller acts on it, so that the shutdown has one owner.
+    # A terminal sends Ctrl-C, or SIGHUP when it closes, to every process; only the controller acts on it, so that the
+    # shutdown has one owner.
     # Python's signal module works in the main thread only, and this is another one.
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
-    libc.signal(signal.SIGINT, ctypes.c_void_p(1))  # SIG_IGN
+    for number in (signal.SIGINT, signal.SIGHUP):
+        libc.signal(number, ctypes.c_void_p(1))  # SIG_IGN
 
 
 def is_stopped(pid: int) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import cloudpickle
 
@@ -94,11 +96,8 @@ class Replica:
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
             self.group.members.append(self)
-            rendezvous = None
-            if self.options.procs > 1:
-                first = self.actor_host.slice(**dict.fromkeys(self.actor_host._labels, 0))
-                answer = first.open_rendezvous.call_one("127.0.0.1").as_asyncio()
-                rendezvous = _unwrap([(await self._wait("rendezvous", answer, limit))[1]])[0]
+            # In the runtime's private folder: a TCPStore takes orders from every local user.
+            rendezvous = f"{os.environ['TMPDIR']}/ranks-{uuid4().hex}" if self.options.procs > 1 else None
             _unwrap(await self._all_ranks("setup", limit, "start", definition, rendezvous))
         finally:
             self.group.starting -= 1

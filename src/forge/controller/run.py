@@ -1,7 +1,7 @@
 """The beginning and the end of a run.
 
-`run(main())` owns the event loop. However `main` ends (return, exception, Ctrl-C, SIGTERM, a lost component without a
-replacement), every service is stopped and every process is gone before `run` returns.
+`run(main())` owns the event loop. However `main` ends (return, exception, Ctrl-C, SIGTERM, SIGHUP, a lost component
+without a replacement), every service is stopped and every process is gone before `run` returns.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a recipe to its end and leave no process behind.
 
     Raises:
-        what `main` raised; ReplicaDied when a component was lost for good; SystemExit(130 or 143) after SIGINT or
-        SIGTERM.
+        what `main` raised; ReplicaDied when a component was lost for good; SystemExit(128 + number) after SIGINT,
+        SIGTERM or SIGHUP.
     """
     return asyncio.run(_run(main))
 
@@ -69,7 +69,9 @@ async def _run(main: Coroutine[Any, Any, T]) -> T:
     _interrupt = lambda: loop.call_soon_threadsafe(on_signal, signal.SIGINT)  # noqa: E731
     # Python handles signals in the main thread alone; a run in another thread ends with its caller.
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        # Under nohup, SIGHUP is ignored: the run outlives its terminal.
+        hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+        for number in (signal.SIGINT, signal.SIGTERM, *hangup):
             loop.add_signal_handler(number, on_signal, number)
     task = loop.create_task(main)
     try:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..janitor import Scratch
+from ..janitor import Scratch, sweep
 from ..observability.console import configure_logging, log, log_failure
 from ..observability.metrics import Snapshot, drain, on_the_clock
-from . import processes, remote_service
+from . import private, processes, remote_service
 from ._monarch import set_fault_hook
-from .errors import CallTimeout, ReplicaDied
+from .errors import CallTimeout, ReplicaDied, Unrecoverable
 from .hosts import Hosts, LoopbackHosts
 from .options import Options
 from .processes import ProcessGroup
@@ -124,6 +124,11 @@ class Runtime:
             if group is not None and group.dead is None:
                 group.check_agrees(component.name, options)
                 return group
+        if _scratch is not None and not _scratch.path.is_dir():
+            raise Unrecoverable(
+                f"{_scratch.path}, which holds this run's sockets, was removed: no process can be started any more. "
+                "Exclude forge-run-* where temporary files are cleaned up"
+            )
         hosts = self._hosts_of(component, index)
         gpus = self._gpus_of(component, index)
         procs = options.share_procs if options.share is not None else max(1, options.procs // hosts.size)
@@ -194,11 +199,13 @@ def runtime() -> Runtime:
     if _runtime is None:
         configure_logging()
         if _scratch is None:
-            # Monarch leaves its sockets in the folder for temporary files, from its first use on: let that folder be
-            # one that goes with this process. Python's own temporary files of this process stay where they were.
+            # Monarch's processes leave their sockets in the folder for temporary files: let that folder be one that
+            # goes with this process. Python's own temporary files of this process stay where they were.
             tempfile.tempdir = tempfile.gettempdir()
-            _scratch = Scratch("forge-run-")
+            sweep()
+            _scratch = private.socket_folder()
             os.environ["TMPDIR"] = str(_scratch.path)
+            private.sockets_in(_scratch.path)
         set_fault_hook(lambda failure: None)  # each replica notices faults by itself, and its error names them
         _runtime = Runtime()
     return _runtime

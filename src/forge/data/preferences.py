@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..types import Episode
+from ..types import Episode, Pair
 from .chat import ChatFormat, Message, messages
 from .config import PreferencesConfig
 from .files import Row
@@ -13,13 +13,6 @@ from .prompts import QUESTION_FIELDS, PromptFormat, plain
 from .sources import load_task
 from .stream import RowStream
 from .supervised import Marked, check_effects, closed, differing, document
-
-
-class Pair(NamedTuple):
-    """Two episodes that answer the same context."""
-
-    chosen: Episode
-    rejected: Episode
 
 
 class PreferenceDataset(RowStream[Pair, PreferencesConfig]):

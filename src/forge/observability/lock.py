@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -54,9 +55,10 @@ class RunLock:
 
     def close(self) -> None:
         """Release the lock, and remove the folder if this lock created it and it stayed empty."""
-        if self._new and [path.name for path in self.path.parent.iterdir()] == [self.path.name]:
-            self.path.unlink()
-            self.path.parent.rmdir()
+        with suppress(FileNotFoundError):  # somebody removed the folder
+            if self._new and [path.name for path in self.path.parent.iterdir()] == [self.path.name]:
+                self.path.unlink()
+                self.path.parent.rmdir()
         os.close(self._handle)
 
 

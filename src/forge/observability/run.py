@@ -7,18 +7,22 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 
 from ..files import write_atomic
+from ..integrity import DamagedFile, read_sealed, write_sealed
 from ..types import Group
 from .console import Progress, configure_logging, log
 from .metrics import Clock, Snapshot, phase
 from .report import write_report, write_trace
 
 MARK, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", "finished"
+ROLLOUTS, LOGS = "rollouts.jsonl", "logs.txt"
 FLAT_STEPS = 20  # with a reward of 0 throughout, until a warning names the likely cause
 
 
@@ -55,13 +59,15 @@ class Run:
             if (self.folder / MARK).exists():
                 clear(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        if resume:
+            self._check_logs()
         self.history: list[dict[str, float]] = cut(self.folder / MARK, start) if resume else []
         if resume:
-            cut(self.folder / "rollouts.jsonl", start)
+            cut(self.folder / ROLLOUTS, start)
         (self.folder / FINISHED).unlink(missing_ok=True)
-        write_atomic(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False), durable=True)
-        self._metrics = (self.folder / MARK).open("a")
-        self._rollouts = (self.folder / "rollouts.jsonl").open("a")
+        write_sealed(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
+        self._logs = {name: (self.folder / name).open("a", encoding="utf-8") for name in (MARK, ROLLOUTS)}
+        self._digests = {name: xxhash.xxh3_128((self.folder / name).read_bytes()) for name in self._logs}
         self._trackers: Any = None
         if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
             from .trackers import TrackerProcess
@@ -112,8 +118,7 @@ class Run:
                 row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
             self._all.spans.extend(snapshot.spans)
             self.history.append(row)
-            self._metrics.write(json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n")
-            self._metrics.flush()
+            self._write(MARK, json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n")
             if self._trackers is not None:
                 self._trackers.check()
             self._progress.update(step, row)
@@ -136,16 +141,40 @@ class Run:
     def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Write one line per group: the first response, and all rewards."""
         with phase("log"):
+            lines = []
             for group in groups:
                 fields = {name: getattr(group, name) for name in ("index", "version", "prompt")}
                 line = {"step": step, **fields, "response": group.episodes[0].text, "target": group.target}
-                self._rollouts.write(json.dumps({**line, "rewards": group.rewards}) + "\n")
-            self._rollouts.flush()
+                lines.append(json.dumps({**line, "rewards": group.rewards}) + "\n")
+            self._write(ROLLOUTS, "".join(lines))
 
     def sync(self) -> None:
-        """fsync the logs: after a power cut they must have all steps of a checkpoint."""
-        for file in (self._metrics, self._rollouts):
+        """fsync the logs, which must have all steps of a checkpoint after a power cut. Write their checksums."""
+        for file in self._logs.values():
             os.fsync(file.fileno())
+        sizes = {name: os.fstat(file.fileno()).st_size for name, file in self._logs.items()}
+        rows = (f"{digest.hexdigest()} {sizes[name]} {name}\n" for name, digest in self._digests.items())
+        write_sealed(self.folder / LOGS, "".join(rows))
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            self._logs[name].write(text)
+            self._logs[name].flush()
+        except OSError as error:
+            error.filename = error.filename or str(self.folder / name)  # a full disk
+            raise
+        self._digests[name].update(text.encode())
+
+    def _check_logs(self) -> None:
+        """Compare the logs with their checksums at the last checkpoint. Training does not read them: one warning."""
+        try:
+            rows = [line.split(" ", 2) for line in read_sealed(self.folder / LOGS).splitlines()]
+        except DamagedFile as error:
+            log.warning("%s: damage of the logs before this checkpoint would not be noticed", error)
+            return
+        for digest, size, name in rows:
+            if xxhash.xxh3_128_hexdigest((self.folder / name).read_bytes()[: int(size)]) != digest:
+                log.warning("%s is damaged: its first %s bytes are not what the run wrote", self.folder / name, size)
 
     def finish(self) -> None:
         """Have `close` mark the run as finished."""
@@ -162,8 +191,9 @@ class Run:
                 f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
                 f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
             )
-        self._metrics.close()
-        self._rollouts.close()
+        for file in self._logs.values():
+            with suppress(OSError):  # a full disk, which `_write` has raised
+                file.close()
         name = f"trace_{self.start:06d}.json" if self.resume else "trace.json"
         try:
             write_trace(self.folder / name, self._all.spans)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import locale
 import logging
 import os
 import re
@@ -14,8 +15,10 @@ from typing import Any
 
 from ..config import Arguments, ConfigError, to_dict
 from ..controller import ForgeError, run
+from ..controller.private import log_to
 from ..controller.processes import VISIBLE, visible_gpus
 from ..data.config import DatasetConfig, RowsConfig
+from ..integrity import DamagedFile
 from ..models import build_small_model, check_family, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
@@ -42,11 +45,15 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
         execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
     except (ConfigError, BadInput, ForgeError) as error:
         raise SystemExit(f"error: {error}") from error
+    except BrokenPipeError as error:
+        # Python would fail once more when it flushes standard output at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit("error: the reader of standard output has ended, and so has the run") from error
     except OSError as error:
         # Imported here: checkpoints bring the trainer along, which this process does not need.
         from ..training.checkpoint import CheckpointFailed
 
-        if not isinstance(error, CheckpointFailed) and error.errno != errno.ENOSPC:
+        if not isinstance(error, CheckpointFailed | DamagedFile) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise SystemExit(f"error: {error}") from error
 
@@ -66,6 +73,8 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         ForgeError, CheckpointFailed, OSError: what the run ended with. Whatever else the recipe raises.
     """
     configure_logging()
+    if locale.getencoding().lower().replace("-", "") != "utf8" and not sys.flags.utf8_mode:
+        raise BadInput(f"the locale's encoding is {locale.getencoding()}, and files are in UTF-8: set PYTHONUTF8=1")
     folder = Path(cfg.run.root) / cfg.run.name
     with ExitStack() as closing:
         try:
@@ -78,9 +87,17 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
         closing.callback(record.close)
+        log_to(record.folder / "monarch.log")
+        closing.callback(log_to, None)
         use(store := VersionStore.create())
         closing.callback(store.close)
-        run(recipe(cfg, Job(model, held_out, record, store)))
+        try:
+            run(recipe(cfg, Job(model, held_out, record, store)))
+        except (ForgeError, OSError, RuntimeError) as error:
+            gone = [path for path in (record.folder, store.root) if not path.is_dir()]
+            if gone:
+                raise ForgeError(f"{gone[0]} was removed while the run used it; it ended with: {error}") from error
+            raise
         record.finish()
     return folder
 

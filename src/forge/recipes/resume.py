@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ..config import Arguments, ConfigError, flat, read, to_dict
-from ..files import write_atomic
+from ..integrity import DamagedFile, read_sealed, write_sealed
 from ..observability.console import log
 from ..observability.run import FINISHED, MARK, made_no_step
 
@@ -73,6 +73,7 @@ def read_config(cls: type[T], arguments: Arguments) -> T:
         raise ConfigError(f"--resume {folder}: there is no such run")
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {folder}: it is no run, it has no config.yaml")
+    _previous(folder)
     cfg: Any = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
     if arguments.config is None and not any(name.startswith("run.") for name, _ in arguments.overrides):
         # It may have been moved since, or be called from elsewhere.
@@ -100,6 +101,16 @@ def find_start(cfg: Any, resume: str | None) -> Start:
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):
         return Start()
     there = [path for path in checkpoint.checkpoints(folder / "checkpoints") if checkpoint.is_complete(path)]
+    damaged = None
+    while there:
+        critics = [folder / "checkpoints" / "critic" / there[-1].name]
+        damaged = checkpoint.set_aside_damaged(there[-1], *(path for path in critics if path.exists()))
+        if damaged is None:
+            break
+        there.pop()
+        log.warning("--resume %s: %s; resuming from %s", folder, damaged, there[-1].name if there else "none")
+    if damaged and not there:
+        raise ConfigError(f"--resume {folder}: {damaged}, and there is no older one to resume from")
     if not there:
         if resume != "auto":
             raise ConfigError(f"--resume {folder}: it has no complete checkpoint to resume from")
@@ -133,7 +144,10 @@ def _previous(folder: Path) -> dict[str, Any]:
     from Python are in it by name."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {folder}: it has no config.yaml")
-    return flat(yaml.safe_load((folder / "config.yaml").read_text()))
+    try:
+        return flat(yaml.safe_load(read_sealed(folder / "config.yaml")))
+    except DamagedFile as error:
+        raise ConfigError(f"--resume {folder}: {error}. Settings are changed as --section.key VALUE") from None
 
 
 def _ended_early(cfg: Any, folder: Path) -> bool:
@@ -151,7 +165,7 @@ def changes(before: dict[str, Any], cfg: Any) -> list[tuple[str, Any, Any]]:
 
 def write_origin(folder: Path, models: list[str], data: list[str]) -> None:
     """Write down what the run is made from: the models, and the data as far as they are local files."""
-    write_atomic(folder / ORIGIN, json.dumps(_origin(models, data), indent=1), durable=True)
+    write_sealed(folder / ORIGIN, json.dumps(_origin(models, data), indent=1) + "\n")
 
 
 def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
@@ -162,7 +176,10 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
     """
     if not (folder / ORIGIN).exists():
         raise ConfigError(f"--resume {folder}: it has no {ORIGIN}, so its origin is unknown")
-    before, now = json.loads((folder / ORIGIN).read_text()), _origin(models, data)
+    try:
+        before, now = json.loads(read_sealed(folder / ORIGIN)), _origin(models, data)
+    except DamagedFile as error:
+        raise ConfigError(f"--resume {folder}: {error}") from None
     for name in sorted({**before, **now}):
         if before.get(name) != now.get(name):
             number, _, file = name.partition(" ")

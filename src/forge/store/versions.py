@@ -7,13 +7,12 @@ place, so that a process killed at any point leaves a version or none.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -23,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ..files import write_atomic
-from ..janitor import Scratch
+from ..janitor import Scratch, sweep
 from .manifest import Manifest
 from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, VersionConflict
-from .segments import Segments, lock, locked
+from .segments import Segments, locked
 from .transfer import CollectivePut, Part, Ranks, Snapshot
 
 ADDRESS = "FORGE_STORE"  # environment variable: the folder of the run's store
@@ -52,23 +51,17 @@ class VersionStore(Store):
         self.segments = Segments(self.root, self._locked)
         self._known: dict[tuple[Path, int, int], set[str]] = {}  # segments by manifest
         self._scratch: Scratch | None = None
-        self._owner: int | None = None
 
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
         """An empty store that is removed with this process. Also removes stores of dead processes."""
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-        for stale in base.glob(f"{PREFIX}*"):
-            _sweep(stale)
+        sweep()
         scratch = Scratch(PREFIX, base)
         store = cls(scratch.path, keep)
         store._scratch = scratch
-        unnamed = scratch.path / "owner.unfinished"
-        store._owner = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(store._owner, fcntl.LOCK_EX)
-        unnamed.rename(scratch.path / "owner")
-        store.segments.used.mkdir()
         store.segments.free.mkdir()
+        store.segments.used.mkdir()
         return store
 
     @property
@@ -78,7 +71,7 @@ class VersionStore(Store):
 
     def is_here(self) -> bool:
         """Whether this process is on the store's host."""
-        return (self.root / "owner").exists()
+        return self.segments.used.is_dir()
 
     def __reduce__(self):
         return VersionStore, (self.root, self.keep)
@@ -256,9 +249,6 @@ class VersionStore(Store):
             del os.environ[ADDRESS]  # processes started later must not look for it
         self.segments.forget(everything=True)
         shutil.rmtree(self.root, ignore_errors=True)
-        if self._owner is not None:
-            os.close(self._owner)
-            self._owner = None
         if self._scratch is not None:
             self._scratch.close()
 
@@ -333,20 +323,3 @@ def _read(path: Path) -> str | None:
         return path.read_text()
     except FileNotFoundError:
         return None
-
-
-def _sweep(folder: Path) -> None:
-    """Remove a store if its process is dead."""
-    try:
-        owner = os.open(folder / "owner", os.O_RDWR)
-    except OSError:
-        # Without an owner file the store is being created, unless it is old.
-        with suppress(FileNotFoundError):
-            if time.time() - folder.stat().st_mtime > 60:
-                shutil.rmtree(folder, ignore_errors=True)
-        return
-    try:
-        if lock(owner, fcntl.LOCK_EX):
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(owner)

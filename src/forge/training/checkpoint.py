@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
@@ -22,11 +21,14 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ..files import sync
+from ..integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
+from .checkpoint_reader import Planner, Reader, dump_plain, load_plain
 from .distributed import Ranks
 from .trainer import PolicyTrainer
 
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
+DAMAGED = ".damaged"
 TIMEOUT = timedelta(hours=1)  # of the background collectives, which wait for the slowest disk
 
 
@@ -40,7 +42,8 @@ def save(
     """Write weights, optimiser, step and random state of every rank to `folder/step_<n>`; every rank must call it.
 
     Args:
-        extra: picklable state of other components (data position, replay buffer), stored by rank 0.
+        extra: state of other components (data position, replay buffer), stored by rank 0: plain data, arrays,
+            tensors and rollouts (`checkpoint_reader.ALLOWED`).
         keep: number of newest checkpoints to keep; None keeps all.
 
     Returns:
@@ -49,6 +52,7 @@ def save(
 
     Raises:
         CheckpointFailed: on every rank, with the reason.
+        UnsafeCheckpoint: `extra` holds an object of another type.
     """
     final = Snapshot.of(trainer, folder, extra).write()
     if keep is not None and trainer.ranks.rank == 0:
@@ -75,11 +79,7 @@ class Snapshot:
         if device.type != "cpu":
             state["device"] = torch.get_device_module(device).get_rng_state()
         values = {f"rank_{rank}.pt": state} | ({"extra.pt": extra or {}} if rank == 0 else {})
-        files = {}
-        for name, value in values.items():
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            files[name] = buffer.getvalue()
+        files = {name: dump_plain(value, name) for name, value in values.items()}
         final = Path(folder) / f"step_{trainer.step:06d}"
         return cls(trainer.ranks, final, _state(trainer), files)
 
@@ -103,8 +103,17 @@ class Snapshot:
                     file.flush()
                     os.fsync(file.fileno())
 
+        def write_rank_checksums() -> None:
+            rank = self.ranks.rank
+            if rank:
+                shards = [path.name for path in aside.glob(f"__{rank}_*")]
+                write_checksums(aside, [*shards, *self.files], f"rank_{rank}.{CHECKSUMS}")
+
         def rename() -> None:
             replaced = self.final.with_suffix(REPLACED)
+            others = {rank for rank in range(1, self.ranks.world_size)}
+            listed = {path.name for rank in others for path in (*aside.glob(f"__{rank}_*"), aside / f"rank_{rank}.pt")}
+            write_checksums(aside, {path.name for path in aside.iterdir()} - listed)
             sync(aside)
             if self.final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -116,6 +125,7 @@ class Snapshot:
         self._together(prepare, group, lead=True)
         self._together(lambda: dcp.save(self.shards, checkpoint_id=aside, process_group=group), group)
         self._together(write_files, group)
+        self._together(write_rank_checksums, group)
         self._together(rename, group, lead=True)
         return self.final
 
@@ -213,10 +223,13 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at this path.
+        DamagedFile: a file differs from its checksum.
+        UnsafeCheckpoint: a file holds more than tensors, plain data and rollouts.
     """
     checkpoint = _complete(checkpoint)
+    _check_together(checkpoint, trainer.ranks)
     state = _state(trainer)
-    dcp.load(state, checkpoint_id=checkpoint)
+    dcp.load(state, storage_reader=Reader(checkpoint), planner=Planner())
     set_state_dict(
         trainer.policy,
         trainer.optimizer,
@@ -226,13 +239,27 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     )
     own = checkpoint / f"rank_{trainer.ranks.rank}.pt"
     # A new rank, which the checkpoint has no random state for, keeps its own.
-    saved = torch.load(own if own.exists() else checkpoint / "rank_0.pt", weights_only=True)
+    saved = load_plain(own if own.exists() else checkpoint / "rank_0.pt")
     trainer.step = saved["step"]
     if own.exists():
         torch.set_rng_state(saved["rng"])
         if "device" in saved and trainer.ranks.device.type != "cpu":
             torch.get_device_module(trainer.ranks.device).set_rng_state(saved["device"])
     return extra(checkpoint)
+
+
+def _check_together(checkpoint: Path, ranks: Ranks) -> None:
+    """Compare the files with their checksums on rank 0. DamagedFile: raised on every rank."""
+    damage: list[str | None] = [None]
+    if ranks.rank == 0:
+        try:
+            check_files(checkpoint)
+        except OSError as error:
+            damage = [str(error)]
+    if ranks.mesh is not None:
+        dist.broadcast_object_list(damage, src=0)
+    if damage[0]:
+        raise DamagedFile(damage[0])
 
 
 def _state(trainer: PolicyTrainer) -> dict[str, Any]:
@@ -248,8 +275,8 @@ def _frozen(trainer: PolicyTrainer) -> set[str]:
 
 
 def extra(checkpoint: str | Path) -> dict[str, Any]:
-    """The `extra` of a checkpoint; FileNotFoundError as in `load`."""
-    return torch.load(_complete(checkpoint) / "extra.pt", weights_only=False)
+    """The `extra` of a checkpoint. Raises as `load` does, but does not compare checksums."""
+    return load_plain(_complete(checkpoint) / "extra.pt")
 
 
 def step_of(checkpoint: str | Path) -> int:
@@ -287,6 +314,7 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         words.save_pretrained(aside)
         for file in aside.iterdir():
             sync(file)
+        write_checksums(aside, [file.name for file in aside.iterdir()])
         sync(aside)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
@@ -297,7 +325,27 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
 
 def is_complete(checkpoint: str | Path) -> bool:
     """Whether the folder has all files that `load` needs."""
-    return all((Path(checkpoint) / name).exists() for name in (".metadata", "rank_0.pt", "extra.pt"))
+    return all((Path(checkpoint) / name).exists() for name in (".metadata", "rank_0.pt", "extra.pt", CHECKSUMS))
+
+
+def set_aside_damaged(checkpoint: str | Path, *others: Path) -> str | None:
+    """Compare the files of a checkpoint, and of `others` that belong to it, with their checksums.
+
+    Returns:
+        the fault in one line, or None.
+
+    A damaged checkpoint is renamed, so that it counts no more: `step_000006` to `step_000006.damaged`.
+    """
+    checkpoint = Path(checkpoint)
+    try:
+        for part in (checkpoint, *others):
+            check_files(part)
+    except DamagedFile as error:
+        damaged = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}")
+        shutil.rmtree(damaged, ignore_errors=True)
+        os.replace(checkpoint, damaged)
+        return f"{error}; the checkpoint is now {damaged.name}"
+    return None
 
 
 def _complete(checkpoint: str | Path) -> Path:

@@ -64,7 +64,7 @@ def join(
     """Join the process group of `world_size` ranks and make its mesh.
 
     Args:
-        rendezvous: `host:port` of a TCPStore held by rank 0; not needed for one process.
+        rendezvous: path of a FileStore that no other process group used; not needed for one process.
         cpu_offload: parameters will be in host memory, for which FSDP needs a mesh even with a single process.
 
     Raises:
@@ -86,10 +86,10 @@ def join(
     if world_size == 1:
         store = dist.HashStore()
     elif rendezvous is None:
-        raise ValueError(f"{world_size} ranks need a rendezvous address")
+        raise ValueError(f"{world_size} ranks need a rendezvous path")
     else:
-        host, port = rendezvous.rsplit(":", 1)
-        store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+        store = dist.FileStore(rendezvous, world_size)
+        store.set_timeout(COLLECTIVE_TIMEOUT)
     backend = dist.get_default_backend_for_device(device)
     # gloo sums offloaded gradients in host memory, for their norm.
     backend = f"cpu:gloo,{device.type}:{backend}" if cpu_offload else backend

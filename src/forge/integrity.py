@@ -1,0 +1,96 @@
+"""Checksums: of a folder's files, kept beside them in a text file, and of a text, at its end.
+
+A list has a line `<xxh3-128> <size> <name>` for each file. It may name other lists of the same folder, which are
+followed: each rank of a trainer writes the list of its own files. A sealed text ends with `# xxh3-128 <digest>` of all
+that comes before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from .files import write_atomic
+
+CHECKSUMS = "checksums.txt"
+SEAL = "# xxh3-128 "
+CHUNK = 1 << 22
+
+
+class DamagedFile(OSError):
+    """A file differs from its checksum; names the file."""
+
+
+def write_checksums(folder: Path, files: Iterable[str], name: str = CHECKSUMS) -> None:
+    """Write the checksums of these files of the folder as its file `name`, and fsync it."""
+    names = sorted(files)
+    with ThreadPoolExecutor(_threads(names)) as pool:
+        digests = list(pool.map(lambda file: _digest(folder / file), names))
+    text = "".join(f"{digest} {size} {file}\n" for (digest, size), file in zip(digests, names, strict=True))
+    write_sealed(folder / name, text)
+
+
+def check_files(folder: Path, name: str = CHECKSUMS) -> None:
+    """Compare all files of a list with their checksums.
+
+    Raises:
+        DamagedFile: the first file, by name, that is missing or differs.
+        OSError: a file cannot be read.
+    """
+    expected = _read(folder / name)
+    with ThreadPoolExecutor(_threads(expected)) as pool:
+        found = list(pool.map(lambda file: _digest(folder / file), expected))
+    for file, (digest, size) in zip(expected, found, strict=True):
+        if size != expected[file][1]:
+            raise DamagedFile(f"{folder / file} is damaged: it has {size} bytes, and {expected[file][1]} were written")
+        if digest != expected[file][0]:
+            raise DamagedFile(f"{folder / file} is damaged: its checksum is not that of what was written")
+    for file in expected:
+        if file.endswith(CHECKSUMS):
+            check_files(folder, file)
+
+
+def _threads(files: object) -> int:
+    # xxhash is faster than a disk; several files at once keep the disk busy.
+    return max(1, min(8, os.cpu_count() or 1, len(files)))  # type: ignore[arg-type]
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Write a text with its checksum, durably. It must end with a newline."""
+    write_atomic(path, f"{text}{SEAL}{xxhash.xxh3_128_hexdigest(text.encode())}\n", durable=True)
+
+
+def read_sealed(path: Path) -> str:
+    """The text that `write_sealed` wrote.
+
+    Raises:
+        DamagedFile: it is another one, or is missing.
+    """
+    try:
+        text, found, digest = path.read_bytes().decode("utf-8", "replace").rpartition(SEAL)
+    except FileNotFoundError:
+        raise DamagedFile(f"{path} is missing") from None
+    if not found or digest != xxhash.xxh3_128_hexdigest(text.encode()) + "\n":
+        raise DamagedFile(f"{path} is damaged or was edited: its last line is not the checksum of what comes before")
+    return text
+
+
+def _read(path: Path) -> dict[str, tuple[str, int]]:
+    rows = [line.split(" ", 2) for line in read_sealed(path).splitlines()]
+    return {name: (digest, int(size)) for digest, size, name in rows}
+
+
+def _digest(path: Path) -> tuple[str, int]:
+    digest, size = xxhash.xxh3_128(), 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+                size += len(chunk)
+    except FileNotFoundError:
+        raise DamagedFile(f"{path} is missing") from None
+    return digest.hexdigest(), size

@@ -1,0 +1,128 @@
+"""Reading a checkpoint without running code that its files may hold: only tensors, plain data and forge's own types.
+
+torch.distributed.checkpoint unpickles its metadata, and values that are not tensors, without restrictions, and a pickle
+may call anything. A checkpoint may come from another person.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from numpy._core.multiarray import _reconstruct, scalar
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from .. import types
+
+# What a checkpoint may hold beside tensors and plain data: rollouts, and the arrays of verifiers that learn.
+ALLOWED: tuple[type, ...] = (
+    types.Completion,
+    types.Episode,
+    types.Group,
+    types.Origin,
+    types.Pair,
+    types.Prompt,
+    types.Sample,
+    types.Sampling,
+    types.Seen,
+    types.Turn,
+    set,
+    frozenset,
+)
+_ARRAYS = (np.ndarray, np.dtype, type(np.dtype("f8")), type(np.dtype("i8")), type(np.dtype("?")), _reconstruct, scalar)
+_METADATA = {
+    *((cls.__module__, cls.__name__) for cls in vars(dcp_metadata).values() if isinstance(cls, type)),
+    (dcp_filesystem.__name__, "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
+
+
+class UnsafeCheckpoint(ValueError):
+    """A file holds, or would hold, objects of other types: reading them could run code."""
+
+
+def dump_plain(value: Any, name: str) -> bytes:
+    """`torch.save` of what `load_plain` reads. UnsafeCheckpoint: it holds something else; names the type."""
+    _Checker(io.BytesIO(), name).dump(value)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load_plain(file: Path | io.BytesIO) -> Any:
+    """`torch.load` of tensors, arrays, plain data and rollouts. UnsafeCheckpoint: it holds something else."""
+    with torch.serialization.safe_globals([*ALLOWED, *_ARRAYS]):
+        try:
+            return torch.load(file, weights_only=True)
+        except pickle.UnpicklingError as error:
+            name = file if isinstance(file, Path) else "a value in a shard"
+            reason = str(error).strip().splitlines()[-1]
+            raise UnsafeCheckpoint(
+                f"{name} holds more than tensors and plain data, so it is not read: {reason}"
+            ) from None
+
+
+class _Checker(pickle.Pickler):
+    """Sees the type of every object that is not of a builtin type."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        super().__init__(file)
+        self._name = name
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "array" if isinstance(value, torch.Tensor | np.ndarray | np.generic) else None  # not looked into
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in ALLOWED or (isinstance(value, type) and value in ALLOWED):
+            return NotImplemented
+        kind = type(value)
+        raise UnsafeCheckpoint(
+            f"{self._name} cannot hold {kind.__module__}.{kind.__qualname__}: the state of a component is plain data, "
+            "arrays, tensors and rollouts"
+        )
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads the metadata with the classes of torch's own metadata alone."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        with path.open("rb") as file:
+            metadata = _Unpickler(file, path).load()
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """Reads values that are not tensors as plain data."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        data = io.BytesIO()
+        torch.save(load_plain(value), data)
+        data.seek(0)
+        super().load_bytes(read_item, data)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _METADATA and not (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            raise UnsafeCheckpoint(f"{self._path} names {module}.{name}, which no checkpoint needs, so it is not read")
+        return super().find_class(module, name)
