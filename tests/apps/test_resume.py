@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forge.config import build, to_dict
+from forge.config import ConfigError, build, to_dict
+from forge.integrity import write_checksums, write_sealed
 from forge.models import build_small_model
 from forge.observability.metrics import Snapshot
 from forge.recipes.launch import launch, prepare
@@ -158,8 +159,10 @@ class Left:
         record.close()
         for step in (2, 4):
             self.checkpoint(step).mkdir(parents=True)
-            for name in (".metadata", "rank_0.pt", "extra.pt"):
-                (self.checkpoint(step) / name).touch()
+            names = (".metadata", "rank_0.pt", "extra.pt")
+            for name in names:
+                (self.checkpoint(step) / name).write_text(name)
+            write_checksums(self.checkpoint(step), names)
 
     def checkpoint(self, step: int) -> Path:
         return self.folder / f"checkpoints/step_{step:06d}"
@@ -216,16 +219,67 @@ def test_what_would_be_another_run_is_refused_by_name(left):
 
 def test_the_newest_complete_checkpoint_is_taken(left):
     assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(4)), 4)
-    (left.checkpoint(4) / "extra.pt").unlink()
+    left.checkpoint(4).rename(left.checkpoint(4).with_suffix(".unfinished"))
     assert find_start(left.cfg, str(left.folder)) == Start(str(left.checkpoint(2)), 2)
     left.checkpoint(2).rename(left.checkpoint(2).with_suffix(".unfinished"))
-    assert "it has no complete checkpoint" in left.error("--resume", str(left.folder))
+    assert "it has no checkpoint" in left.error("--resume", str(left.folder))
     assert find_start(left.cfg, "auto") == Start(restart=True)
     left.cfg.checkpoint.every = 0
-    (left.folder / "config.yaml").write_text(yaml.safe_dump(to_dict(left.cfg)))
+    write_sealed(left.folder / "config.yaml", yaml.safe_dump(to_dict(left.cfg)))
     left.cfg.checkpoint.every = 2
     message = left.error("--config", str(left.file), "--resume", "auto")
     assert "holds an earlier run without a checkpoint" in message
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "missing"])
+@pytest.mark.parametrize("name", [".metadata", "rank_0.pt", "extra.pt", "checksums.txt"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(left, name, damage, caplog):
+    def hurt(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes({"flipped": data, "truncated": data[:-3], "empty": b"", "missing": b""}[damage])
+        if damage == "missing":
+            path.unlink()
+
+    hurt(left.checkpoint(4) / name)
+    assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(2)), 2)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"{left.checkpoint(4) / name} is " in line
+    assert line.endswith("it is now step_000004.damaged, resuming from step_000002")
+    assert (left.folder / "checkpoints/step_000004.damaged").is_dir()
+    # A second start finds only the one that it resumed from.
+    assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(2)), 2)
+    assert len(caplog.records) == 1
+    hurt(left.checkpoint(2) / name)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=rf"step_000002/{name} is .* there is no older checkpoint"):
+            find_start(left.cfg, "auto")
+
+
+def test_a_run_folder_of_which_files_are_damaged_is_one_line(left):
+    for name in ("config.yaml", "origin.json"):
+        path = left.folder / name
+        whole = path.read_bytes()
+        for place in range(0, len(whole), 97):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            assert f"{path} is damaged or was edited" in left.error("--resume", str(left.folder))
+        path.write_bytes(whole[: len(whole) // 2])
+        assert f"{path} is damaged or was edited" in left.error("--resume", str(left.folder))
+        path.write_bytes(whole)
+
+
+def test_damaged_logs_are_a_warning(left, caplog):
+    _, _, record = prepare(left.cfg, find_start(left.cfg, "auto"))
+    record.sync()
+    record.close()
+    path = left.folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"reward": 2.0', '"reward": 3.0'))
+    caplog.clear()
+    _, _, record = prepare(left.cfg, find_start(left.cfg, "auto"))
+    record.close()
+    assert [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()] == [
+        f"{path} is damaged: its first {path.stat().st_size} bytes are not what the run wrote"
+    ]
 
 
 def test_what_may_change_and_what_is_kept(left):

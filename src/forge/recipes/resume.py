@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ..config import Arguments, ConfigError, flat, read, to_dict
-from ..integrity import DamagedFile, read_sealed, write_sealed
+from ..integrity import CHECKSUMS, DamagedFile, check_files, read_sealed, write_sealed
 from ..observability.console import log
 from ..observability.run import FINISHED, MARK, made_no_step
 
@@ -90,7 +90,7 @@ def find_start(cfg: Any, resume: str | None) -> Start:
     """Where the run of this configuration starts.
 
     Raises:
-        ConfigError: there is no complete checkpoint to resume from; the folder holds another run, or one beyond
+        ConfigError: there is no undamaged checkpoint to resume from; the folder holds another run, or one beyond
             `training.steps`.
     """
     from ..training import checkpoint
@@ -100,20 +100,14 @@ def find_start(cfg: Any, resume: str | None) -> Start:
         raise ConfigError("--resume auto needs checkpoint.every: there would never be a checkpoint to resume from")
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):
         return Start()
-    there = [path for path in checkpoint.checkpoints(folder / "checkpoints") if checkpoint.is_complete(path)]
-    damaged = None
-    while there:
-        critics = [folder / "checkpoints" / "critic" / there[-1].name]
-        damaged = checkpoint.set_aside_damaged(there[-1], *(path for path in critics if path.exists()))
-        if damaged is None:
-            break
-        there.pop()
-        log.warning("--resume %s: %s; resuming from %s", folder, damaged, there[-1].name if there else "none")
+    there, damaged = checkpoint.checkpoints(folder / "checkpoints"), {}
+    while there and (fault := _damage(there[-1])):
+        damaged[there.pop()] = fault
     if damaged and not there:
-        raise ConfigError(f"--resume {folder}: {damaged}, and there is no older one to resume from")
+        raise ConfigError(f"--resume {folder}: {next(iter(damaged.values()))}, and there is no older checkpoint")
     if not there:
         if resume != "auto":
-            raise ConfigError(f"--resume {folder}: it has no complete checkpoint to resume from")
+            raise ConfigError(f"--resume {folder}: it has no checkpoint to resume from")
         if not (cfg.run.overwrite or made_no_step(folder) or _ended_early(cfg, folder)):
             raise ConfigError(
                 f"{folder} holds an earlier run without a checkpoint to resume from: choose another run.name, or set "
@@ -136,7 +130,21 @@ def find_start(cfg: Any, resume: str | None) -> Start:
         )
     goal = [name for name, _, _ in changes(before, cfg) if name in GOALS]
     finished = (folder / FINISHED).exists() and not goal and (folder / "model" / "config.json").exists()
+    for path, fault in damaged.items():
+        aside = checkpoint.set_aside(path)
+        log.warning("--resume %s: %s; it is now %s, resuming from %s", folder, fault, aside.name, there[-1].name)
     return Start(str(there[-1]), step, finished)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or with the critic's of its step."""
+    critic = checkpoint.parent / "critic" / checkpoint.name
+    try:
+        for part in (checkpoint, *([critic] if critic.exists() else [])):
+            check_files(part)
+    except DamagedFile as error:
+        return str(error)
+    return None
 
 
 def _previous(folder: Path) -> dict[str, Any]:
@@ -194,6 +202,7 @@ def _origin(models: list[str], data: list[str]) -> dict[str, str]:
         files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
         if number < len(models):
             files = [path for path in files if path.parent == place and path.suffix in MODEL_FILES]
+            files = [path for path in files if path.name != CHECKSUMS]
         found |= {f"{number} {path.relative_to(place) if path != place else ''}": _digest(path) for path in files}
     return found
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from .protocol import CorruptWeights
+
 PIECE = 1 << 20  # bytes copied and hashed at a time: they stay in the CPU's cache between the two
 
 
@@ -196,10 +198,14 @@ class Manifest:
         return None
 
     def to_json(self) -> str:
-        return json.dumps([self.key, self.version, self.single, [astuple(shard) for shard in self.shards]])
+        text = json.dumps([self.key, self.version, self.single, [astuple(shard) for shard in self.shards]])
+        return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
+        digest, _, text = text.partition(" ")
+        if digest != xxhash.xxh3_64_hexdigest(text.encode()):
+            raise CorruptWeights("a manifest of the weight store is damaged: its checksum is another")
         key, version, single, fields = json.loads(text)
         shards = tuple(
             Shard(name, dtype, tuple(shape), Box(tuple(offset), tuple(size)), segment, start, checksum)

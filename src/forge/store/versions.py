@@ -152,7 +152,7 @@ class VersionStore(Store):
             path = self._folder(key) / f"v{number}.json"
             with ExitStack() as held:
                 try:
-                    manifest = Manifest.from_json(contents := path.read_text())
+                    manifest = Manifest.from_json(contents := path.read_text(errors="replace"))
                     memory = held.enter_context(self.segments.reading(manifest.segments))
                 except FileNotFoundError:
                     if version is not None and not path.exists():
@@ -297,7 +297,7 @@ class VersionStore(Store):
         for path in self.root.glob("key-*/v*.json"):
             status = path.stat()
             file = path, status.st_ino, status.st_mtime_ns
-            self._known[file] = known.get(file) or Manifest.from_json(path.read_text()).segments
+            self._known[file] = known.get(file) or Manifest.from_json(path.read_text(errors="replace")).segments
             found |= self._known[file]
         return found
 
@@ -320,6 +320,6 @@ class VersionStore(Store):
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except FileNotFoundError:
         return None

@@ -229,7 +229,12 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     checkpoint = _complete(checkpoint)
     _check_together(checkpoint, trainer.ranks)
     state = _state(trainer)
-    dcp.load(state, storage_reader=Reader(checkpoint), planner=Planner())
+    reader = Reader(checkpoint)
+    reader.read_metadata()  # dcp.load would hide what this raises
+    try:
+        dcp.load(state, storage_reader=reader, planner=Planner())
+    except CheckpointException as error:
+        raise next(cause for cause, _ in error.failures.values()) from error
     set_state_dict(
         trainer.policy,
         trainer.optimizer,
@@ -323,29 +328,11 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         dist.barrier()
 
 
-def is_complete(checkpoint: str | Path) -> bool:
-    """Whether the folder has all files that `load` needs."""
-    return all((Path(checkpoint) / name).exists() for name in (".metadata", "rank_0.pt", "extra.pt", CHECKSUMS))
-
-
-def set_aside_damaged(checkpoint: str | Path, *others: Path) -> str | None:
-    """Compare the files of a checkpoint, and of `others` that belong to it, with their checksums.
-
-    Returns:
-        the fault in one line, or None.
-
-    A damaged checkpoint is renamed, so that it counts no more: `step_000006` to `step_000006.damaged`.
-    """
-    checkpoint = Path(checkpoint)
-    try:
-        for part in (checkpoint, *others):
-            check_files(part)
-    except DamagedFile as error:
-        damaged = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}")
-        shutil.rmtree(damaged, ignore_errors=True)
-        os.replace(checkpoint, damaged)
-        return f"{error}; the checkpoint is now {damaged.name}"
-    return None
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that it counts no more: `step_000006` to `step_000006.damaged`."""
+    aside = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return checkpoint.rename(aside)
 
 
 def _complete(checkpoint: str | Path) -> Path:
@@ -353,6 +340,6 @@ def _complete(checkpoint: str | Path) -> Path:
     checkpoint = Path(checkpoint)
     replaced = checkpoint.with_suffix(REPLACED)
     found = replaced if replaced.exists() and not checkpoint.exists() else checkpoint
-    if found.suffix == UNFINISHED or not is_complete(found):
+    if found.suffix == UNFINISHED or not found.is_dir():
         raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint")
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,9 @@ def load_plain(file: Path | io.BytesIO) -> Any:
             return torch.load(file, weights_only=True)
         except pickle.UnpicklingError as error:
             name = file if isinstance(file, Path) else "a value in a shard"
-            reason = str(error).strip().splitlines()[-1]
-            raise UnsafeCheckpoint(
-                f"{name} holds more than tensors and plain data, so it is not read: {reason}"
-            ) from None
+            unsafe = re.search(r"GLOBAL (\S+)", str(error))
+            reason = unsafe[1] if unsafe else str(error).splitlines()[0]
+            raise UnsafeCheckpoint(f"{name} holds more than tensors and plain data: {reason}") from None
 
 
 class _Checker(pickle.Pickler):

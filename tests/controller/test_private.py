@@ -1,0 +1,188 @@
+"""Nothing of a run takes orders from other users of the machine: its sockets, its log, its ranks."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from forge.controller.private import _imports
+from tests.controller.test_endings import start
+
+pytestmark = pytest.mark.processes
+
+STRANGER = 21002
+LISTENING = 0x10000  # a flag of /proc/net/unix
+MONARCH = """
+    import time
+    from monarch.actor import this_host
+    this_host().spawn_procs({"procs": 1})
+    print("READY", flush=True)
+    time.sleep(100)
+"""
+
+
+def descendants(root: int) -> list[int]:
+    """The process and all that it has started."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(status.parent.name)] = int(fields[1])
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def listeners(root: int) -> tuple[set[str], set[str]]:
+    """Names of the UNIX sockets, and addresses in hex of the TCP sockets, on which the tree of a process listens."""
+    inodes = set()
+    for pid in descendants(root):
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(handle)))
+            except FileNotFoundError:
+                continue
+    unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    names = {row[7] for row in unix if len(row) > 7 and row[6] in inodes and int(row[3], 16) & LISTENING}
+    tcp = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return names, {row[1].partition(":")[0] for row in tcp if row[3] == "0A" and row[9] in inodes}
+
+
+def reached_by_a_stranger(names: set[str]) -> set[str]:
+    """Those that another user can connect to."""
+    script = """
+        import os, socket, sys
+        os.setgroups([])
+        os.setgid(int(sys.argv[1]))
+        os.setuid(int(sys.argv[1]))
+        for name in sys.argv[2:]:
+            with socket.socket(socket.AF_UNIX) as attempt:
+                try:
+                    attempt.connect(name.replace("@", chr(0), 1) if name.startswith("@") else name)
+                    print(name)
+                except PermissionError:
+                    continue
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script), str(STRANGER), *sorted(names)]
+    asked = subprocess.run(words, capture_output=True, text=True, check=True)
+    return set(asked.stdout.split())
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+
+
+@pytest.fixture(scope="module")
+def a_run():
+    process, _ = start(
+        """
+        from tests.controller.components import Joined
+        ranks = await Joined.options(procs=2).as_service()
+        remote = await Counter.options(hosts=1).as_service()
+        print("ALL", flush=True)
+        await asyncio.sleep(100)
+        """.replace("\n        ", "\n    ")
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "ALL\n":
+            break
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_no_socket_of_a_run_is_open_to_other_users(a_run: subprocess.Popen):
+    names, addresses = listeners(a_run.pid)
+    assert len(names) >= 4
+    assert not [name for name in names if name.startswith("@")]
+    (folder,) = {re.match(r".*/forge-run-[^/]*", name)[0] for name in names}  # type: ignore[index]
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+    # gloo's pairs, which have no other transport.
+    assert addresses <= {"0100007F"}
+    if os.geteuid() == 0:
+        assert reached_by_a_stranger(names) == set()
+
+
+@as_root
+def test_the_sockets_of_monarch_itself_are_open_to_them():
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(MONARCH)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "READY\n"
+        assert reached_by_a_stranger({name for name in listeners(process.pid)[0] if name.startswith("@")})
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_was_started_before_forge_is_a_warning():
+    script = """
+        import asyncio
+        from monarch.actor import this_host
+        this_host()
+        from forge.controller import run
+        from tests.controller.components import Counter
+        async def main():
+            await Counter.as_service()
+        run(main())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "every local user, and every container in this network namespace, can run code as you"
+        in done.stdout + done.stderr
+    )
+
+
+def test_a_long_TMPDIR_is_no_obstacle(tmp_path: Path):
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    script = """
+        from forge.controller import run
+        from tests.controller.components import Counter
+        async def main():
+            counter = await Counter.options(procs=2).as_service()
+            print(await counter.where.route())
+        run(main())
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | {"TMPDIR": str(folder)})
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(folder.iterdir())
+
+
+def test_no_process_of_a_run_has_a_log_of_a_name_that_others_can_guess(a_run: subprocess.Popen):
+    opened = []
+    for pid in descendants(a_run.pid):
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                opened.append(os.readlink(handle))
+            except FileNotFoundError:
+                continue
+    assert [name for name in opened if name.endswith("(deleted)")]  # a file without a name
+    assert not [name for name in opened if "monarch_log" in name]
+
+
+def test_imports_are_found_where_the_loader_says():
+    import ctypes
+
+    import torch
+
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    base = next(
+        int(line.partition("-")[0], 16)
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(f" {path.resolve()}") and line.split()[2] == "00000000"
+    )
+    places = list(_imports(str(path), b"getenv"))
+    assert places
+    function = ctypes.cast(ctypes.CDLL(None).getenv, ctypes.c_void_p).value
+    assert {ctypes.c_void_p.from_address(base + place).value for place in places} == {function}

@@ -1,0 +1,161 @@
+"""Damaged and hostile files: a checkpoint, a model and a weight store are found damaged, and none of them runs code."""
+
+import io
+import os
+import pickle
+import random
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge.integrity import DamagedFile, check_files, read_sealed, write_checksums, write_sealed
+from forge.models import resolve_model
+from forge.store import CorruptWeights, MissingVersion, VersionStore
+from forge.training import checkpoint
+from forge.training.checkpoint_reader import UnsafeCheckpoint
+from forge.types import Episode, Group, Origin, Seen
+from tests.training.cases import example, make_trainer
+from tests.training.ranks import LOSS
+
+PLACES = 200
+
+
+@pytest.fixture(scope="module")
+def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trainer = make_trainer(model)
+    trainer.train_step(example(0), LOSS)
+    state = {"groups": [group()], "seen": Seen(3, {5, 7}), "random": random.Random(0).getstate()}
+    return checkpoint.save(trainer, tmp_path_factory.mktemp("saved"), extra=state)
+
+
+def group() -> Group:
+    episode = Episode(prompt_ids=[1, 2], response_ids=[3], reward=0.5, logprobs=[-0.1], versions=[4], info={"a": 1})
+    episode.origins = frozenset({Origin(4, "ab", "generator[0]")})
+    return Group([episode], 3, "t", "p")
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    hurt = bytearray(data)
+    hurt[rng.randrange(len(hurt))] ^= 1 << rng.randrange(8)
+    return bytes(hurt)
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_found(saved: Path):
+    rng = random.Random(0)
+    check_files(saved)
+    for path in sorted(saved.iterdir()):
+        whole = path.read_bytes()
+        for _ in range(PLACES):
+            path.write_bytes(flipped(whole, rng))
+            with pytest.raises(DamagedFile, match="checksums.txt" if path.name == "checksums.txt" else path.name):
+                check_files(saved)
+        for cut in (b"", whole[:-1], whole + b"\0"):
+            path.write_bytes(cut)
+            with pytest.raises(DamagedFile, match=path.name):
+                check_files(saved)
+        path.write_bytes(whole)
+    check_files(saved)
+
+
+def test_every_flipped_bit_of_a_model_that_was_exported_is_found(model: Path, tmp_path: Path):
+    checkpoint.export(make_trainer(model), tmp_path / "model", model)
+    resolve_model(str(tmp_path / "model"))
+    rng = random.Random(0)
+    for path in sorted((tmp_path / "model").iterdir()):
+        whole = path.read_bytes()
+        for _ in range(PLACES // 4):
+            path.write_bytes(flipped(whole, rng))
+            with pytest.raises(DamagedFile, match=r"if you changed it, remove .*checksums.txt"):
+                resolve_model(str(tmp_path / "model"))
+        path.write_bytes(whole)
+    resolve_model(str(tmp_path / "model"))
+
+
+@pytest.mark.processes
+def test_a_flipped_bit_of_the_weight_store_is_found_or_changes_nothing():
+    rng = random.Random(0)
+    store = VersionStore.create()
+    weights = {"a": torch.randn(300), "b": torch.arange(77), "c": torch.tensor(True)}
+    store.put("policy", weights, 1)
+    found = 0
+    for path in sorted(path for path in store.root.rglob("*") if path.is_file() and path.stat().st_size):
+        whole = path.read_bytes()
+        for _ in range(PLACES):
+            hurt = flipped(whole, rng)
+            with path.open("r+b") as file:  # in place: a segment is mapped
+                file.write(hurt)
+            try:
+                read = VersionStore(store.root).get("policy", version=1)
+                assert {name: read[name].tolist() for name in read} == {n: w.tolist() for n, w in weights.items()}
+            except (CorruptWeights, MissingVersion):
+                found += 1
+        with path.open("r+b") as file:
+            file.write(whole)
+    assert found > PLACES
+    store.close()
+
+
+def test_rollouts_and_positions_come_back_as_they_were(saved: Path):
+    state = checkpoint.extra(saved)
+    assert state["groups"] == [group()]
+    assert (state["seen"], state["random"]) == (Seen(3, {5, 7}), random.Random(0).getstate())
+
+
+def test_what_could_not_be_read_is_not_written(model: Path, tmp_path: Path):
+    trainer = make_trainer(model)
+    with pytest.raises(UnsafeCheckpoint, match=r"extra.pt cannot hold pathlib.PosixPath: the state of a component is"):
+        checkpoint.save(trainer, tmp_path, extra={"buffer": [{"deep": Path("x")}]})
+    with pytest.raises(UnsafeCheckpoint, match=r"cannot hold builtins.type"):
+        checkpoint.save(trainer, tmp_path, extra={"buffer": dict})
+
+
+class Attack:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("name", ["extra.pt", "rank_0.pt", ".metadata", "__0_0.distcp"])
+def test_reading_a_checkpoint_of_somebody_else_runs_none_of_their_code(
+    model: Path, saved: Path, tmp_path: Path, name: str
+):
+    mark, given = tmp_path / "ran", tmp_path / "step_000001"
+    shutil.copytree(saved, given)
+    attack = io.BytesIO()
+    torch.save(Attack(mark), attack)
+    path = given / name
+    if name == ".metadata":
+        path.write_bytes(pickle.dumps(Attack(mark)))
+    elif name == "__0_0.distcp":
+        # In the place of the first value that is no tensor, as long as it was.
+        metadata = pickle.loads((given / ".metadata").read_bytes())
+        item = next(at for at in metadata.storage_data if "step" in at.fqn or "param_groups" in at.fqn)
+        place = metadata.storage_data[item]
+        data = path.read_bytes()
+        path.write_bytes(data + attack.getvalue())
+        metadata.storage_data[item] = type(place)(place.relative_path, len(data), len(attack.getvalue()))
+        (given / ".metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        path.write_bytes(attack.getvalue())
+    write_checksums(given, [path.name for path in given.iterdir() if path.name != "checksums.txt"])
+    with pytest.raises(UnsafeCheckpoint, match=r"posix.mkdir|mkdir") as caught:
+        checkpoint.load(make_trainer(model), given)
+    assert "\n" not in str(caught.value)
+    assert not mark.exists()
+    with zipfile.ZipFile(attack) as archive:  # torch itself would have
+        assert "archive/data.pkl" in archive.namelist()
+
+
+def test_a_sealed_text_is_read_as_it_was_written(tmp_path: Path):
+    path = tmp_path / "x.yaml"
+    for text in ("a: 1\n", "", "# xxh3-128 \n", "ü: 'ö'\n"):
+        write_sealed(path, text)
+        assert read_sealed(path) == text
+    path.write_text("a: 2\n" + path.read_text().splitlines()[-1] + "\n")
+    with pytest.raises(DamagedFile, match="was edited"):
+        read_sealed(path)
