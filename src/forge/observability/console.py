@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import time
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -23,10 +25,15 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         plain = record.name == log.name
+        stream, other = (sys.stdout, sys.stderr) if plain else (sys.stderr, sys.stdout)
         try:
             text = self.format(record)
             with tqdm.external_write_mode():
-                print(text if plain else f"forge: {text}", file=sys.stdout if plain else sys.stderr, flush=True)
+                print(text if plain else f"forge: {text}", file=stream, flush=True)
+        except BrokenPipeError:  # `| head`, or a `tee` that was killed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with suppress(OSError):
+                print(f"forge: the reader of {stream.name} has ended; the run continues", file=other, flush=True)
         except Exception:
             self.handleError(record)
 

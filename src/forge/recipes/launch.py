@@ -7,6 +7,7 @@ import locale
 import logging
 import os
 import re
+import resource
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from .memory import memory_report
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
 
+OPEN_FILES = 256  # of one process, at most in small runs
 Recipe = Callable[..., Coroutine[Any, Any, None]]
 
 
@@ -75,6 +77,10 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
     configure_logging()
     if locale.getencoding().lower().replace("-", "") != "utf8" and not sys.flags.utf8_mode:
         raise BadInput(f"the locale's encoding is {locale.getencoding()}, and files are in UTF-8: set PYTHONUTF8=1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
+    if hard < OPEN_FILES // 4:
+        raise BadInput(f"this shell allows {hard} open files (ulimit -n -H), and a run needs up to {OPEN_FILES}")
     folder = Path(cfg.run.root) / cfg.run.name
     with ExitStack() as closing:
         try:
@@ -87,7 +93,8 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
         closing.callback(record.close)
-        log_to(record.folder / "monarch.log")
+        log_to(internal := record.folder / "monarch.log")
+        log.info("Monarch's log is %s, whatever Monarch prints", internal)
         closing.callback(log_to, None)
         use(store := VersionStore.create())
         closing.callback(store.close)

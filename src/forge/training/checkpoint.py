@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from .trainer import PolicyTrainer
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 DAMAGED = ".damaged"
+# One process has no process group.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 TIMEOUT = timedelta(hours=1)  # of the background collectives, which wait for the slowest disk
 
 

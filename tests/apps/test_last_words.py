@@ -1,0 +1,121 @@
+"""What a run says when the machine takes something away from it: one line, and no traceback."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.apps.test_recipes import CONFIG, command, start
+from tests.controller.test_private import descendants
+
+pytestmark = pytest.mark.processes
+
+LONG = CONFIG | {"training": CONFIG["training"] | {"steps": 500}, "eval": {"problems": 8, "every": 1}}
+
+
+def running(folder: Path, *overrides: str) -> subprocess.Popen:
+    """A run that has made two steps."""
+    process = start(*command(folder, *overrides, config=LONG))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            return process
+    raise AssertionError(process.communicate()[0])
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def ended(process: subprocess.Popen) -> list[str]:
+    output, _ = process.communicate(timeout=200)
+    assert "Traceback" not in output
+    return output.splitlines()
+
+
+@pytest.mark.full
+def test_the_folder_of_the_run_is_removed(tmp_path: Path):
+    process = running(tmp_path)
+    shutil.rmtree(tmp_path / "runs/test")
+    assert f"error: {tmp_path}/runs/test was removed while the run used it" in ended(process)[-1]
+    assert process.returncode == 1
+
+
+@pytest.mark.full
+def test_the_weight_store_is_removed(tmp_path: Path):
+    process = running(tmp_path)
+    (store,) = Path("/dev/shm").glob(f"forge-weights-{process.pid}-*")
+    shutil.rmtree(store)
+    assert ended(process)[-1].startswith(f"error: {store} was removed while the run used it")
+
+
+@pytest.mark.full
+def test_the_folder_of_sockets_is_removed_and_a_process_killed(tmp_path: Path):
+    process = running(tmp_path)
+    (folder,) = Path("/tmp").glob(f"forge-run-{process.pid}-*")
+    components = [pid for pid in descendants(process.pid) if b"forge.controller.child" in cmdline(pid)]
+    shutil.rmtree(folder)
+    os.kill(components[0], signal.SIGKILL)
+    assert f"{folder}, which holds this run's sockets, was removed" in "\n".join(ended(process))
+
+
+@pytest.mark.full
+def test_the_disk_is_full(tmp_path: Path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("mounting a small disk is not allowed here")
+    try:
+        process = running(small, "--checkpoint.every", "0")
+        subprocess.run(["dd", "if=/dev/zero", f"of={small}/fill", "bs=1k"], capture_output=True)
+        assert ended(process)[-1] == f"error: [Errno 28] No space left on device: '{small}/runs/test/metrics.jsonl'"
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_the_terminal_closes(tmp_path: Path):
+    process = running(tmp_path)
+    process.send_signal(signal.SIGHUP)
+    assert "forge: SIGHUP: stopping" in "\n".join(ended(process))
+    assert process.returncode == 128 + signal.SIGHUP
+    assert {"report.html", "trace.json"} <= {path.name for path in (tmp_path / "runs/test").iterdir()}
+
+
+def test_the_reader_of_standard_output_ends(tmp_path: Path):
+    process = subprocess.Popen(
+        command(tmp_path), cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(200) == 0
+    assert "Traceback" not in errors
+    assert errors.count("the reader of <stdout> has ended; the run continues") == 1
+    assert (tmp_path / "runs/test/finished").exists()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "env", "message"),
+    [
+        ("ulimit -n 24; ", {}, "error: this shell allows 24 open files"),
+        ("", {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"}, "error: the locale's encoding is"),
+    ],
+)
+def test_a_shell_in_which_no_run_is_possible(tmp_path: Path, prefix: str, env: dict[str, str], message: str):
+    words = [sys.executable, *command(tmp_path)[1:]]
+    done = subprocess.run(
+        ["bash", "-c", f'{prefix} exec "$@"', "bash", *words],
+        env=os.environ | env,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(message)
