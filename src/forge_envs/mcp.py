@@ -31,12 +31,15 @@ try:
     from mcp.client.streamable_http import streamable_http_client
     from mcp.shared.message import SessionMessage
     from mcp.types import CONNECTION_CLOSED, JSONRPCMessage, PaginatedRequestParams
+
+    from forge.bounded_http import BoundedTransport
 except ImportError as error:
     raise ImportError("MCP tools need the mcp package: pip install 'mcp<2'") from error
 
 __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 
 LONGEST = 64 << 20  # bytes of one line
+MOST_TOOLS = 10_000  # of one server
 PING_TIMEOUT = 5.0  # seconds
 _TIMED_OUT = 408  # the SDK's error code of a timeout
 _FAILED = -32099  # our error code of an HTTP response that is not MCP
@@ -108,6 +111,7 @@ class MCPTools(ABC):
             assert session is not None
         try:
             result = await session.call_tool(name, dict(arguments), timedelta(seconds=self._timeout))
+            text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
         except McpError as error:
             if error.error.code == _TIMED_OUT:
                 raise ToolError(f"{name} took more than {self._timeout:g} s") from None
@@ -122,7 +126,8 @@ class MCPTools(ABC):
             raise await self._gone() from None
         except RuntimeError as error:  # the result violates the tool's output schema
             raise ToolError(str(error)) from None
-        text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:
+            raise InfrastructureError(f"{self.name} answered {name} with what is not MCP: {error}"[:500]) from error
         if result.isError:
             raise ToolError(text)
         return text
@@ -144,11 +149,15 @@ class MCPTools(ABC):
             async with self._connect() as (read, write), ClientSession(read, write) as session:
                 await session.initialize()
                 tools: list[dict[str, Any]] = []
+                seen: set[str] = set()
                 page = await session.list_tools()
                 while True:
                     tools += [function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in page.tools]
                     if not page.nextCursor:
                         break
+                    if len(tools) > MOST_TOOLS or page.nextCursor in seen:
+                        raise InfrastructureError(f"its list of tools has no end: {len(tools)} so far")
+                    seen.add(page.nextCursor)
                     page = await session.list_tools(params=PaginatedRequestParams(cursor=page.nextCursor))
                 self._schemas, self._session = tuple(tools), session
                 ready.set_result(None)
@@ -338,7 +347,7 @@ class HTTPTools(MCPTools):
             yield read, write
 
 
-class _Isolated(httpx.AsyncHTTPTransport):
+class _Isolated(BoundedTransport):
     """Turns invalid responses into errors of their own request; the SDK would end the whole session."""
 
     def __init__(self, name: str) -> None:
@@ -352,19 +361,21 @@ class _Isolated(httpx.AsyncHTTPTransport):
         try:
             response = await super().handle_async_request(request)
             kind = response.headers.get("content-type", "")
-            if response.status_code < 400 and (number is None or kind.startswith("text/event-stream")):
+            if response.status_code < 300 and (number is None or kind.startswith("text/event-stream")):
                 return response
             text = (await response.aread()).decode(errors="replace")
         except httpx.TransportError as error:
             return self._failed(number, f"{self._name}: {error or type(error).__name__}", lost=True)
         try:
             answer = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
-        if isinstance(answer, dict) and (response.status_code < 400 or answer.get("id") == number):
+        if isinstance(answer, dict) and (response.status_code < 300 or answer.get("id") == number):
             headers = {n: v for n, v in response.headers.items() if n.lower() == "mcp-session-id"}
             return httpx.Response(200, json=answer, headers=headers, request=request)
-        if response.status_code < 400:
+        if 300 <= response.status_code < 400:  # following it would carry the headers to another server
+            text = f"it redirects to {response.headers.get('Location', 'elsewhere')}: use that url"
+        if response.status_code < 300:
             return self._failed(number, f"{self._name} answered with no JSON: {text[:500]!r}", lost=False)
         # An unknown session is 404, in many implementations 400.
         status = response.status_code

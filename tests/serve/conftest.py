@@ -20,7 +20,7 @@ from forge.controller import shutdown
 from forge.data.tokenizer import PRINTABLE
 from forge.models import build_small_model
 from forge.serve import Server
-from forge.serve.server import bind
+from forge.web import bind
 from tests.apps.test_recipes import children, gone, start
 
 FORGE = [sys.executable, "-c", "from forge.cli import main; main()"]
@@ -80,7 +80,8 @@ class Served:
         """The answer as it comes, for what the openai package hides."""
         url = urlsplit(self.address)
         connection = http.client.HTTPConnection(url.hostname, url.port, timeout=60)
-        connection.request(method, path if path == "/health" else url.path + path, body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        connection.request(method, path if path == "/health" else url.path + path, body, headers)
         return connection.getresponse()
 
     def wait(self, coroutine):

@@ -44,8 +44,11 @@ def test_bad_input_is_one_line(capsys, args, says):
         ({"port": -1}, "^port must be at least 0, got -1"),
     ],
 )
-def test_wrong_settings_of_a_run_are_refused(settings, says):
+def test_wrong_settings_of_a_run_are_refused(settings, says, monkeypatch):
     assert ServeConfig().port is None
+    with pytest.raises(ValueError, match=r"other machines reach 0.0.0.0: set FORGE_API_KEY"):
+        ServeConfig(port=0, host="0.0.0.0").check_installed()
+    monkeypatch.setenv("FORGE_API_KEY", "secret")
     ServeConfig(port=0, host="0.0.0.0").check_installed()
     with pytest.raises(ConfigError, match=says):
         ServeConfig(**settings)

@@ -23,8 +23,13 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("model", help="folder or hub id; runs/x/model is what a run leaves behind")
     parser.add_argument("--name", help="what clients call the model; its folder's name if not given")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; anybody who reaches it is served")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; one that other machines reach needs a key"
+    )
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument(
+        "--api-key", help="what clients must send; other users of this machine can read it here, not in FORGE_API_KEY"
+    )
     default = EngineSettings()
     parser.add_argument("--engine", choices=["embedded", "vllm"], default=default.engine, help="generation engine")
     parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
@@ -40,8 +45,9 @@ def serve(args: argparse.Namespace) -> None:
     from ..models import check_family, resolve_model
 
     try:
-        from ..serve.server import bind
+        from ..web import bind, required_key
 
+        args.api_key = required_key(args.host, args.api_key)
         settings = {"engine": args.engine, "slots": args.slots, "max_seq_len": args.max_seq_len, "dtype": args.dtype}
         EngineSettings(**settings).check_installed()
         check_family(args.model)
@@ -60,6 +66,6 @@ async def _serve(args: argparse.Namespace, model: str, name: str, settings: dict
     from ..serve import Server
 
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **settings)
-    async with Server(policy, AutoTokenizer.from_pretrained(model), name).listen(at) as address:
+    async with Server(policy, AutoTokenizer.from_pretrained(model), name, args.api_key).listen(at) as address:
         print(f"{name} is served at {address}", flush=True)
         await asyncio.Event().wait()

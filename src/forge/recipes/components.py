@@ -157,7 +157,7 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
     where `serve` says so."""
     options, at = Generator.options(**cfg.placement("generator")), None
     if cfg.serve.port is not None:
-        from ..serve.server import bind
+        from ..web import bind
 
         at = bind(cfg.serve.host, cfg.serve.port)
     policy = await options.as_service(job.model, store=job.store, **sampling, **cfg.generator)
@@ -165,8 +165,9 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
         from transformers import AutoTokenizer
 
         from ..serve import Server  # its import was checked with the configuration
+        from ..web import required_key
 
-        server = Server(policy, AutoTokenizer.from_pretrained(job.model), cfg.run.name)
+        server = Server(policy, AutoTokenizer.from_pretrained(job.model), cfg.run.name, required_key(cfg.serve.host))
         log.info("%s is served at %s", cfg.run.name, await server.beside(at))
     return policy
 

@@ -90,7 +90,7 @@ class ServeConfig(Section):
     port: int | None = Field(None, ge=0, le=65535)
     """0: a free one; null: not served."""
     host: str = "127.0.0.1"
-    """The address it listens at, by default this machine alone."""
+    """The address it listens at, by default this machine alone. Others need a key for clients in FORGE_API_KEY."""
 
     def _check(self) -> None:
         if self.port is None and self.host != type(self).model_fields["host"].default:
@@ -99,7 +99,9 @@ class ServeConfig(Section):
     def check_installed(self) -> None:
         """ImportError: aiohttp is missing; says what to install."""
         if self.port is not None:
-            from ..serve import Server as _  # noqa: F401
+            from ..web import required_key
+
+            required_key(self.host)
 
 
 class RewardConfig(Section):

@@ -18,17 +18,12 @@ from ..actors.streams import StreamLost
 from ..controller import CallTimeout, Service
 from ..engines.interface import extend
 from ..types import Completion
+from ..web import guard, listen, web
 from .requests import BadRequest, Job, parse
 from .responses import Answer, failure
 from .text import TextStream, spelled
 
-try:
-    from aiohttp import web
-except ImportError as error:
-    raise ImportError("serving needs aiohttp: pip install aiohttp") from error
-
 LARGEST = 8 << 20  # bytes of a request
-CLOSING = 2.0  # seconds for open requests to end
 ATTEMPTS = 3  # at a response whose generator dies
 HEALTH = 10.0  # seconds for the generators' stats
 
@@ -38,14 +33,6 @@ log = logging.getLogger(__name__)
 _beside = set[asyncio.Task[None]]()  # the event loop itself holds tasks weakly
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free port. OSError: the address is not available; names it."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
-        raise OSError(f"cannot listen at {host} port {port}: {error}") from None
-
-
 class Server:
     """Answers `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health` from `policy`.
 
@@ -53,14 +40,20 @@ class Server:
         policy: a service of `forge.actors.Generator`.
         tokenizer: the model's.
         model: its name for clients.
+        key: what clients must send as their API key; see `forge.web`.
     """
 
-    def __init__(self, policy: Service, tokenizer: Any, model: str) -> None:
-        self.policy, self.tokenizer, self.model = policy, tokenizer, model
+    def __init__(self, policy: Service, tokenizer: Any, model: str, key: str | None = None) -> None:
+        self.policy, self.tokenizer, self.model, self.key = policy, tokenizer, model, key
         self.spelled = cache(partial(spelled, tokenizer))  # at most one entry for each token of the vocabulary
         self.thread = ThreadPoolExecutor(1, "forge-serve")
-        self.app = web.Application(client_max_size=LARGEST, middlewares=[_errors_as_json])
-        self.app.add_routes(
+
+    @asynccontextmanager
+    async def listen(self, at: socket.socket) -> AsyncIterator[str]:
+        """Serve on a socket of `forge.web.bind` within the block; yields the clients' `base_url`."""
+        access = guard(at.getsockname()[0], self.key)
+        app = web.Application(client_max_size=LARGEST, middlewares=[_errors_as_json, access])
+        app.add_routes(
             [
                 web.post("/v1/chat/completions", self._answer),
                 web.post("/v1/completions", self._answer),
@@ -69,18 +62,8 @@ class Server:
                 web.get("/health", self._health),
             ]
         )
-
-    @asynccontextmanager
-    async def listen(self, at: socket.socket) -> AsyncIterator[str]:
-        """Serve on a socket of `bind` within the block; yields the clients' `base_url`."""
-        runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=CLOSING, access_log=None)
-        await runner.setup()
-        try:
-            await web.SockSite(runner, at).start()
-            host, port = at.getsockname()[:2]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        finally:
-            await runner.cleanup()
+        async with listen(app, at) as url:
+            yield f"{url}/v1"
 
     async def beside(self, at: socket.socket) -> str:
         """Serve until the event loop ends; returns the `base_url`."""

@@ -1,14 +1,15 @@
 """`python -m forge_envs.openenv package.module:make_environment --port 8000`"""
 
 import argparse
+import asyncio
 import os
+import signal
 import sys
-
-from aiohttp import web
+from typing import Any
 
 from forge.plugin import resolve
 
-from .server import web_app
+from .server import serve
 
 
 def main() -> None:
@@ -17,6 +18,9 @@ def main() -> None:
     )
     parser.add_argument("make", help="module:name of a callable that makes an environment, such as its class")
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument(
+        "--api-key", dest="key", help="what clients must send; better in FORGE_API_KEY, which is private"
+    )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-sessions", type=int, default=32)
     parser.add_argument("--idle", type=float, default=600.0, help="seconds after which a session without a call ends")
@@ -27,8 +31,20 @@ def main() -> None:
         make = resolve(args.make, "environment")
     except ValueError as error:
         parser.error(str(error))
-    app = web_app(make, max_sessions=args.max_sessions, idle=args.idle, timeout=args.timeout)
-    web.run_app(app, host=args.host, port=args.port, print=None)
+    try:
+        asyncio.run(_serve(make, args))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+async def _serve(make: Any, args: argparse.Namespace) -> None:
+    settings = {name: getattr(args, name) for name in ("host", "port", "key", "max_sessions", "idle", "timeout")}
+    async with serve(make, **settings):
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        await stop.wait()
 
 
 if __name__ == "__main__":

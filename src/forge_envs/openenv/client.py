@@ -136,10 +136,10 @@ class Session:
         try:
             answer = json.loads(received.data)
             type_, content = answer["type"], answer["data"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self.drop()
             raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
-        if type_ == "error":
+        if type_ == "error" and isinstance(content, dict):
             raise self._error(content)
         if type_ != expected or not isinstance(content, dict):
             self.drop()
@@ -309,7 +309,7 @@ class OpenEnvClient:
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSING)
         try:
             async with asyncio.timeout(self._connect_timeout):
-                socket = await http.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST, timeout=closing)
+                socket = await http.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST, timeout=closing, compress=0)
         except aiohttp.WSServerHandshakeError as error:
             if error.status < 500:
                 raise OpenEnvError(f"HTTP_{error.status}", error.message, f"{self.url}/ws") from error
@@ -324,13 +324,18 @@ class OpenEnvClient:
         limit = aiohttp.ClientTimeout(total=self._timeout, connect=self._connect_timeout)
         try:
             async with http.request(method, self.url + path, json=body, timeout=limit) as response:
-                text = await response.text()
                 status = response.status
-                answer = await response.json(content_type=None) if status == 200 else None
+                data = bytearray()
+                while chunk := await response.content.read(1 << 20):
+                    data += chunk
+                    if len(data) > LARGEST:
+                        raise InfrastructureError(f"{self.url}{path} answered with more than {LARGEST} bytes")
+            text = data.decode("utf-8", "replace")
+            answer = json.loads(text) if status == 200 else None
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or f"no answer within {self._timeout:g} s"
             raise InfrastructureError(f"{self.url}{path}: {reason}") from error
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InfrastructureError(f"{self.url}{path} answered with no JSON: {text[:80]!r}") from None
         if status in (502, 503, 504):  # from a proxy, or a full server
             raise InfrastructureError(f"{self.url}{path} answered with status {status}: {text[:500]}")
@@ -341,8 +346,21 @@ class OpenEnvClient:
     def _connected(self) -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()
         if self._at is None:
-            http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+            headers = {"Accept-Encoding": "identity"} | self._headers  # no small answer that becomes a large one
+            trace = aiohttp.TraceConfig()
+            trace.on_request_redirect.append(_no_redirect)
+            http = aiohttp.ClientSession(
+                headers=headers,
+                auto_decompress=False,
+                connector=aiohttp.TCPConnector(limit=0),
+                trace_configs=[trace],
+            )
             self._at = loop, http, asyncio.Semaphore(self._most)
         if self._at[0] is not loop:
             raise RuntimeError("an OpenEnvClient belongs to the event loop in which it was first used: make another")
         return self._at
+
+
+async def _no_redirect(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
+    """A redirect would carry the client's headers, and any key in them, to another server."""
+    raise aiohttp.ClientError(f"it redirects to {params.response.headers.get('Location', 'elsewhere')[:200]}: use that")

@@ -14,12 +14,14 @@ import aiohttp
 from aiohttp import web
 
 from forge.envs.environment import Environment, InfrastructureError, Step
+from forge.web import bind, guard, listen, required_key
 
 from .wire import CLOSING, LARGEST, SCHEMA, action_from_json, reply_to_json
 
 log = logging.getLogger(__name__)
 
 Data = dict[str, Any]
+FIRST = 10.0  # seconds for the first message of a WebSocket
 _HTTP_STATUS = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503, "INFRASTRUCTURE_ERROR": 503}
 
 
@@ -219,29 +221,24 @@ class Server:
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(timeout=CLOSING, max_msg_size=LARGEST, compress=False)
         await socket.prepare(request)
-        name = request.query.get("session_id")
-        try:
-            session = self._begin() if name is None else self._of(name)
-        except ServedError as error:
-            await socket.send_json({"type": "error", "data": error.data})
-            await socket.close()
-            return socket
         self._sockets.add(socket)
+        own: list[ServedSession] = []
         try:
-            await self._converse(socket, session, name)
+            await self._converse(socket, request.query.get("session_id"), own)
         except ConnectionError:
             log.info("a client disconnected during an answer")
         finally:
             self._sockets.discard(socket)
-            if name is None:
+            for session in own:
                 await self._end(session)
             await socket.close()
         return socket
 
-    async def _converse(self, socket: web.WebSocketResponse, session: ServedSession, name: str | None) -> None:
+    async def _converse(self, socket: web.WebSocketResponse, name: str | None, own: list[ServedSession]) -> None:
+        """Answer messages. The first one begins the session, which goes to `own`: silent sockets hold none."""
         while True:
             try:
-                received = await socket.receive(self._idle)
+                received = await socket.receive(self._idle if own or name is not None else min(FIRST, self._idle))
             except TimeoutError:
                 return
             if received.type is not aiohttp.WSMsgType.TEXT:
@@ -256,8 +253,9 @@ class Server:
                     raise ServedError("VALIDATION_ERROR", "a message must be an object with a type and an object data")
                 if (kind := str(message.get("type", ""))) == "close":
                     return
-                if name is not None:
-                    session = self._of(name)
+                if name is None and not own:
+                    own.append(self._begin())
+                session = own[0] if name is None else self._of(name)
                 type_, answer = await session.answer(kind, data)
                 text = _dumps({"type": type_, "data": answer})
             except ServedError as error:
@@ -270,10 +268,10 @@ class Server:
     async def _over_http(self, request: web.Request) -> web.Response:
         kind = request.path.strip("/")
         try:
-            data = (await request.json() if request.can_read_body else {}) if kind != "state" else {}
+            data = json.loads(await request.text() or "{}") if kind != "state" else {}
             if not isinstance(data, dict) or (kind == "step" and not isinstance(data.get("action"), dict)):
                 raise ValueError('the body must be an object, and that of a step have an "action"')
-        except ValueError as error:
+        except (ValueError, RecursionError, LookupError) as error:  # LookupError: an unknown charset
             return web.json_response({"detail": str(error)}, status=422)
         try:
             if "" not in self._named:
@@ -306,7 +304,7 @@ class Server:
             return web.json_response(text=_dumps((await session.answer("mcp", request_body))[1]))
         except ServedError as error:
             return web.json_response({**answer, "error": {"code": -32000, "message": str(error)}})
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError, LookupError) as error:
             return web.json_response({**answer, "error": {"code": -32700, "message": f"no JSON-RPC request: {error}"}})
 
     def _of(self, name: str) -> ServedSession:
@@ -341,6 +339,8 @@ def web_app(
     name: str = "",
     description: str = "",
     version: str | None = None,
+    host: str = "127.0.0.1",
+    key: str | None = None,
     max_sessions: int = 32,
     idle: float = 600.0,
     timeout: float = 60.0,
@@ -354,6 +354,7 @@ def web_app(
         make: an environment, called for each session.
         task: from the seed, the task of a reset without one.
         name, description, version: for /metadata; the name defaults to that of `make`.
+        host, key: where it will be served, and what clients must send as their API key; see `forge.web`.
         max_sessions: more are rejected with CAPACITY_REACHED.
         idle: seconds without a message after which a session is ended.
         timeout: seconds for one call of an environment; exceeding it is an infrastructure error that ends the session.
@@ -366,7 +367,7 @@ def web_app(
     called = name or getattr(make, "__name__", type(make).__name__)
     metadata = {"name": called, "description": description or (make.__doc__ or called).strip(), "version": version}
     server = Server(make, task, metadata, max_sessions, idle, timeout)
-    app = web.Application(client_max_size=LARGEST)
+    app = web.Application(client_max_size=LARGEST, middlewares=[guard(host, key)])
     app.add_routes(server.routes())
     app.on_shutdown.append(server.close)
     return app
@@ -374,14 +375,13 @@ def web_app(
 
 @asynccontextmanager
 async def serve(
-    make: Callable[[], Environment], *, host: str = "127.0.0.1", port: int = 0, **settings: Any
+    make: Callable[[], Environment], *, host: str = "127.0.0.1", port: int = 0, key: str | None = None, **settings: Any
 ) -> AsyncIterator[str]:
-    """`async with serve(make) as url:`; port 0 picks a free one, `settings` go to `web_app`."""
-    runner = web.AppRunner(web_app(make, **settings), shutdown_timeout=5.0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        address = runner.addresses[0]
-        yield f"http://{address[0]}:{address[1]}"
-    finally:
-        await runner.cleanup()
+    """`async with serve(make) as url:`; port 0 picks a free one, `settings` go to `web_app`.
+
+    Raises:
+        ValueError: other machines reach `host`, and there is no key; see `forge.web.required_key`.
+    """
+    key = required_key(host, key)
+    async with listen(web_app(make, host=host, key=key, **settings), bind(host, port)) as url:
+        yield url

@@ -333,3 +333,17 @@ def test_settings_that_cannot_be(settings):
         OpenEnvClient("http://127.0.0.1:1", **settings)
     with pytest.raises(ValueError, match=re.escape("must begin with http://")):
         OpenEnvClient("127.0.0.1:1")
+
+
+def test_silent_sockets_hold_no_session(monkeypatch):
+    monkeypatch.setattr("forge_envs.openenv.server.FIRST", 0.5)
+
+    async def main():
+        async with serve(Counting, max_sessions=2) as url, aiohttp.ClientSession() as http:
+            silent = [await http.ws_connect(f"{url}/ws") for _ in range(4)]
+            async with OpenEnvClient(url) as client:
+                assert (await client.reset(seed=1)).observation
+            for one in silent:  # and they are closed
+                assert (await one.receive(30)).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+
+    asyncio.run(main())

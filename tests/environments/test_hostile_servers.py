@@ -1,0 +1,167 @@
+"""Servers that answer with anything: clients of MCP and OpenEnv take a bounded amount, and raise one kind of error."""
+
+import asyncio
+import gzip
+import json
+import re
+import tracemalloc
+
+import pytest
+
+from forge.bounded_http import LONGEST
+from forge.envs.environment import InfrastructureError
+from forge_envs.openenv import OpenEnvClient
+from forge_envs.openenv.client import OpenEnvError
+
+mcp = pytest.importorskip("forge_envs.mcp")
+
+DEEP = "[" * 100_000
+INIT = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+
+
+def answered(body: bytes, *headers: str, status: str = "200 OK", kind: str = "application/json") -> bytes:
+    lines = [
+        f"HTTP/1.1 {status}",
+        f"Content-Type: {kind}",
+        f"Content-Length: {len(body)}",
+        *headers,
+        "Connection: close",
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+class Scripted:
+    """An HTTP server whose `answer(method, path, headers, body)` gives the bytes to send."""
+
+    def __init__(self, answer) -> None:
+        self.answer, self.requests = answer, []
+
+    async def __aenter__(self) -> str:
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_) -> None:
+        self.server.close()
+
+    async def serve(self, reader, writer) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1")
+            length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
+            body = await reader.readexactly(int(length[1])) if length else b""
+            self.requests.append(head)
+            method, path, _ = head.split(" ", 2)
+            writer.write(self.answer(method, path, head, body))
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+def mcp_server(tools=None, result=None, call=None):
+    """A server that is in order up to what is given in the place of an answer."""
+
+    def answer(method: str, _: str, __: str, body: bytes) -> bytes:
+        if method != "POST":
+            return answered(b"", status="405 Method Not Allowed")
+        message = json.loads(body)
+        if "id" not in message:
+            return answered(b"", status="202 Accepted")
+        plain = {"initialize": INIT, "tools/list": tools or {"tools": []}, "tools/call": result or {"content": []}}
+        if message["method"] == "tools/call" and call is not None:
+            return call(message["id"])
+        return answered(
+            json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": plain[message["method"]]}).encode()
+        )
+
+    return Scripted(answer)
+
+
+BOMB = gzip.compress(b" " * (200 << 20), 1)
+CALLS = {
+    "a gzip bomb": lambda _: answered(BOMB, "Content-Encoding: gzip"),
+    "a long answer": lambda _: answered(b'"' + b"x" * (LONGEST + 9) + b'"'),
+    "a long event": lambda _: answered(b"data: " + b"x" * (LONGEST + 9), kind="text/event-stream"),
+    "a compressed event": lambda _: answered(BOMB, "Content-Encoding: gzip", kind="text/event-stream"),
+    "a long error": lambda _: answered(b"x" * (LONGEST + 9), status="500 Broken"),
+    "no object": lambda _: answered(b"[1, 2]"),
+    "a number": lambda _: answered(b"3"),
+    "deep": lambda _: answered(DEEP.encode()),
+    "deep inside": lambda i: answered(
+        b'{"jsonrpc": "2.0", "id": %d, "result": {"content": [], "structuredContent": {"a": %s%s}}}'
+        % (i, b"[" * 900, b"]" * 900)
+    ),
+    "another shape": lambda i: answered(json.dumps({"jsonrpc": "2.0", "id": i, "result": {"content": 3}}).encode()),
+    "elsewhere": lambda _: answered(b"", "Location: http://127.0.0.1:1/mcp", status="307 Temporary Redirect"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_mcp_server_that_answers_a_call_with_anything(name: str):
+    async def main():
+        server = mcp_server(call=CALLS[name])
+        async with server as url, mcp.HTTPTools(url, headers={"X-Api-Key": "secret"}, timeout=20.0) as tools:
+            with pytest.raises((InfrastructureError, mcp.ToolError)) as caught:
+                await tools.call("add", {})
+            assert len(str(caught.value)) < 2000
+
+    tracemalloc.start()
+    asyncio.run(main())
+    assert tracemalloc.get_traced_memory()[1] < 8 * LONGEST
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_list_of_tools_without_end(fresh: bool):
+    pages = iter(range(10**9))
+    tool = {"name": "t", "inputSchema": {"type": "object"}}
+
+    def answer(method: str, path: str, head: str, body: bytes) -> bytes:
+        page = {"tools": [tool] * 500, "nextCursor": str(next(pages)) if fresh else "again"}
+        return mcp_server(tools=page).answer(method, path, head, body)
+
+    async def main():
+        async with Scripted(answer) as url:
+            await mcp.HTTPTools(url).open()
+
+    with pytest.raises(InfrastructureError, match="its list of tools has no end"):
+        asyncio.run(main())
+
+
+def test_a_redirect_gets_no_credentials():
+    async def main():
+        other = Scripted(lambda *_: answered(b"{}"))
+        async with other as elsewhere:
+            moved = Scripted(lambda *_: answered(b"", f"Location: {elsewhere}/x", status="307 Temporary Redirect"))
+            async with moved as url:
+                with pytest.raises(InfrastructureError, match="307"):
+                    await mcp.HTTPTools(url, headers={"X-Api-Key": "secret"}).open()
+                async with OpenEnvClient(url, headers={"X-Api-Key": "secret"}) as client:
+                    with pytest.raises(InfrastructureError, match=f"it redirects to {elsewhere}/x"):
+                        await client.step({"text": "x"})
+        assert not other.requests
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[1]", b"3", b"{", DEEP.encode(), b"\xff\xfe", b'{"observation": 3}', b'{"observation": {}, "reward": {}}'],
+)
+def test_an_openenv_server_that_answers_with_anything(body: bytes):
+    async def main():
+        async with Scripted(lambda *_: answered(body)) as url, OpenEnvClient(url) as client:
+            with pytest.raises((InfrastructureError, OpenEnvError)):
+                await client.step({"text": "x"})
+
+    asyncio.run(main())
+
+
+def test_an_openenv_server_that_compresses():
+    async def main():
+        bomb = answered(BOMB, "Content-Encoding: gzip")
+        async with Scripted(lambda *_: bomb) as url, OpenEnvClient(url) as client:
+            with pytest.raises(InfrastructureError, match="no JSON"):
+                await client.health()
+
+    asyncio.run(main())
