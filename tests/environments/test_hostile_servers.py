@@ -146,7 +146,7 @@ def test_a_redirect_gets_no_credentials():
 
 @pytest.mark.parametrize(
     "body",
-    [b"[1]", b"3", b"{", DEEP.encode(), b"\xff\xfe", b'{"observation": 3}', b'{"observation": {}, "reward": {}}'],
+    [b"[1]", b"3", b"{", DEEP.encode(), b"\xff\xfe", b'{"reward": "NaN"}', b'{"observation": {}, "reward": {}}'],
 )
 def test_an_openenv_server_that_answers_with_anything(body: bytes):
     async def main():
