@@ -3,6 +3,7 @@ it took, and whether every prompt still got exactly its group of completions.
 
     OMP_NUM_THREADS=1 python benchmarks/chaos.py
     OMP_NUM_THREADS=1 python benchmarks/chaos.py --components generator,trainer --faults SIGKILL,SIGSTOP
+    OMP_NUM_THREADS=1 python benchmarks/chaos.py --components machine
 
 Components and weights are real, each in processes of its own; the generators live on two hosts. In each cell one fault
 hits one process while a call is being served there and training continues around it. Data set and replay buffer live
@@ -33,8 +34,13 @@ from forge.models import build_small_model
 from forge.store import VersionStore
 from forge.types import Episode, Group
 
-COMPONENTS = ("generator", "reward", "reference", "trainer", "host")
+from machine import Clock, descendants, memory_limit, suspend  # isort: skip - beside this file
+
+COMPONENTS = ("generator", "reward", "reference", "trainer", "host", "machine")
 FAULTS = ("SIGKILL", "SIGSTOP", "endless loop", "exception in setup", "exception in an endpoint", "memory limit")
+FAULTS += ("out of memory",)
+# Of all processes at once.
+MACHINE = ("suspended for 30 s", "clock a day ahead", "clock a day back")
 # What the test-suite plays: each way of being lost, and each kind of component that keeps state.
 FAST = (
     ("generator", "endless loop"),
@@ -76,6 +82,8 @@ def misbehaving(cls: type, folder: Path) -> Any:
             os._exit(1)
         if fault == "exception in an endpoint":
             raise ValueError("injected")
+        if fault == "out of memory":  # of its cgroup: the kernel kills
+            return str(sum(bytearray(b"x" * (1 << 30))[:: 1 << 12]))
         if fault == "memory limit":
             return str(len(bytearray(int(2e9 * MEMORY_GB))))
         await asyncio.sleep(60)  # killed or stopped from outside meanwhile
@@ -190,9 +198,25 @@ async def play(system: System, cell: Cell) -> None:
     async with asyncio.timeout(60):
         while system.version == first:
             await asyncio.sleep(0.01)
-    await harm(system, cell)
+    if cell.component == "machine":
+        await shake(cell)
+    else:
+        await harm(system, cell)
     await asyncio.wait_for(training, 180)
     cell.once = system.once(first, system.version)
+
+
+async def shake(cell: Cell) -> None:
+    """What happens to all processes at once. None of them should be lost by it."""
+    restarts = sum(service.status().restarts for service in runtime().services.values())
+    if cell.fault.startswith("suspended"):
+        await asyncio.to_thread(suspend, descendants(os.getpid()), 30.0)
+    else:
+        before = time.time()
+        Clock().set(86_400 if cell.fault.endswith("ahead") else -86_400)
+        assert abs(time.time() - before) > 80_000
+    await asyncio.sleep(5)
+    cell.saw = f"{sum(service.status().restarts for service in runtime().services.values()) - restarts} lost"
 
 
 async def harm(system: System, cell: Cell) -> None:
@@ -203,6 +227,9 @@ async def harm(system: System, cell: Cell) -> None:
     if cell.fault == "exception in setup":
         (folder / "setup").touch()
     before = service.status().restarts
+    group = None
+    if cell.fault == "out of memory":
+        group = memory_limit((replica.pids[-1] for replica in service.status().replicas), 300 << 20)
     start = time.monotonic()
     call = asyncio.create_task(service.harm.options(timeout=90).route(cell.fault))
     watch = asyncio.create_task(losses(service, before, cell))
@@ -225,6 +252,10 @@ async def harm(system: System, cell: Cell) -> None:
     except TimeoutError:
         if service.status().restarts != before:
             raise
+    if group is not None:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(pid)
+        group.rmdir()
 
 
 def call_of_harm(replica: Any) -> bool:
@@ -243,9 +274,9 @@ async def losses(service: Service, before: int, cell: Cell) -> tuple[float, floa
 
 def cells(components: list[str], faults: list[str]) -> Iterator[Cell]:
     for component in components:
-        for fault in faults:
+        for fault in MACHINE if component == "machine" else faults:
             # A host runs no code of a component: only its process can be lost.
-            if component != "host" or fault.startswith("SIG"):
+            if component != "host" or fault.startswith("SIG"):  # a machine has no process of its own
                 yield Cell(component, fault)
 
 
@@ -271,11 +302,14 @@ def choice(text: str, known: tuple[str, ...]) -> list[str]:
 
 
 if __name__ == "__main__":
+    sys.path.append(os.getcwd())  # the task is apps.toys.words
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--components", default=",".join(COMPONENTS))
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--fast", action="store_true", help="a few telling cells instead")
     args = parser.parse_args()
+    if "machine" in args.components and not args.fast and (why := Clock.install()) is not None:
+        raise SystemExit(f"the clock cannot be set: {why}; leave out the component machine")
     chosen = list(cells(choice(args.components, COMPONENTS), choice(args.faults, FAULTS)))
     with tempfile.TemporaryDirectory() as name:
         store = VersionStore.create()

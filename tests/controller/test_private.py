@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.controller.private import _imports
+from forge.interpose import imports
 from tests.controller.test_endings import start
 
 pytestmark = pytest.mark.processes
@@ -41,7 +41,7 @@ def descendants(root: int) -> list[int]:
 
 
 def listeners(root: int) -> tuple[set[str], set[str]]:
-    """Names of the UNIX sockets, and addresses in hex of the TCP sockets, on which the tree of a process listens."""
+    """On which the tree of a process listens: names of UNIX sockets, and `address:port` of TCP sockets in hex."""
     inodes = set()
     for pid in descendants(root):
         for handle in Path(f"/proc/{pid}/fd").iterdir():
@@ -52,7 +52,7 @@ def listeners(root: int) -> tuple[set[str], set[str]]:
     unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     names = {row[7] for row in unix if len(row) > 7 and row[6] in inodes and int(row[3], 16) & LISTENING}
     tcp = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return names, {row[1].partition(":")[0] for row in tcp if row[3] == "0A" and row[9] in inodes}
+    return names, {row[1] for row in tcp if row[3] == "0A" and row[9] in inodes}
 
 
 def reached_by_a_stranger(names: set[str]) -> set[str]:
@@ -73,6 +73,31 @@ def reached_by_a_stranger(names: set[str]) -> set[str]:
     words = [sys.executable, "-c", textwrap.dedent(script), str(STRANGER), *sorted(names)]
     asked = subprocess.run(words, capture_output=True, text=True, check=True)
     return set(asked.stdout.split())
+
+
+def kept_open(port: int, user: int) -> bool:
+    """Whether a connection of a user, from whatever address of this machine, is neither rejected nor ended."""
+    script = """
+        import os, socket, sys
+        "host".encode("idna")  # imports what another user may not read
+        if os.geteuid() != int(sys.argv[2]):
+            os.setgroups([])
+            os.setgid(int(sys.argv[2]))
+            os.setuid(int(sys.argv[2]))
+        for source in ("127.0.0.1", "127.9.8.7"):
+            with socket.create_connection(("127.0.0.1", int(sys.argv[1])), 20, (source, 0)) as attempt:
+                attempt.settimeout(3)
+                try:
+                    print("ended" if attempt.recv(1) == b"" else "answered")
+                except TimeoutError:
+                    print("open")
+                except ConnectionError:
+                    print("ended")
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script), str(port), str(user)]
+    found = set(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
+    assert len(found) == 1
+    return found == {"open"}
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -104,10 +129,14 @@ def test_no_socket_of_a_run_is_open_to_other_users(a_run: subprocess.Popen):
     assert not [name for name in names if name.startswith("@")]
     (folder,) = {re.match(r".*/forge-run-[^/]*", name)[0] for name in names}  # type: ignore[index]
     assert Path(folder).stat().st_mode & 0o777 == 0o700
-    # gloo's pairs, which have no other transport.
-    assert addresses <= {"0100007F"}
     if os.geteuid() == 0:
         assert reached_by_a_stranger(names) == set()
+    # gloo's pairs, which have no other transport: they end a stranger's connection at once.
+    assert {address.partition(":")[0] for address in addresses} == {"0100007F"}
+    for address in addresses:
+        assert kept_open(int(address.partition(":")[2], 16), os.geteuid())
+        if os.geteuid() == 0:
+            assert not kept_open(int(address.partition(":")[2], 16), STRANGER)
 
 
 @as_root
@@ -182,7 +211,7 @@ def test_imports_are_found_where_the_loader_says():
         for line in Path("/proc/self/maps").read_text().splitlines()
         if line.endswith(f" {path.resolve()}") and line.split()[2] == "00000000"
     )
-    places = list(_imports(str(path), b"getenv"))
+    places = list(imports(str(path), b"getenv"))
     assert places
     function = ctypes.cast(ctypes.CDLL(None).getenv, ctypes.c_void_p).value
     assert {ctypes.c_void_p.from_address(base + place).value for place in places} == {function}

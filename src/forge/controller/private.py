@@ -16,40 +16,35 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-import mmap
 import os
 import re
 import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from ..interpose import replace
 from ..janitor import Scratch
 
 log = logging.getLogger(__name__)
 
 LOG = "FORGE_MONARCH_LOG"
-_LIBRARY = "monarch._rust_bindings"
+_LIBRARY, _LOADED = "monarch._rust_bindings", "/monarch/_rust_bindings"
 _FAMILY = struct.Struct("=H")
 _ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"
 _LOG_FOLDER = re.compile(rb"/tmp/[^/]+")
 _LOG_FILE = re.compile(rb"/tmp/[^/]+/monarch_log[^/]*")
 _LONGEST = 40  # a socket's path has at most 107 bytes, of which Monarch's names and ours take 60
-# Relocation types that hold the address of an imported function: x86-64 and aarch64.
-_IMPORTS = {6, 7, 1025, 1026}
 _Bind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
 _Open = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint32, use_errno=True)
 _Mkdir = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32, use_errno=True)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.bind.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _folder: Path | None = None  # of sockets
 _log_handle: int | None = None
 
@@ -57,7 +52,7 @@ _log_handle: int | None = None
 def load() -> None:
     """Load Monarch's library with its log and its sockets in private places; before anything imports it."""
     if _LIBRARY in sys.modules:  # Monarch was imported before forge: its log is where it always is
-        _replace({"bind": _bind})
+        replace(_LOADED, {"bind": _bind})
         return
     monarch = find_spec("monarch")
     places = [] if monarch is None else [Path(place) for place in monarch.submodule_search_locations or ()]
@@ -67,12 +62,12 @@ def load() -> None:
             ctypes.CDLL(path)
         except OSError as error:  # it needs libraries that its package loads
             log.debug("%s: %s", path, error)
-    restore = _replace({"open64": _open, "mkdir": _mkdir})
+    restore = replace(_LOADED, {"open64": _open, "mkdir": _mkdir})
     try:
         importlib.import_module(_LIBRARY)
     finally:
         restore()
-    _replace({"bind": _bind})
+    replace(_LOADED, {"bind": _bind})
 
 
 def sockets_in(folder: Path) -> None:
@@ -147,70 +142,3 @@ def _open(path: bytes, flags: int, mode: int) -> int:
 @_Mkdir
 def _mkdir(path: bytes, mode: int) -> int:
     return 0 if _LOG_FOLDER.fullmatch(path) else _libc.mkdir(path, mode)
-
-
-def _replace(functions: dict[str, Any]) -> Callable[[], None]:
-    """Put these in the place of functions that Monarch's library imports; returns what puts them back."""
-    before: dict[int, int] = {}
-    try:
-        path, base = _loaded()
-        for name, function in functions.items():
-            address = ctypes.cast(function, ctypes.c_void_p).value
-            for slot in _imports(path, name.encode()):
-                before[base + slot] = _write(base + slot, address)
-    except (OSError, ValueError, struct.error, StopIteration) as error:
-        # Another build or platform. `warn_if_exposed` says what follows from it.
-        log.debug("Monarch's library stays as it is: %s", error)
-
-    def restore() -> None:
-        for slot, address in before.items():
-            _write(slot, address)
-
-    return restore
-
-
-def _write(slot: int, address: int | None) -> int:
-    """Write an address to a place that the loader has made read-only; returns the one before."""
-    page = slot - slot % mmap.PAGESIZE
-    if _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
-        raise OSError(ctypes.get_errno(), "its table of imports cannot be written")
-    place = ctypes.c_void_p.from_address(slot)
-    before, place.value = place.value, address
-    _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
-    return before or 0
-
-
-def _loaded() -> tuple[str, int]:
-    """The file of Monarch's library, and where it begins in memory."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and "/monarch/_rust_bindings" in fields[5] and int(fields[2], 16) == 0:
-            return fields[5], int(fields[0].partition("-")[0], 16)
-    raise OSError("it is not loaded")
-
-
-def _imports(path: str, name: bytes) -> Iterator[int]:
-    """The places of an ELF file, relative to where it is loaded, that hold the address of an imported function."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as image:
-        if image[:6] != b"\x7fELF\x02\x01":
-            raise ValueError("it is not an ELF file of 64 bits, little-endian")
-        (start,) = struct.unpack_from("<Q", image, 32)
-        size, number = struct.unpack_from("<HH", image, 54)
-        headers = [struct.unpack_from("<IIQQQQ", image, start + index * size) for index in range(number)]
-        segments = [(address, offset, length) for kind, _, offset, address, _, length in headers if kind == 1]
-
-        def position(address: int) -> int:
-            return next(offset + address - at for at, offset, length in segments if 0 <= address - at < length)
-
-        dynamic, length = next((offset, length) for kind, _, offset, _, _, length in headers if kind == 2)
-        tags = dict(struct.iter_unpack("<QQ", image[dynamic : dynamic + length]))
-        strings, symbols = position(tags[5]), position(tags[6])
-        for table, table_size in ((7, 8), (23, 2)):
-            if table not in tags:
-                continue
-            first = position(tags[table])
-            for place, info, _ in struct.iter_unpack("<QQq", image[first : first + tags[table_size]]):
-                if info & 0xFFFFFFFF in _IMPORTS:
-                    (at,) = struct.unpack_from("<I", image, symbols + 24 * (info >> 32))
-                    if image[strings + at : strings + at + len(name) + 1] == name + b"\0":
-                        yield place

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .peers import accept_own_user_only
 from .settings import Parallelism
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after this a rank in a collective has lost a peer
@@ -90,6 +91,7 @@ def join(
     else:
         store = dist.FileStore(rendezvous, world_size)
         store.set_timeout(COLLECTIVE_TIMEOUT)
+    accept_own_user_only()
     backend = dist.get_default_backend_for_device(device)
     # gloo sums offloaded gradients in host memory, for their norm.
     backend = f"cpu:gloo,{device.type}:{backend}" if cpu_offload else backend

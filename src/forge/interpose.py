@@ -1,0 +1,97 @@
+"""Replacing functions that a loaded library imports, in this process: its table of imports gets another address.
+
+For libraries that open what they should not and have no setting for it. It is the same as LD_PRELOAD, without the need
+for a compiled library or a restart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# Relocation types that hold the address of an imported function: x86-64 and aarch64.
+_IMPORTS = {6, 7, 1025, 1026}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def replace(library: str, functions: dict[str, Any]) -> Callable[[], None]:
+    """Put ctypes callbacks in the place of functions that a library imports.
+
+    Args:
+        library: a part of its path. Where it is not loaded or is unknown, nothing is replaced.
+        functions: by the name of the import. They must live as long as the process, or until they are put back.
+
+    Returns:
+        what puts the functions back.
+    """
+    before: dict[int, int] = {}
+    try:
+        path, base = _loaded(library)
+        for name, function in functions.items():
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            for slot in imports(path, name.encode()):
+                before[base + slot] = _write(base + slot, address)
+    except (OSError, ValueError, struct.error, StopIteration) as error:
+        log.debug("%s stays as it is: %s", library, error)  # another build or platform
+
+    def restore() -> None:
+        for slot, address in before.items():
+            _write(slot, address)
+
+    return restore
+
+
+def _write(slot: int, address: int | None) -> int:
+    """Write an address to a place that the loader has made read-only; returns the one before."""
+    page = slot - slot % mmap.PAGESIZE
+    if _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise OSError(ctypes.get_errno(), "its table of imports cannot be written")
+    place = ctypes.c_void_p.from_address(slot)
+    before, place.value = place.value, address
+    _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
+    return before or 0
+
+
+def _loaded(library: str) -> tuple[str, int]:
+    """The file of a library, and where it begins in memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and library in fields[5] and int(fields[2], 16) == 0:
+            return fields[5], int(fields[0].partition("-")[0], 16)
+    raise OSError("it is not loaded")
+
+
+def imports(path: str, name: bytes) -> Iterator[int]:
+    """The places of an ELF file, relative to where it is loaded, that hold the address of an imported function."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as image:
+        if image[:6] != b"\x7fELF\x02\x01":
+            raise ValueError("it is not an ELF file of 64 bits, little-endian")
+        (start,) = struct.unpack_from("<Q", image, 32)
+        size, number = struct.unpack_from("<HH", image, 54)
+        headers = [struct.unpack_from("<IIQQQQ", image, start + index * size) for index in range(number)]
+        segments = [(address, offset, length) for kind, _, offset, address, _, length in headers if kind == 1]
+
+        def position(address: int) -> int:
+            return next(offset + address - at for at, offset, length in segments if 0 <= address - at < length)
+
+        dynamic, length = next((offset, length) for kind, _, offset, _, _, length in headers if kind == 2)
+        tags = dict(struct.iter_unpack("<QQ", image[dynamic : dynamic + length]))
+        strings, symbols = position(tags[5]), position(tags[6])
+        for table, table_size in ((7, 8), (23, 2)):
+            if table not in tags:
+                continue
+            first = position(tags[table])
+            for place, info, _ in struct.iter_unpack("<QQq", image[first : first + tags[table_size]]):
+                if info & 0xFFFFFFFF in _IMPORTS:
+                    (at,) = struct.unpack_from("<I", image, symbols + 24 * (info >> 32))
+                    if image[strings + at : strings + at + len(name) + 1] == name + b"\0":
+                        yield place
