@@ -32,7 +32,7 @@ def _accept(listener: int, address: int, length: int) -> int:
     handle = _libc.accept(listener, address, length)
     if handle >= 0 and not _own(handle):
         os.close(handle)
-        ctypes.set_errno(errno.ECONNABORTED)
+        ctypes.set_errno(errno.EAGAIN)  # gloo waits for the next one; it ends the process at other errors
         return -1
     return handle
 
