@@ -1,6 +1,6 @@
 """Monarch's sockets and log, kept where only this user has access.
 
-Monarch obeys whoever connects to it, and binds UNIX sockets with abstract names. These have no permissions: every local
+Monarch obeys all who connect to it, and binds UNIX sockets with abstract names. These have no permissions: every local
 user, and every container in the same network namespace, finds them in /proc/net/unix and can run code through them.
 Its log is a file of a predictable name in /tmp, where another user may have put a link. Monarch 0.7 has no setting for
 either, so three functions that its library imports from libc are replaced in this process:

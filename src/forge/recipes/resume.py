@@ -137,7 +137,7 @@ def find_start(cfg: Any, resume: str | None) -> Start:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or with the critic's of its step."""
+    """The damage of a checkpoint, or of the critic's of its step; None if there is none."""
     critic = checkpoint.parent / "critic" / checkpoint.name
     try:
         for part in (checkpoint, *([critic] if critic.exists() else [])):
