@@ -1,6 +1,7 @@
 """Configuration: strict, with errors that say what to do, and overrides that find their section."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from apps.weaver.config import WeaverConfig
 from forge.config import ConfigError, Section, build, load, section_in, to_dict
 from forge.controller import Options
 from forge.engines import EngineSettings
+from forge.plugin import warn_of_code
 from forge.recipes.distill_config import DistillConfig
 from forge.recipes.dpo_config import DPOConfig
 from forge.recipes.memory import memory_report
@@ -408,3 +410,17 @@ def test_every_key_is_read_by_something(cls):
                 check(nested, name)
 
     check(cls, "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_is_read_with_the_names_of_its_code(tmp_path, caplog):
+    path = tmp_path / "x.yaml"
+    path.write_text("reward: {functions: [timeit:timeit, ExactMatch]}\ndataset: {task: apps.toys.words:Reverse}\n")
+    warn_of_code(path, yaml.safe_load(path.read_text()))
+    assert not caplog.records
+    os.chown(path, 21002, 21002)
+    warn_of_code(path, yaml.safe_load(path.read_text()))
+    assert caplog.records[0].getMessage() == (
+        f"{path} belongs to another user (21002). It names code that will run as you: apps.toys.words:Reverse, "
+        "timeit:timeit"
+    )

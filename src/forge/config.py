@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .plugin import nearest
+from .plugin import nearest, warn_of_code
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -219,6 +219,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(), Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    warn_of_code(path, values)
     return values or {}
 
 

@@ -6,9 +6,15 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import logging
+import os
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
@@ -18,6 +24,24 @@ def nearest(name: object, known: Iterable[object]) -> str:
     options = [str(option) for option in known]
     close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(options) or 'none'}"
+
+
+def warn_of_code(path: Path, values: Any) -> None:
+    """A warning with the names of code in a file's values, if the file belongs to another user than this one or root:
+    what it names will be imported."""
+    if (owner := path.stat().st_uid) in (os.geteuid(), 0):
+        return
+    names, left = set(), [values]
+    while left:
+        value = left.pop()
+        if isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value):
+            names.add(value)
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            left += value
+    named = f"names code that will run as you: {', '.join(sorted(names))}" if names else "names no code"
+    log.warning("%s belongs to another user (%d). It %s", path, owner, named)
 
 
 def resolve(name: str, what: str, home: str | None = None) -> Any:

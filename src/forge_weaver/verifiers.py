@@ -14,6 +14,7 @@ import yaml
 
 from forge.config import build, to_dict
 from forge.observability import Reduce, record_metric
+from forge.plugin import warn_of_code
 from forge.verifiers.panel import Panel
 from forge.verifiers.reward import report_missing
 from forge.verifiers.spec import VerifiersConfig
@@ -50,6 +51,7 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
         raise FileNotFoundError(f"{folder} is no ensemble: it has no {VERIFIERS}")
     try:
         values = yaml.safe_load(file.read_text()) or {}
+        warn_of_code(file, values)
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
     if isinstance(values, dict):  # migrate keys of earlier versions
