@@ -8,6 +8,10 @@ import os
 
 import pytest
 
+from forge.data.config import DatasetConfig
+from forge.models import build_small_model
+from forge.recipes.launch import check_data
+from forge.recipes.schema import EvalConfig
 from forge_sandbox import Case, CodeVerifier, forgeable
 
 from .conftest import CASES as LEVELS
@@ -197,3 +201,16 @@ def test_a_data_set_with_tests_that_can_be_forged_is_named():
     targets = [json.dumps([{"test": test}]) for test in (*FORGEABLE, *NOT)]
     assert verifier.warning([*targets, "nonsense", None]).startswith(f"code: 7 of {len(targets) + 2} problems have ")
     assert verifier.warning(targets[7:]) == ""
+
+
+def test_the_count_is_logged_when_a_run_opens_its_data(tmp_path, caplog):
+    shape = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
+    build_small_model(tmp_path / "model", seed=0, alphabet=None, **shape)
+    targets = [json.dumps([{"test": test}]) for test in (*FORGEABLE, "assert f(1) == 1")]
+    rows = [{"question": f"write f {number}", "answer": target} for number, target in enumerate(targets)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DatasetConfig(path=str(tmp_path / "rows.jsonl"), target_field="answer")
+    for scorers, count in (([CodeVerifier(), print], 1), ([], 0)):
+        caplog.clear()
+        check_data(data, EvalConfig(problems=0), str(tmp_path / "model"), 0, scorers)
+        assert caplog.text.count("code: 7 of 8 problems have tests that run in the program's own process") == count
