@@ -41,8 +41,8 @@ except OSError:
     opened = -1
 child = fork()
 if child == 0:
-    arguments = (ctypes.c_char_p * 2)(b"true", None)
-    call(322, 281, opened, ctypes.addressof(ctypes.create_string_buffer(b"")), ctypes.addressof(arguments), 0, 0x1000)
+    path, arguments = ctypes.create_string_buffer(b""), (ctypes.c_char_p * 2)(b"true", None)
+    call(322, 281, opened, ctypes.addressof(path), ctypes.addressof(arguments), 0, 0x1000)
     os._exit(1)
 if child > 0:
     attempt(lambda: os.waitpid(child, 0)[1] == 0)
