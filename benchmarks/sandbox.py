@@ -1,7 +1,7 @@
 """How fast the sandbox runs programs, at each level, and whether anything is left of them.
 
     python benchmarks/sandbox.py                     # the table; as root also that of an ordinary user
-    python benchmarks/sandbox.py --soak 10000        # so many programs, of which nothing may be left
+    python benchmarks/sandbox.py --soak 10000        # so many programs and cells, of which nothing may be left
 
 Each program is `print(sum(range(100)))`; a plain subprocess is a new interpreter (-I -S) without any limit. Latency one
 at a time, programs a second one and two at once.
@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from forge_sandbox import Sandbox, SandboxError
+from forge_sandbox.inside import limits
 
 PROGRAM = "print(sum(range(100)))"
 LEVELS = ("namespaces", "landlock", "bubblewrap", "none")
@@ -78,7 +79,16 @@ def open_things() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "mounts": Path("/proc/self/mountinfo").read_text().count("\n"),
         "files in /tmp and /dev/shm": len(os.listdir("/tmp")) + len(os.listdir("/dev/shm")),
+        "MB": sum(map(resident, [os.getpid(), *limits.below(os.getpid())])) >> 20,
     }
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process, shared pages included."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # it has exited
+        return 0
 
 
 async def soak(count: int, python: str) -> None:
@@ -106,14 +116,47 @@ async def soak(count: int, python: str) -> None:
                 for result in await asyncio.gather(*results):
                     seen[result.status] = seen.get(result.status, 0) + 1
             seconds = time.perf_counter() - start
-            after = open_things()
-            print(f"{level}: {count} programs in {seconds:.0f} s, {seen}; before {before}; after {after}")
-        left = open_things()
-        if after["mounts"] != before["mounts"] or after["descriptors"] > before["descriptors"]:
-            sys.exit(f"something has leaked: {before} -> {after} -> {left}")
+            check(f"{level}: {count} programs in {seconds:.0f} s, {seen}", before)
+            await sessions(sandbox, kinds, count)
+
+
+async def sessions(sandbox: Sandbox, kinds: list[str], count: int) -> None:
+    """A tenth as many cells in sessions of up to 50, which many cells end; then all in one session."""
+    before, start, seen, opened, cells = open_things(), time.perf_counter(), dict[str, int](), 0, 0
+    while 10 * cells < count:
+        opened += 1
+        async with sandbox.session() as python:
+            for cell in (kinds * 50)[opened % len(kinds) :][:50]:
+                result = await python.run(cell)
+                seen[result.status] = seen.get(result.status, 0) + 1
+                cells += 1
+                if result.status not in ("ok", "error"):
+                    break
+    seconds = time.perf_counter() - start
+    check(f"{sandbox.level}: {cells} cells in {opened} sessions, {seconds:.0f} s, {seen}", before)
+    async with sandbox.session() as python:
+        for _ in range(100):
+            await python.run("x = 1")
+        before, start = open_things(), time.perf_counter()
+        for _ in range(count):
+            await python.run("x += 1")
+        seconds = time.perf_counter() - start
+        check(
+            f"{sandbox.level}: {(await python.run('x')).stdout.strip()} cells in one session, {seconds:.0f} s", before
+        )
+
+
+def check(what: str, before: dict[str, int]) -> None:
+    """SystemExit: something is left. Other programs of the machine may start processes and write files meanwhile."""
+    after = open_things()
+    print(f"{what}; before {before}; after {after}", flush=True)
+    leaked = after["mounts"] != before["mounts"] or after["descriptors"] > before["descriptors"]
+    if leaked or after["MB"] > before["MB"] + 30:
+        sys.exit("something has leaked")
 
 
 def main() -> None:
+    limits.look_from_here()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--soak", type=int, default=0)

@@ -38,6 +38,10 @@ class CodeConfig(RLConfig):
             raise ConfigError(f"tests.{own[0]} cannot be set here")
         return construct(CodeVerifier, {"credit": "share", "time_limit": 2.0, **self.tests, **fixed}, "tests")
 
+    @property
+    def scorers(self) -> list[Any]:
+        return [self.verifier(self.open())]
+
     def check_reward(self) -> None:
         """ConfigError: programs cannot be confined on this machine."""
 

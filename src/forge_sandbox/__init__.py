@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .code_verifier import Case, CodeVerifier, read_cases
+from .code_verifier import Case, CodeVerifier, forgeable, read_cases
 from .sandbox import Result, Sandbox, Session
 from .worker import SandboxError
 
@@ -19,6 +19,7 @@ __all__ = [
     "SandboxError",
     "SandboxedPythonCoder",
     "Session",
+    "forgeable",
     "read_cases",
 ]
 

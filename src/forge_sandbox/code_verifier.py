@@ -9,7 +9,7 @@ import json
 import operator
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from forge.plugin import construct
 from forge.verifiers.verifier import Scores, Unscored, collect
 
+from .harness import BEGUN, HARNESS, read_marked
 from .literals import literal
 from .sandbox import Sandbox
+from .separate import judges, new_mark, of_program, report, script, separable
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)
 
@@ -47,8 +49,9 @@ class Case:
     statements that must not raise. Exactly one of the three.
 
     Expected output and values stay outside the sandbox, as do constants in a test of asserts only
-    (`assert f(2) == 2 ** 10 and abs(f(3) - 1.5) < 1e-3`). Other comparisons, and tests with other statements, run
-    inside it: a cheating program could see them, or return an object that equals everything.
+    (`assert f(2) == 2 ** 10 and abs(f(3) - 1.5) < 1e-3`). Other tests run in a process of their own, which sends plain
+    values to the program and gets plain values from it. Those that cannot (`forgeable`) run in the program's process: a
+    cheating program could see them, or return an object that equals everything.
     """
 
     stdin: str | None = None
@@ -72,6 +75,12 @@ def read_cases(target: str) -> list[Case]:
     if not cases:
         raise ValueError("the target has no test case")
     return cases
+
+
+def forgeable(case: Case) -> bool:
+    """Whether a program could pass a test without being right: the test runs in its process. It has functions, classes
+    or modules that cannot be separated from the program."""
+    return case.test is not None and _inside(case.test) and judges(case.test) and not separable(case.test)
 
 
 def code_block(response: str) -> str | None:
@@ -134,8 +143,23 @@ class CodeVerifier:
         self._sandbox = runner
         self._credit, self._cases, self._program = credit, cases, program
         self._time_limit, self._concurrency = time_limit, concurrency
-        self.fingerprint = None if version is None else f"code 3 {credit} {time_limit} {version}"
+        self.fingerprint = None if version is None else f"code 4 {credit} {time_limit} {version}"
         self.progress = 0
+        self._first: dict[str, dict[str, Any]] = {}
+
+    def warning(self, targets: Iterable[str | None]) -> str:
+        """Of a data set: how many problems have tests that a program could pass without being right; "" if none."""
+        weak = known = 0
+        for target in targets:
+            with suppress(ValueError):  # it is reported when it is scored
+                weak += any(map(forgeable, self._cases(target or "")))
+            known += 1
+        if not weak:
+            return ""
+        return (
+            f"{self.names[0]}: {weak} of {known} problems have tests that run in the program's own process, which can "
+            "forge them: write them as values, or as asserts with plain arguments"
+        )
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1] in [0, 1]; `target` holds the tests."""
@@ -169,6 +193,8 @@ class CodeVerifier:
                 result = await self._run(program, case.stdin or "", turn)
                 _fits(case.stdout, result)
                 right[number] = result.status == "ok" and _lines(result.stdout) == _lines(case.stdout)
+            elif case.test is not None and _apart(case.test):
+                right[number] = await self._separate(program, case.test, turn)
         return float(all(right.values())) if self._credit == "all" else sum(right.values()) / len(cases)
 
     async def _checked(self, program: str, cases: Sequence[Case], turn: asyncio.Semaphore) -> dict[int, bool]:
@@ -178,12 +204,12 @@ class CodeVerifier:
         while checks:
             mark = secrets.token_hex(16)
             given = [(check.text.strip(), check.kind) for check in checks]
-            script = f"{_HARNESS}harness({program!r}, {given!r}, {mark!r})\n"
+            script = f"{HARNESS}harness({program!r}, {given!r}, {mark!r})\n"
             result = await self._run(script, "", turn)
-            reports = _read_marked(result.stdout, mark)
+            reports = read_marked(result.stdout, mark)
             # The first unanswered check may have run out of time or output used by earlier ones, unless it was first.
             done = next((place for place in range(len(checks)) if place not in reports), len(checks)) or 1
-            if _BEGUN not in reports:
+            if BEGUN not in reports:
                 done = len(checks)
             elif 0 not in reports:
                 _fits(json.dumps(checks[0].expected), result)
@@ -194,6 +220,46 @@ class CodeVerifier:
                         return right
             checks = checks[done:]
         return right
+
+    async def _separate(self, program: str, test: str, turn: asyncio.Semaphore) -> bool:
+        """Whether the program passes a test that runs without it. The calls that the test makes are answered by the
+        program in the next execution, until the test has made no other calls."""
+        calls: list[Any] = []
+        answers: list[Any] | None = []
+        for number in range(_ROUNDS):
+            if number or (found := self._first.get(test)) is None:
+                mark = new_mark()
+                result = await self._run(script(test, calls, answers or [], mark), "", turn)
+                found = report(result.stdout, mark)
+                if found is None:
+                    if result.status == "output":
+                        raise Unscored("the arguments of a test's calls exceed the sandbox's output limit")
+                    return False
+                if not number and len(self._first) < _REMEMBERED:
+                    self._first[test] = found
+            if found["unsupported"]:
+                raise Unscored("a test passes an argument that has no literal form")
+            asked = found["asked"]
+            if not found["unknown"] and asked == calls[: len(asked)]:
+                if number == 0:
+                    answers = await self._answers(program, [], turn)
+                return answers is not None and found["passed"]
+            calls = asked
+            answers = await self._answers(program, calls, turn)
+            if answers is None:
+                return False
+        return False
+
+    async def _answers(self, program: str, calls: list[Any], turn: asyncio.Semaphore) -> list[Any] | None:
+        """The answers to the first calls, up to one in which the program ended. None: it did not load."""
+        mark = new_mark()
+        given = [((target, args), "call") for target, args in calls]
+        result = await self._run(f"{HARNESS}harness({program!r}, {given!r}, {mark!r})\n", "", turn)
+        reports = read_marked(result.stdout, mark)
+        answers: list[Any] = []
+        while len(answers) in reports and len(answers) < len(calls):
+            answers.append(_answer(reports[len(answers)]))
+        return answers if BEGUN in reports else None
 
     async def _run(self, program: str, stdin: str, turn: asyncio.Semaphore) -> Ended:
         async with turn:
@@ -216,13 +282,15 @@ class _Check:
         kind: what the harness reports (a key of its `kinds`).
         right: whether the reported value is right; it is `_OTHER` if it has no literal form.
         expected: text of the expected value.
+        decides: the harness compares, in the program's process.
     """
 
     case: int
     text: str
-    kind: Literal["nothing", "value", "text", "truth"]
+    kind: Literal["nothing", "value", "text", "truth"]  # and "call" of tests that run elsewhere
     right: Callable[[Any], bool]
     expected: str = ""
+    decides: bool = False
 
 
 _OTHER = object()
@@ -246,12 +314,29 @@ def _checks(number: int, case: Case) -> list[_Check]:
         return [_Check(number, case.call, "text", lambda value: bool(value == expected), expected)]
     if case.test is None:
         return []
+    if (found := _asserted(number, case.test)) and (not _inside(case.test) or not separable(case.test)):
+        return found
+    return [] if _apart(case.test) else [_Check(number, case.test, "nothing", lambda value: value is None)]
+
+
+def _asserted(number: int, test: str) -> list[_Check]:
+    """Checks of a test that consists of asserts; empty for others."""
     with suppress(SyntaxError, ValueError, MemoryError, RecursionError):  # then it raises inside the sandbox, too
-        body = ast.parse(case.test).body
+        body = ast.parse(test).body
         tests = [statement.test for statement in body if isinstance(statement, ast.Assert)]
-        if tests and len(tests) == len(body):
+        if len(tests) == len(body):
             return [check for test in tests for check in _assert_checks(number, test)]
-    return [_Check(number, case.test, "nothing", lambda value: value is None)]
+    return []
+
+
+def _inside(test: str) -> bool:
+    """Whether the program's process would decide: on more than values that it returns."""
+    return not (found := _asserted(0, test)) or any(check.decides for check in found)
+
+
+def _apart(test: str) -> bool:
+    """Whether a test runs in a process of its own."""
+    return _inside(test) and judges(test) and separable(test)
 
 
 def _assert_checks(number: int, test: ast.expr) -> list[_Check]:
@@ -260,14 +345,15 @@ def _assert_checks(number: int, test: ast.expr) -> list[_Check]:
         case ast.BoolOp(op=ast.And(), values=values):
             return [check for value in values for check in _assert_checks(number, value)]
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return [_Check(number, ast.unparse(operand), "truth", lambda value: value is False)]
+            text, decides = ast.unparse(operand), not of_program(operand)
+            return [_Check(number, text, "truth", lambda value: value is False, decides=decides)]
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
             compare = _OPERATORS[type(op)]
             if (known := literal(right)) is not None:
                 return [_compared(number, left, lambda value: bool(compare(value, known[0])), ast.unparse(right))]
             if (first := literal(left)) is not None:
                 return [_compared(number, right, lambda value: bool(compare(first[0], value)), ast.unparse(left))]
-    return [_Check(number, ast.unparse(test), "truth", lambda value: value is True)]
+    return [_Check(number, ast.unparse(test), "truth", lambda value: value is True, decides=not of_program(test))]
 
 
 def _compared(number: int, node: ast.expr, right: Callable[[Any], bool], expected: str) -> _Check:
@@ -281,82 +367,20 @@ def _compared(number: int, node: ast.expr, right: Callable[[Any], bool], expecte
     return _Check(number, ast.unparse(node), "value", right, expected)
 
 
-_BEGUN = -1
-# Everything it uses is bound before the program runs, which may replace any global. Values are formatted by the methods
-# of the built-in types, whatever a subclass overrides, and compared outside. Objects of the program are never true.
-_HARNESS = r"""
-def harness(program, checks, mark):
-    import json, os, sys, types
-    execute, evaluate, dumps, write, number, show = exec, eval, json.dumps, os.write, enumerate, repr
-    sized = (str, bytes, list, tuple, set, frozenset, dict)
-    truths = [(kind, kind.__bool__) for kind in (int, float, complex)] + [(kind, kind.__len__) for kind in sized]
-    scalars = [(kind, kind.__repr__) for kind in (bool, int, float, complex, str, bytes, type(None))]
-    lists = [(list, "[", "]", "[]"), (tuple, "(", ",)", "()"), (set, "{", "}", "set()")]
-    flags, own, fixed = type.__dict__["__flags__"].__get__, 1 << 9, 1 << 8
-    subclass, kind_of, join, entries, Failure = issubclass, type, str.join, dict.items, BaseException
-
-    def plain(value):
-        kind = kind_of(value)
-        for base, text in scalars:
-            if subclass(kind, base):
-                return text(value)
-        if subclass(kind, dict):
-            return "{" + join(", ", [plain(key) + ": " + plain(item) for key, item in entries(value)]) + "}"
-        for base, opening, closing, empty in lists:
-            if subclass(kind, base):
-                items = [plain(item) for item in base.__iter__(value)]
-                return opening + join(", ", items) + closing if items else empty
-        raise TypeError
-
-    def truth(value):
-        kind = kind_of(value)
-        for base, method in truths:
-            if subclass(kind, base):
-                return method(value) not in (0, False)
-        if flags(kind) & own and not flags(kind) & fixed:
-            raise TypeError
-        return True if value else False
-
-    kinds = {"value": plain, "text": show, "truth": truth}
-
-    def attempt(what, value):
-        try:
-            return what(value)
-        except Failure:
-            return None
-
-    def tell(place, *report):
-        write(1, ("\n" + mark + show(place) + " " + dumps(report) + "\n").encode())
-
-    code = compile(program, "program.py", "exec")
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    names = module.__dict__
-    execute(code, names)
-    tell(BEGUN)
-    for place, (text, kind) in number(checks):
-        try:
-            if kind in kinds:
-                tell(place, attempt(kinds[kind], evaluate(text, names)))
-            else:
-                execute(text, names)
-                tell(place, None)
-        except Failure:
-            tell(place)
-
-""".replace("BEGUN", str(_BEGUN))
+_ROUNDS = 50  # executions of a test that runs apart
+_REMEMBERED = 4096  # tests whose first calls are known
 
 
-def _read_marked(stdout: str, mark: str) -> dict[int, list[Any]]:
-    """Reports of the harness by index of the check: empty if it raised, else one value, None if it has no form."""
-    reports: dict[int, list[Any]] = {}
-    for line in stdout.split("\n"):
-        if line.startswith(mark):
-            try:
-                place, _, report = line.removeprefix(mark).partition(" ")
-                reports.setdefault(int(place), list(json.loads(report)))
-            except (ValueError, TypeError, RecursionError):
-                continue  # forged by the program
-    return reports
+def _answer(report: list[Any]) -> list[Any]:
+    """As `remote.read` takes it, from a report that may be forged."""
+    match report:
+        case ["value", str(text), (None | str()) as after]:
+            return ["value", text, after]
+        case ["object", truth, (None | str()) as after]:
+            return ["object", truth is True, after]
+        case ["raised", str(name), message]:
+            return ["raised", name, str(message)]
+    return ["raised", "RuntimeError", "no answer"]
 
 
 def _passes(check: _Check, report: list[Any] | None) -> bool:

@@ -178,7 +178,7 @@ class Sandbox:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """A process whose namespace persists over `run` calls, like a notebook. The limits apply to the whole session,
-        that of output to each cell. Raises as `run`."""
+        also between cells; those of time and output to each cell. Raises as `run`."""
         await self.start()
         thread = ThreadPoolExecutor(1, "sandbox session")
         starting = thread.submit(self._worker)
@@ -281,7 +281,8 @@ class Session:
 
     async def run(self, cell: str, time_limit: float = 5.0) -> Result:
         """Run a cell; the value of a final expression is printed. A status other than "ok" and "error", or an exit,
-        ends the session; later cells have the status "ended" with the reason in `stderr`.
+        ends the session, and so does a limit that is exceeded between cells; later cells have the status "ended" with
+        the reason in `stderr`.
 
         Raises:
             ValueError: as `Sandbox.run`.
@@ -297,6 +298,9 @@ class Session:
         except BaseException as error:
             self._over = f"the sandbox failed ({error})" if isinstance(error, SandboxError) else "a cell was cancelled"
             raise
+        if "over" in header:
+            self._over = header["over"]
+            return await self.run(cell, time_limit)
         result = _result(header, bodies)
         if header["ended"]:
             self._over = f"a cell ended it with {result.status} (exit code {result.exit_code})"

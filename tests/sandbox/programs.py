@@ -5,6 +5,8 @@ DONE at its end, so that none passes for held that has not tried.
 The names in `@...@` are filled in: the neighbourhood that they attack.
 """
 
+from .more_programs import MORE
+
 PRELUDE = """
 import ctypes, os, platform, resource, signal, socket, struct, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -434,5 +436,5 @@ ESCAPES = {
         name not in ("KERNEL_KNOBS", "PACKET", "BPF", "MOUNT", "PERF", "HOST_NAME", "KERNEL_LOG"),
     )
     for name, text in list(globals().items())
-    if name.isupper() and name not in ("PRELUDE",)
-}
+    if name.isupper() and name not in ("PRELUDE", "MORE")
+} | {name.lower(): (f"{PRELUDE}{text}\nprint('DONE', flush=True)", succeeds) for name, (text, succeeds) in MORE.items()}

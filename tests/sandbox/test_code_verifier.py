@@ -94,7 +94,7 @@ def test_kinds_of_cases_together(sandbox):
     cases.append({"test": "y = f(2)\nassert y == 4"})
     program = RIGHT + "import sys\nfor line in sys.stdin:\n    print(f(int(line)))"
     assert score(sandbox, program, cases) == 1.0
-    assert sandbox.runs == 2
+    assert sandbox.runs == 2 + 3  # the last test runs without the program: its calls, their answers, its verdict
     assert score(sandbox, program.replace("x * x", "x * 4"), cases) == 0.25
 
 

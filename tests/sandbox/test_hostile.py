@@ -34,6 +34,28 @@ def test_held(name, level, user, sandboxes, neighbourhoods):
     assert "DONE" in result.stdout or result.status == ENDED.get(name), result
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("level", "user"), CASES)
+@pytest.mark.parametrize("name", ESCAPES)
+def test_held_as_a_cell(name, level, user, sandboxes, neighbourhoods):
+    """Between two cells, too; the session next to it runs as if nothing were."""
+    sandbox, around = sandboxes(level, user), neighbourhoods(user)
+    spare_our_own(name, around)
+
+    async def main():
+        async with sandbox.session() as python, sandbox.session() as other:
+            result = await python.run(around.fill(ESCAPES[name][0]), time_limit=20.0)
+            again = await python.run("print('again')")
+            return result, again, (await other.run("print('other')")).stdout
+
+    result, again, other = asyncio.run(main())
+    assert "ESCAPED" not in result.stdout + again.stdout
+    assert around.harm() == ""
+    assert "DONE" in result.stdout or result.status == ENDED.get(name), result
+    assert again.status in ("ok", "ended"), again
+    assert other == "other\n"
+
+
 COSTLY = {"greed", "greed_of_many", "fork_bomb", "many_files"}
 PROOFS = [
     pytest.param(name, marks=[pytest.mark.slow] if name in COSTLY else [])

@@ -192,46 +192,6 @@ def test_files_of_its_own(sandboxes):
     assert "File too large" in run(sandbox, "open('x', 'wb').truncate(1 << 30)").stderr
 
 
-@each_level
-def test_sessions(level, user, sandboxes):
-    async def main():
-        sandbox = sandboxes(level, user)
-        async with sandbox.session() as python:
-            assert (await python.run("x = 1")).stdout == ""
-            assert (await python.run("def f():\n    return x + 1\nf()")).stdout == "2\n"
-            assert (await python.run("None")).stdout == ""
-            result = await python.run("1 / 0")
-            assert (result.status, "ZeroDivisionError" in result.stderr) == ("error", True)
-            assert (await python.run("y = (")).status == "error"
-            assert (await python.run("print('no end', end='')\n'ä'")).stdout == "no end'ä'\n"
-            assert (await python.run(f"z = {'1' * 200_000!r}\nlen(z)")).stdout == "200000\n"
-            assert (await python.run("x")).status == "ok"
-            result = await python.run("while True: pass", time_limit=0.2)
-            assert result.status == "timeout"
-            result = await python.run("x")
-            assert (result.status, "timeout" in result.stderr) == ("ended", True)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("level", ["namespaces", "landlock"])
-def test_what_ends_a_session(level, sandboxes):
-    async def main():
-        sandbox = sandboxes(level, SELF)
-        for cell, status in (
-            ("exit(3)", "error"),
-            ("import os; os._exit(0)", "ok"),
-            ("bytearray(10 << 30)", "memory"),
-            ("print('x' * 10 ** 6)", "output"),
-        ):
-            async with sandbox.session() as python, sandbox.session() as other:
-                assert (await python.run(cell)).status == status
-                assert (await python.run("1")).status == "ended"
-                assert (await other.run("1")).status == "ok"
-
-    asyncio.run(main())
-
-
 def test_modules_of_the_users_own(tmp_path):
     folder = Path("/tmp") / f"forge-modules-{os.getpid()}"
     folder.mkdir()

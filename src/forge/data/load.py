@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ..types import Sample
@@ -73,6 +74,10 @@ class Mixture(Generic[T]):
             counts[order[-1]] += 1
         held = [iter(source.held_out(count)) for source, count in zip(self.sources, counts, strict=True)]
         return [_numbered(next(held[chosen]), index) for index, chosen in enumerate(order)]
+
+    def targets(self) -> Iterator[str]:
+        """Of all sources that have targets."""
+        return chain.from_iterable(source.targets() for source in self.sources if isinstance(source, PromptDataset))
 
     def state_dict(self) -> dict[str, Any]:
         """The position in all sources, as plain JSON."""

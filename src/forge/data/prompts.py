@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -173,6 +173,10 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     def validate(self, row: Row) -> None:
         self._format.render(row)
+
+    def targets(self) -> Iterator[str]:
+        """Those of `rows`."""
+        return (self._format.render(row)[1] for row in self.rows())
 
     def make(self, number: int, row: Row, index: int) -> Sample | None:
         text, target = self._format.render(row)

@@ -125,6 +125,11 @@ class RowStream(ABC, Generic[T, C]):
             )
         return found
 
+    def rows(self) -> Iterator[Row]:
+        """All stored rows in order; of streams and tasks the first 1000."""
+        rows = self._source.scan()
+        return (row for _, row in (rows if isinstance(self._source, StoredRows) else islice(rows, _PROBE)))
+
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain JSON."""
         return {

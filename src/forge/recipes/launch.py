@@ -9,7 +9,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         check_vocabulary(key, other, model)
     cfg.check_tokenizer(model)
     cfg.check_reward()
-    held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed)
+    held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed, cfg.scorers)
     if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
         solutions = [sample.target for sample in held_out if re.search(r"####|\\boxed\{", sample.target or "")]
         if 2 * len(solutions) > len(held_out):
@@ -253,18 +253,28 @@ def check_vocabulary(key: str, other: str, model: str) -> None:
         raise ValueError(f"{key}: the tokens of {other} are not those of {model}: choose a model of the same family")
 
 
-def check_data(dataset: RowsConfig, evaluation: EvalConfig, model: str, seed: int) -> list[Any]:
+def check_data(
+    dataset: RowsConfig, evaluation: EvalConfig, model: str, seed: int, scorers: Sequence[Any] = ()
+) -> list[Any]:
     """Open the data once to check it, and return the held-out items: samples, episodes or pairs.
+
+    Args:
+        scorers: their `warning(targets)`, of those that have it, is logged.
 
     Raises:
         ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out.
     """
     from transformers import AutoTokenizer
 
-    from ..data.load import load_data
+    from ..data.load import Mixture, load_data
+    from ..data.prompts import PromptDataset
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     training = load_data(tokenizer, kind=dataset.kind, seed=seed, **dataset)
+    if isinstance(training, PromptDataset | Mixture):
+        for scorer in scorers:
+            if hasattr(scorer, "warning") and (text := scorer.warning(training.targets())):
+                log.warning("%s", text)
     if not evaluation.problems:
         return []
     if dataset.procedural and evaluation.path is None:

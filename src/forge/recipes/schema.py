@@ -308,6 +308,11 @@ class TrainingRecipe(Section):
         """All that is read and may be a file of this machine, models aside."""
         return self.dataset.files
 
+    @property
+    def scorers(self) -> list[Any]:
+        """What scores responses by the targets of the data, constructed but not opened."""
+        return []
+
     def check_reward(self) -> None:
         """ValueError: something that the recipe's reward names does not exist."""
 
@@ -436,6 +441,10 @@ class RecipeConfig(TrainingRecipe):
     @property
     def files(self) -> list[str]:
         return [*super().files, *self.reward.files]
+
+    @property
+    def scorers(self) -> list[Any]:
+        return [*self.reward.plugins, *(self.reward.functions or ())]
 
     def check_reward(self) -> None:
         self.reward.open()

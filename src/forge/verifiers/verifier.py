@@ -83,6 +83,7 @@ class Verifier(Protocol):
     nothing in its constructor, so that settings are checked before any process starts. It may also have
 
     - `def check()`: raises ValueError if a file or folder is missing; loads no models.
+    - `def warning(targets)`: a line about the data set's targets to log before the run, or "".
     - `def setup()`: loads models; called once, in the process that scores.
     - `files`: paths of files whose content decides its scores; a resumed run checks them.
     - `learns = True` with `async def state_dict()` and `async def load_state_dict(state)`: its state is part of

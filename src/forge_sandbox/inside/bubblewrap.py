@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from . import confine, namespaces, program, wire
 from .place import DEVICES, links_to, readable
 from .syscalls import die_with_parent, prctl
 
+_OF_THE_MACHINE = ("/proc/cmdline", "/proc/version", "/proc/keys", "/proc/key-users", "/proc/config.gz")
 
-def execute(
-    settings: dict[str, Any], modules: dict[str, str], source: bytes, cells: Sequence[int] | None, setup: int
-) -> None:
-    """Execute bwrap with a program, or with a session that uses the pipes `cells`."""
+
+def execute(settings: dict[str, Any], modules: dict[str, str], source: bytes, cells: int | None, setup: int) -> None:
+    """Execute bwrap with a program, or with a session that uses the socket `cells`."""
     try:
         os.setsid()
         places = readable(settings)
@@ -26,7 +25,7 @@ def execute(
         given = os.memfd_create("given")
         os.write(given, wire.pack(header, source))
         os.lseek(given, 0, os.SEEK_SET)
-        for descriptor in (given, setup, *(cells or ())):
+        for descriptor in (given, setup, *(() if cells is None else (cells,))):
             os.set_inheritable(descriptor, True)
         words = [settings["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
         words += ["--clearenv", "--cap-drop", "ALL"]
@@ -35,7 +34,10 @@ def execute(
         for link, target in links_to(settings).items():
             if not any(link.startswith(f"{path}/") for path in places):
                 words += ["--symlink", target, link]
-        words += ["--proc", "/proc", "--remount-ro", "/", "--chdir", "/", "--"]
+        words += ["--proc", "/proc"]
+        for path in filter(os.path.exists, _OF_THE_MACHINE):
+            words += ["--ro-bind", "/dev/null", path]
+        words += ["--remount-ro", "/proc", "--remount-ro", "/", "--chdir", "/", "--"]
         words += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8"]
         os.execv(words[0], [*words, "-c", settings["boot"], str(given)])
     except BaseException as error:
@@ -56,9 +58,9 @@ def main(given: int, header: dict[str, Any], source: bytes) -> None:
         if cells is None:
             program.run_program(source.decode("utf-8", "surrogatepass"))
         else:
-            program.run_cells(*cells)
+            program.run_cells(cells)
 
-    confine.confine(settings, None, cells or (), run, header["setup"])
+    confine.confine(settings, None, () if cells is None else (cells,), run, header["setup"])
 
 
 def _first(program_pid: int) -> None:

@@ -36,6 +36,7 @@ def confine(
             # No other processes of this user in the namespace; without root the three processes above count.
             tasks = processes if os.geteuid() == 0 else processes + 3
             if os.geteuid() == 0:
+                limits.drop_bounds()
                 become_user(namespaces.NOBODY)
             os.chdir("/tmp")
         elif level == "bubblewrap":

@@ -12,6 +12,7 @@ from .syscalls import call
 
 _DROP_FROM_BOUNDS = 24
 _PAGE, _TICK = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+_proc = -1  # descriptor of the /proc of the processes outside
 
 
 def limit(settings: dict[str, Any], tasks: int | None) -> None:
@@ -40,13 +41,19 @@ def limit(settings: dict[str, Any], tasks: int | None) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
-def drop_capabilities() -> None:
-    """Irreversible; also applies after execve."""
+def drop_bounds() -> None:
+    """Empty the bounding set of capabilities, irreversibly; as root before a change of the user, which takes the right
+    to do so."""
     capability = 0
     with suppress(OSError):  # past the last one, or a user without capabilities
         while True:
             call("prctl", _DROP_FROM_BOUNDS, capability, 0, 0, 0)
             capability += 1
+
+
+def drop_capabilities() -> None:
+    """Irreversible; also applies after execve."""
+    drop_bounds()
     call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *(0,) * 6))
 
 
@@ -64,13 +71,33 @@ def tasks_of(user: int) -> int:
     return count
 
 
+def look_from_here() -> None:
+    """Look at processes by the /proc of now, from now on. A namespace may have none of its own."""
+    global _proc
+    _proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+
+
+def self_pid() -> int:
+    """The number of this process in that /proc, as those of `below`."""
+    return int(os.readlink("self", dir_fd=_proc))
+
+
+def _open(path: str, flags: int = os.O_RDONLY) -> int:
+    return os.open(path, flags, dir_fd=_proc)
+
+
 def below(pid: int) -> list[int]:
     """All descendants of a process."""
     found = [pid]
     for parent in found:
         try:
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{thread}/children") as file:
+            tasks = _open(f"{parent}/task", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                threads = os.listdir(tasks)
+            finally:
+                os.close(tasks)
+            for thread in threads:
+                with open(f"{parent}/task/{thread}/children", opener=_open) as file:
                     found.extend(map(int, file.read().split()))
         except OSError:  # it has exited
             continue
@@ -83,7 +110,7 @@ def taken(processes: list[int]) -> tuple[int, float]:
     memory, seconds = 0, used.ru_utime + used.ru_stime
     for pid in processes:
         try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
+            with open(f"{pid}/stat", "rb", opener=_open) as file:
                 numbers = file.read().rpartition(b")")[2].split()
         except OSError:  # it has exited
             continue
@@ -97,7 +124,7 @@ def shared_out(processes: list[int]) -> int:
     memory = 0
     for pid in processes:
         try:
-            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            with open(f"{pid}/smaps_rollup", "rb", opener=_open) as file:
                 memory += next(int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:"))
         except (OSError, StopIteration):  # it has exited
             continue

@@ -6,12 +6,14 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 
 from .syscalls import call, checked, libc
 
 NEW_PID = 0x20000000
 _NEW_MOUNTS = 0x20000
-_ALL = _NEW_MOUNTS | NEW_PID | 0x4000000 | 0x8000000 | 0x10000000 | 0x40000000  # hosts' names, IPC, users, network
+# Also of host names, IPC, users, the network and cgroups.
+_ALL = _NEW_MOUNTS | NEW_PID | 0x4000000 | 0x8000000 | 0x10000000 | 0x40000000 | 0x2000000
 _NO_SUID, _NO_DEVICE, _NO_EXEC, _READ_ONLY = 2, 4, 8, 1
 _BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
 _MOVE, _DETACH = 8192, 2
@@ -78,8 +80,8 @@ def new_root(readable: Iterable[str], links: dict[str, str]) -> None:
     os.chdir("/")
 
 
-def own_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, str]) -> bool:
-    """Mount a private /tmp and /proc for this process, the first of its namespace. False without a /proc.
+def own_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, str]) -> None:
+    """Mount a private /tmp and, if permitted, /proc for this process, the first of its namespace.
 
     Args:
         readable, links: as in `new_root`; those in /tmp are kept.
@@ -96,7 +98,7 @@ def own_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, str]) 
         if link.startswith("/tmp/"):
             _link(target, _SCRATCH + link.removeprefix("/tmp"))
     _mount(_SCRATCH, "/tmp", None, _MOVE)
-    return mount_proc("/proc")
+    mount_proc("/proc", "subset=pid")  # nothing about the machine, such as /proc/cmdline
 
 
 def _make(target: str, folder: bool) -> None:
@@ -113,13 +115,10 @@ def _link(target: str, link: str) -> None:
         os.symlink(target, link)
 
 
-def mount_proc(place: str) -> bool:
-    """False if not permitted, as in containers that mask parts of /proc: programs run without one."""
-    try:
-        _mount("proc", place, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY)
-    except PermissionError:
-        return False
-    return True
+def mount_proc(place: str, settings: str | None = None) -> None:
+    """Not permitted in containers that mask parts of /proc: programs run without one."""
+    with suppress(PermissionError):
+        _mount("proc", place, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY, settings)
 
 
 def _unshare(what: int) -> None:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import confine, landlock, namespaces
+from . import confine, landlock, limits, namespaces
 
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
@@ -23,9 +23,9 @@ class Place:
     readable: tuple[str, ...] = ()
     links: dict[str, str] = field(default_factory=dict)
 
-    def own(self, settings: dict[str, Any]) -> bool:
-        """Private mounts of a keeper at level namespaces. False without a /proc."""
-        return namespaces.own_mounts(settings["file_mb"], self.readable, self.links)
+    def own(self, settings: dict[str, Any]) -> None:
+        """Private mounts of a keeper at level namespaces."""
+        namespaces.own_mounts(settings["file_mb"], self.readable, self.links)
 
 
 def readable(settings: dict[str, Any]) -> list[str]:
@@ -80,6 +80,7 @@ def prepare(settings: dict[str, Any]) -> Place:
 
 
 def _drop_root() -> None:
+    limits.drop_bounds()
     for user in (_USERS + os.getpid(), namespaces.NOBODY):
         try:
             return confine.become_user(user)

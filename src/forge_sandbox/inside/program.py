@@ -9,7 +9,7 @@ import linecache
 import os
 import random
 import signal
-import struct
+import socket
 import sys
 import threading
 import traceback
@@ -33,12 +33,23 @@ def run_program(source: str) -> None:
     os._exit(_flushed(code))
 
 
-def run_cells(source_pipe: int, answer_pipe: int) -> None:
-    """Run length-prefixed cells from one pipe and answer each with a byte: "0" ok, "1" error, "m" out of memory. A cell
-    that raises SystemExit ends the process. Cells share a namespace; the value of a final expression is printed."""
-    module = _fresh()
+def run_cells(number: int) -> None:
+    """Run cells and answer each with its mark and a byte: "0" ok, "1" error, "m" out of memory. A cell that raises
+    SystemExit ends the process. Cells share a namespace; the value of a final expression is printed.
+
+    Args:
+        number: descriptor of a socket. A message is a mark, and a file with the cell.
+    """
+    cells = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, number)
+    cells.setblocking(True)
+    own, module = os.getpid(), _fresh()
+    cells.send(b"+")  # shows the keeper which process answers
     while True:
-        source = _exactly(source_pipe, struct.unpack("I", _exactly(source_pipe, 4))[0])
+        mark, files, _, _ = socket.recv_fds(cells, 64, 1)
+        if not files:
+            os._exit(_flushed(_without_file(mark)))
+        with open(files[0], "rb") as file:
+            source = file.read()
         try:
             code = _flushed(_execute(module, source.decode("utf-8", "surrogatepass"), show=True, leave=False))
             answer = b"1" if code else b"0"
@@ -47,7 +58,9 @@ def run_cells(source_pipe: int, answer_pipe: int) -> None:
         except MemoryError:
             answer = b"m"
             _flushed(1)
-        os.write(answer_pipe, answer)
+        if os.getpid() != own:  # a child of the cell, at its end
+            os._exit(_flushed(int(answer != b"0")))
+        cells.send(mark + answer)
 
 
 def _fresh() -> types.ModuleType:
@@ -118,11 +131,8 @@ def _flushed(code: int) -> int:
     return code
 
 
-def _exactly(pipe: int, size: int) -> bytes:
-    parts = b""
-    while len(parts) < size:
-        part = os.read(pipe, size - len(parts))
-        if not part:
-            os._exit(0)
-        parts += part
-    return parts
+def _without_file(mark: bytes) -> int:
+    """The exit code: the socket is closed, or the cells have left no descriptor free."""
+    if mark:
+        print("OSError: too many open files to receive a cell", file=sys.stderr)
+    return int(bool(mark))

@@ -24,6 +24,8 @@ _DENIED = (
     *("syslog", "vhangup", "sethostname", "setdomainname", "settimeofday", "clock_settime", "adjtimex"),
     *("clock_adjtime", "personality", "iopl", "ioperm", "modify_ldt", "vmsplice", "nfsservctl", "lookup_dcookie"),
     *("uselib", "ustat", "sysfs"),
+    # watches of the files that all programs share: few for each user, and they show who reads what
+    *("inotify_init", "inotify_init1", "inotify_add_watch"),
     # memory outside all limits
     *("memfd_create", "memfd_secret"),
     # IPC: outlives the process, and objects of others are reachable by number
@@ -35,7 +37,6 @@ _DENIED = (
 _OF_FILES = (
     *("chmod", "fchmod", "fchmodat", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat"),
     *("utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr", "truncate"),
-    *("inotify_init", "inotify_init1", "inotify_add_watch"),
 )
 _OF_PROCESSES = ("fork", "vfork", "execve", "execveat")
 # ENOSYS: callers of clone3 fall back to clone; io_uring would bypass this filter.
@@ -46,6 +47,7 @@ _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _NEW_NAMESPACES, _THREAD = 0x7E020080, 0x10000
 _UNIX, _STREAM = 1, 1
+_CHILD_ENDED = 17  # SIGCHLD
 _PARENT_DEATH = 1
 # fcntl commands that send a chosen signal to a chosen process on input.
 _SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY = 8, 10, 15, 1026
@@ -97,6 +99,8 @@ def program(*, forks: bool, only: int | None = None) -> bytes:
     kind = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), _DENY, _PERMIT]
     rule("socketpair", _argument(0), (_EQUAL, 1, 0, _UNIX), _DENY, *kind)
     unless("prctl", 0, _PARENT_DEATH)
+    # If SIGCHLD is ignored, the CPU time of ended children is counted nowhere.
+    unless("rt_sigaction", 0, _CHILD_ENDED)
     unless("fcntl", 1, _SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY)
     unless("ioctl", 1, *_IOCTLS)
     flags = (_ANY_BIT, 0, 1, _NEW_NAMESPACES) if forks else (_ANY_BIT, 1, 0, _THREAD)

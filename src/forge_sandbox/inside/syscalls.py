@@ -32,7 +32,8 @@ open_tree 428 428 | perf_event_open 298 241 | personality 135 92 | pidfd_getfd 4
 pidfd_send_signal 424 424 | pivot_root 155 41 | prctl 157 167 | prlimit64 302 261 | process_madvise 440 440
 process_mrelease 448 448 | process_vm_readv 310 270 | process_vm_writev 311 271 | ptrace 101 117
 quotactl 179 60 | quotactl_fd 443 443 | reboot 169 142 | removexattr 197 14 | request_key 249 218
-rt_sigqueueinfo 129 138 | rt_tgsigqueueinfo 297 240 | sched_setaffinity 203 122 | sched_setattr 314 274
+rt_sigaction 13 134 | rt_sigqueueinfo 129 138 | rt_tgsigqueueinfo 297 240 | sched_setaffinity 203 122
+sched_setattr 314 274
 sched_setparam 142 118 | sched_setscheduler 144 119 | semctl 66 191 | semget 64 190 | semop 65 193
 semtimedop 220 192 | sendmmsg 307 269 | setdomainname 171 162 | sethostname 170 161 | setns 308 268
 setpriority 141 140 | settimeofday 164 170 | setxattr 188 5 | shmat 30 196 | shmctl 31 195 | shmdt 67 197

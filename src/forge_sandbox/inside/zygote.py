@@ -14,7 +14,7 @@ import socket
 import sys
 from typing import Any
 
-from . import keeper, namespaces, wire
+from . import keeper, limits, namespaces, wire
 from .place import Place, prepare
 from .syscalls import checked, die_with_parent, libc
 
@@ -30,9 +30,10 @@ _LOOK = 1.0  # seconds between checks that the parent is alive
 def main(control: int, settings: dict[str, Any], modules: dict[str, str]) -> None:
     """Serve requests until the socket is closed."""
     os.set_inheritable(control, False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     try:
+        limits.look_from_here()
         if settings["level"] == "namespaces":
             namespaces.enter()
         _guard(control)

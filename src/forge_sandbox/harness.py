@@ -1,0 +1,106 @@
+"""Runs in the process of the program, as text: executes it and reports what its calls return."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+BEGUN = -1
+# Everything it uses is bound before the program runs, which may replace any global. Values are formatted by the methods
+# of the built-in types, whatever a subclass overrides, and compared outside. Objects of the program are never true.
+HARNESS = r"""
+def harness(program, checks, mark):
+    import json, os, sys, types
+    execute, evaluate, dumps, write, number, show = exec, eval, json.dumps, os.write, enumerate, repr
+    sized = (str, bytes, list, tuple, set, frozenset, dict)
+    truths = [(kind, kind.__bool__) for kind in (int, float, complex)] + [(kind, kind.__len__) for kind in sized]
+    scalars = [(kind, kind.__repr__) for kind in (bool, int, float, complex, str, bytes, type(None))]
+    lists = [(list, "[", "]", "[]"), (tuple, "(", ",)", "()"), (set, "{", "}", "set()")]
+    flags, own, fixed = type.__dict__["__flags__"].__get__, 1 << 9, 1 << 8
+    subclass, kind_of, join, entries, Failure = issubclass, type, str.join, dict.items, BaseException
+
+    def plain(value):
+        kind = kind_of(value)
+        for base, text in scalars:
+            if subclass(kind, base):
+                return text(value)
+        if subclass(kind, dict):
+            return "{" + join(", ", [plain(key) + ": " + plain(item) for key, item in entries(value)]) + "}"
+        for base, opening, closing, empty in lists:
+            if subclass(kind, base):
+                items = [plain(item) for item in base.__iter__(value)]
+                return opening + join(", ", items) + closing if items else empty
+        raise TypeError
+
+    def truth(value):
+        kind = kind_of(value)
+        for base, method in truths:
+            if subclass(kind, base):
+                return method(value) not in (0, False)
+        if flags(kind) & own and not flags(kind) & fixed:
+            raise TypeError
+        return True if value else False
+
+    kinds = {"value": plain, "text": show, "truth": truth}
+    results = []
+
+    def call(target, args):
+        value, after = evaluate(target, names), None
+        if args is not None:
+            given, named = evaluate(args, names)
+            before = attempt(plain, given)
+            value = value(*given, **named)
+            after = attempt(plain, given)
+            after = None if after == before else after
+        results[-1] = value
+        text = attempt(plain, value)
+        return ["object", attempt(holds, value), after] if text is None else ["value", text, after]
+
+    def holds(value):
+        return True if value else False
+
+    def attempt(what, value):
+        try:
+            return what(value)
+        except Failure:
+            return None
+
+    def tell(place, *report):
+        write(1, ("\n" + mark + show(place) + " " + dumps(report) + "\n").encode())
+
+    code = compile(program, "program.py", "exec")
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    names = module.__dict__
+    execute(code, names)
+    names["__results__"] = results
+    tell(BEGUN)
+    for place, (text, kind) in number(checks):
+        try:
+            if kind == "call":
+                results.append(None)
+                tell(place, *call(*text))
+            elif kind in kinds:
+                tell(place, attempt(kinds[kind], evaluate(text, names)))
+            else:
+                execute(text, names)
+                tell(place, None)
+        except Failure as error:
+            if kind == "call":
+                tell(place, "raised", kind_of(error).__name__, attempt(str, error))
+            else:
+                tell(place)
+
+""".replace("BEGUN", str(BEGUN))
+
+
+def read_marked(stdout: str, mark: str) -> dict[int, list[Any]]:
+    """Reports of the harness by index of the check: empty if it raised, else one value, None if it has no form."""
+    reports: dict[int, list[Any]] = {}
+    for line in stdout.split("\n"):
+        if line.startswith(mark):
+            try:
+                place, _, report = line.removeprefix(mark).partition(" ")
+                reports.setdefault(int(place), list(json.loads(report)))
+            except (ValueError, TypeError, RecursionError):
+                continue  # forged by the program
+    return reports
