@@ -155,7 +155,7 @@ def texts(length: int, all_units: bool):
         yield repr(unit), (unit * length)[:length]
     for begin, end in FRAMES:
         for unit in BASIC:
-            yield repr((begin, unit, end)), begin + (unit * length)[:length] + end
+            yield repr((begin, unit, end)), begin + (unit * length)[: length - len(begin + end)] + end
 
 
 def slow(scorer, all_units: bool) -> list[tuple[str, float]]:

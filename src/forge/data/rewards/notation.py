@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from fractions import Fraction
 
 LONGEST = 4000  # characters of a final answer; longer ones compare as they are
@@ -15,7 +16,7 @@ _WRAPPERS = (
 _MINUS = str.maketrans({minus: "-" for minus in "−–‐‑"})
 
 # In order: each rule sees what the ones before it left.
-_UNICODE = [
+_UNICODE: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))"), ","),
     (re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), lambda found: "^{" + "".join(map(RAISED.__getitem__, found[0])) + "}"),
     (re.compile("[¼-¾⅐-⅞]"), lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("⁄", "/")),
