@@ -359,7 +359,7 @@ class _Isolated(httpx.AsyncHTTPTransport):
             return self._failed(number, f"{self._name}: {error or type(error).__name__}", lost=True)
         try:
             answer = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if isinstance(answer, dict) and (response.status_code < 400 or answer.get("id") == number):
             headers = {n: v for n, v in response.headers.items() if n.lower() == "mcp-session-id"}

@@ -85,7 +85,12 @@ class Session:
             if error.code != "UNKNOWN_TYPE":
                 raise
             tools = (await self.step({"type": "list_tools"})).observation.get("tools", [])
-        return tuple(map(function_schema, tools))
+        except (KeyError, TypeError, AttributeError):
+            raise InfrastructureError(f"{self._url} answered tools/list with {str(answer)[:80]!r}") from None
+        try:
+            return tuple(map(function_schema, tools))
+        except (KeyError, TypeError, AttributeError):
+            raise InfrastructureError(f"{self._url} lists tools that have no name: {str(tools)[:80]!r}") from None
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Reply:
         """Call an MCP tool as a step; its observation has `result` or `error`."""
@@ -136,10 +141,10 @@ class Session:
         try:
             answer = json.loads(received.data)
             type_, content = answer["type"], answer["data"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self.drop()
             raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
-        if type_ == "error":
+        if type_ == "error" and isinstance(content, dict):
             raise self._error(content)
         if type_ != expected or not isinstance(content, dict):
             self.drop()
@@ -321,7 +326,7 @@ class OpenEnvClient:
 
     async def _http(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         _, http, _ = self._connected()
-        limit = aiohttp.ClientTimeout(total=self._timeout, connect=self._connect_timeout)
+        limit, text = aiohttp.ClientTimeout(total=self._timeout, connect=self._connect_timeout), ""
         try:
             async with http.request(method, self.url + path, json=body, timeout=limit) as response:
                 text = await response.text()
@@ -330,7 +335,7 @@ class OpenEnvClient:
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or f"no answer within {self._timeout:g} s"
             raise InfrastructureError(f"{self.url}{path}: {reason}") from error
-        except ValueError:
+        except (ValueError, LookupError, RecursionError):  # LookupError: an unknown charset
             raise InfrastructureError(f"{self.url}{path} answered with no JSON: {text[:80]!r}") from None
         if status in (502, 503, 504):  # from a proxy, or a full server
             raise InfrastructureError(f"{self.url}{path} answered with status {status}: {text[:500]}")

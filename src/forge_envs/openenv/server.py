@@ -106,6 +106,8 @@ class ServedSession:
 
     async def _mcp(self, data: Data) -> Data:
         method, params = data.get("method"), data.get("params") or {}
+        if not isinstance(params, dict):
+            raise ServedError("VALIDATION_ERROR", f"params must be an object, got {params!r:.80}")
         answer = {"jsonrpc": "2.0", "id": data.get("id")}
         try:
             if method == "tools/list":
@@ -273,7 +275,7 @@ class Server:
             data = (await request.json() if request.can_read_body else {}) if kind != "state" else {}
             if not isinstance(data, dict) or (kind == "step" and not isinstance(data.get("action"), dict)):
                 raise ValueError('the body must be an object, and that of a step have an "action"')
-        except ValueError as error:
+        except (ValueError, LookupError, RecursionError) as error:  # LookupError: an unknown charset
             return web.json_response({"detail": str(error)}, status=422)
         try:
             if "" not in self._named:
@@ -306,7 +308,7 @@ class Server:
             return web.json_response(text=_dumps((await session.answer("mcp", request_body))[1]))
         except ServedError as error:
             return web.json_response({**answer, "error": {"code": -32000, "message": str(error)}})
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, LookupError, RecursionError) as error:
             return web.json_response({**answer, "error": {"code": -32700, "message": f"no JSON-RPC request: {error}"}})
 
     def _of(self, name: str) -> ServedSession:
