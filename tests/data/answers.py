@@ -227,6 +227,12 @@ x+2
 \boxed{\sqrt{8}}
 \boxed{\sqrt 8}
 \boxed{8^{1/2}}
+\boxed{2\sqrt{2}\text{ inches}}
+\boxed{2\sqrt{2}\text{ square inches}}
+""",
+    "2abc": r"""
+\boxed{2bca}
+\boxed{2abc}
 """,
     r"\{1,2\}": r"""
 \boxed{\{2,1\}}
@@ -479,6 +485,12 @@ b is bad, so \boxed{C}
 \boxed{0.3}
 \boxed{0.3\overline{4}}
 \boxed{1 / 4}
+""",
+    r"\sqrt{8}": r"""
+\boxed{2\sqrt{2}\text{ or } 3}
+\boxed{2\sqrt{2}\text{ wrong}}
+\boxed{2\sqrt{2}\text{ plus one}}
+\boxed{\text{not } 2\sqrt{2}}
 """,
     "(1, 2)": r"""
 \boxed{(2,1)}

@@ -37,8 +37,10 @@ _UNEVALUATED = re.compile(
     r"[+*×·÷]|\\(?:times|cdot|div|pm|mp)(?![A-Za-z])|(?<=[\w)}!])\s*-|[\d)]\s*\(|(?<![A-Za-z\\])[a-df-hj-zA-Z](?![A-Za-z])"
 )
 _WORD = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|or|no|is)(?![A-Za-z])")
+_UNIT_AFTER = re.compile(r"(?<=[\d)}\]])\s[A-Za-z][A-Za-z .]*$")
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "min", "max", "gcd", "lcm", "det"}
 _FUNCTIONS |= {"arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"}
+_FUNCTIONS = {"".join(sorted(name)) for name in _FUNCTIONS}
 _CUT = re.compile(r"[-+*/^=<>_(\[{]$")
 _GAPS = re.compile(r"\d\s+[\d.]|\d_")  # "4 5" is not 45, and 1010_2 not 1010
 
@@ -150,8 +152,11 @@ def _equal_expressions(answer: str, target: str, is_number: bool) -> bool | None
     ):
         return False
     plain, wanted = normalize(answer), normalize(target)
-    words = {word.lower() for word in _WORD.findall(plain)} - _FUNCTIONS
-    if words - {word.lower() for word in _WORD.findall(wanted)}:
+    unit = _UNIT_AFTER.search(plain)
+    prose = plain[: unit.start()] if unit and _is_unit(unit[0].strip(), unit[0].lower().split()) else plain
+    # Products of variables are the same in any order.
+    words, known = ({"".join(sorted(word.lower())) for word in _WORD.findall(text)} for text in (prose, wanted))
+    if words - known - _FUNCTIONS:
         return False
     if _CUT.search(plain) or (_GAPS.search(plain) and not _GAPS.search(wanted)):
         return False
