@@ -24,6 +24,8 @@ from forge.verifiers.spec import ProcessRewardModelSettings
 from forge_sandbox.code_verifier import code_block
 from forge_sandbox.literals import literal
 
+pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # pytest has its own filters
+
 LENGTH = 200_000
 RATIO, FREE = 10.0, 0.5  # CPU-seconds that quadratic time over so many characters exceeds by far
 MOST = 5.0  # CPU-seconds of the longest text

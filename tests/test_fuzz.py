@@ -32,6 +32,8 @@ from forge_weaver.table import ScoreTable
 from tests.environments.openenv.counting import Counting
 from tests.test_degenerate import TOOLS, UNITS
 
+pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # pytest has its own filters
+
 PLAIN = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 TOKENIZER = character_tokenizer()
 TOKENIZER.chat_template = PLAIN

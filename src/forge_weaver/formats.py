@@ -20,6 +20,17 @@ from forge.files import written_aside
 
 from .table import ScoreTable, families_by_name
 
+# Errors of a damaged Parquet file, beside pyarrow's own.
+_DAMAGED = (
+    ValueError,
+    OSError,
+    NotImplementedError,
+    TypeError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+)
 COLUMNS = ("problem", "response", "label", "answer", "prompt", "text")
 _FAMILIES = b"weaver_families"
 _PANDAS_INDEX = "__index_level_"
@@ -97,7 +108,7 @@ def load_table(path: Path) -> ScoreTable:
         file = _read_parquet(path)
         try:
             return _from_parquet(file)
-        except ValueError as error:
+        except (*_DAMAGED, _arrow()[0].ArrowException) as error:
             raise ValueError(f"{path}: {error}") from error
     raise ValueError(f"cannot read {path}: a score table is a .npz or a .parquet file")
 
@@ -231,11 +242,11 @@ def _save_parquet(table: ScoreTable, path: Path) -> None:
 
 
 def _read_parquet(path: Path) -> Any:
-    _, parquet = _arrow()
+    arrow, parquet = _arrow()
     try:
         with parquet.ParquetFile(path) as opened:
             return opened.read()
-    except (ValueError, OSError) as error:
+    except (*_DAMAGED, arrow.ArrowException) as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
 
 

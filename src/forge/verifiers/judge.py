@@ -193,7 +193,7 @@ class LMJudge:
                 self.cost.prompt_tokens += asked
                 self.cost.completion_tokens += answered
                 self.cost.money += (asked * self._how.prices[0] + answered * self._how.prices[1]) / MILLION
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 self.cost.untold += 1
             return found["choices"]
         raise Unscored(f"{url} gave an invalid answer: {str(found)[:120]!r}, tried {self._how.retries + 1} times")
