@@ -189,6 +189,9 @@ def generate(
     if chat:
         from transformers import AutoTokenizer
 
+        from .data.template_limits import limit_templates
+
+        limit_templates()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         messages = [[{"role": "user", "content": text}] for text in texts]
         inputs = [tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=False) for m in messages]

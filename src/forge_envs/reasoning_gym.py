@@ -25,14 +25,16 @@ _DIVISION = 'some labels of divisions are wrong; take operators=["+", "-", "*"]'
 _NO_NUMBER = re.compile(r"(?<![a-z])(nan|inf|infinity)(?=j?(?![a-z]))", re.IGNORECASE)
 _NONSENSE = "?!~ no answer ~!?"
 _SCORING = 10.0  # seconds for one score
+_SURPLUS = 10_000  # characters of an answer beyond ten times those of the right one: scorers are not of linear time
 
 
 class ReasoningGymEnvironment(Environment):
     """The task of an episode is the index of a question, or None to pick one by the seed.
 
-    Answers are scored by the family's scorer, with guards: "nan" and "inf" score 0 unless they are right; an answer
-    that breaks the scorer scores 0 if the right answer does not. If that breaks it too, or the scorer accepts
-    nonsense, leaves [0, 1] or takes more than 10 s, the episode has no reward and `info["unscored"]` has the reason.
+    Answers are scored by the family's scorer, with guards: "nan" and "inf" score 0 unless they are right, and so do
+    answers that are far longer than the right one; an answer that breaks the scorer scores 0 if the right answer does
+    not. If that breaks it too, or the scorer accepts nonsense, leaves [0, 1] or takes more than 10 s, the episode has
+    no reward and `info["unscored"]` has the reason.
 
     Args:
         family: such as "gcd".
@@ -101,6 +103,8 @@ class ReasoningGymEnvironment(Environment):
 
     def _score(self, answer: str, entry: Mapping[str, Any]) -> float:
         right = entry.get("answer")
+        if len(answer) > 10 * len(str(right)) + _SURPLUS:
+            return 0.0
         if _NO_NUMBER.search(answer) and not _NO_NUMBER.search(str(right)):
             return 0.0
         try:

@@ -7,7 +7,6 @@ import asyncio
 import inspect
 import json
 import operator
-import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from .literals import literal
 from .sandbox import Sandbox
 from .separate import judges, new_mark, of_program, report, script, separable
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)
+_LANGUAGES = ("", "python", "py", "python3")
 
 
 class Ended(Protocol):
@@ -85,8 +84,17 @@ def forgeable(case: Case) -> bool:
 
 def code_block(response: str) -> str | None:
     """The last fenced block in Python or without a language; None if there is none."""
-    blocks = _BLOCK.findall(response)
-    return blocks[-1] if blocks else None
+    found: str | None = None
+    begin: int | None = None  # of the open block
+    at = 0
+    for line in response.split("\n"):
+        fence = line.strip(" \t")
+        if begin is None and fence[:3] == "```" and fence[3:].strip(" \t").lower() in _LANGUAGES:
+            begin = at + len(line) + 1
+        elif begin is not None and fence[:3] == "```":
+            found, begin = response[begin:at], None
+        at += len(line) + 1
+    return found
 
 
 class CodeVerifier:

@@ -6,8 +6,14 @@ import ast
 import copy
 import math
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any
+
+# Python warns of odd syntax as it parses, once for each place: a program could fill the log.
+warnings.filterwarnings("ignore", module="<model output>")
+
+_LARGEST = 1 << 16  # bits of an integer
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -27,7 +33,11 @@ def literal(text: str | ast.expr, fold: bool = True) -> tuple[Any] | None:
         fold: also accept `float("inf")` and arithmetic on small numbers.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body if isinstance(text, str) else copy.deepcopy(text)
+        tree = (
+            ast.parse(text.strip(), "<model output>", mode="eval").body
+            if isinstance(text, str)
+            else copy.deepcopy(text)
+        )
         tree = (_Folded() if fold else _Named()).visit(tree)
         return (ast.literal_eval(tree),)
     except (ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
@@ -55,4 +65,7 @@ class _Folded(_Named):
             raise ValueError("not arithmetic on numbers")
         if isinstance(node.op, ast.Pow) and (abs(one) > 1e9 or abs(other) > 1024):
             raise ValueError("this power may be large")
-        return ast.Constant(holds(one, other))
+        value = holds(one, other)
+        if isinstance(value, int) and value.bit_length() > _LARGEST:
+            raise ValueError("this integer is large")
+        return ast.Constant(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import lzma
 import math
 import zipfile
 import zlib
@@ -19,6 +20,17 @@ from forge.files import written_aside
 
 from .table import ScoreTable, families_by_name
 
+# Errors of a damaged Parquet file, beside pyarrow's own.
+_DAMAGED = (
+    ValueError,
+    OSError,
+    NotImplementedError,
+    TypeError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+)
 COLUMNS = ("problem", "response", "label", "answer", "prompt", "text")
 _FAMILIES = b"weaver_families"
 _PANDAS_INDEX = "__index_level_"
@@ -96,7 +108,7 @@ def load_table(path: Path) -> ScoreTable:
         file = _read_parquet(path)
         try:
             return _from_parquet(file)
-        except ValueError as error:
+        except (*_DAMAGED, _arrow()[0].ArrowException) as error:
             raise ValueError(f"{path}: {error}") from error
     raise ValueError(f"cannot read {path}: a score table is a .npz or a .parquet file")
 
@@ -119,7 +131,8 @@ def reading_npz(path: Path, what: str) -> Iterator[dict[str, np.ndarray]]:
         raise ValueError(f"{path} is not a {what}: it lacks {error}") from error
     except (
         *(TypeError, AttributeError, ValueError, OSError, EOFError),
-        *(zipfile.BadZipFile, zlib.error, NotImplementedError),  # damaged zip files
+        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError),  # damaged zip files
+        *(RecursionError, MemoryError, OverflowError, IndexError, RuntimeError, SyntaxError),  # odd headers
     ) as error:
         why = "not a .npz file of numbers" if "allow_pickle" in str(error) else error
         raise ValueError(f"{path} is not a {what}: {why}") from error
@@ -135,10 +148,16 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
     rows = list(rows)
     if not rows:
         raise ValueError("there are no rows")
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise ValueError("a row must be an object with the columns of one problem")
     names = sorted({name for row in rows for name in row if name.endswith(("_scores", "_verdicts"))})
     names = [name for name in names if not name.endswith("_step_scores") and name != "weaver_scores"]
     if not names:
         raise ValueError("no column ends in _scores or _verdicts: these are not rows of the public Weaver layout")
+    for i, row in enumerate(rows):
+        for name in ("samples", "extracted_answers", "answer_correct", *names):
+            if not isinstance(row.get(name), list | tuple | np.ndarray | None):
+                raise ValueError(f"problem {i}: {name} must be a list, not {row[name]!r:.60}")
     counts = [
         max((len(row[name]) for name in ("samples", *names) if row.get(name) is not None), default=0) for row in rows
     ]
@@ -223,11 +242,11 @@ def _save_parquet(table: ScoreTable, path: Path) -> None:
 
 
 def _read_parquet(path: Path) -> Any:
-    _, parquet = _arrow()
+    arrow, parquet = _arrow()
     try:
         with parquet.ParquetFile(path) as opened:
             return opened.read()
-    except (ValueError, OSError) as error:
+    except (*_DAMAGED, arrow.ArrowException) as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from forge.actors import RewardActor, VerifierActor
 from forge.config import ConfigError
+from forge.controller import shutdown
 from forge.observability.metrics import drain
 from forge.recipes.schema import RewardConfig
 from forge.verifiers import Panel
@@ -51,6 +52,20 @@ def test_verifiers_add_up_on_their_own_scales_and_with_functions():
     both = started(RewardActor(["ExactMatch"], verifiers=RULES))
     assert rewards(both) == [3.0, 1.0, 0.0]
     assert asyncio.run(both.is_correct("abc>", "cba", "cba"))
+
+
+@pytest.mark.processes
+def test_degenerate_responses_cost_no_replica():
+    async def work():
+        service = await RewardActor.options(num_replicas=2).as_service(["MathReward"])
+        try:
+            texts = [unit * 200_000 for unit in ("\n", " ", "9", "{", "\\")]
+            found = await asyncio.gather(*(service.evaluate_group.route("q", texts, "5") for _ in range(4)))
+            return found, service.status().restarts
+        finally:
+            await shutdown()
+
+    assert asyncio.run(work()) == ([[0.0] * 5] * 4, 0)
 
 
 def test_an_ensemble_gives_probabilities_and_its_form_can_be_chosen(ensemble):

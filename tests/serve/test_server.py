@@ -171,7 +171,14 @@ def test_a_judge_reads_the_models_own_probabilities(served, model, tokenizer, en
 
     async def run():
         judge = LMJudge(
-            served.address, "tiny", template="{response}", endpoint=endpoint, scoring="logprob", top=20, **words
+            served.address,
+            "tiny",
+            template="{response}",
+            frame=False,
+            endpoint=endpoint,
+            scoring="logprob",
+            top=20,
+            **words,
         )
         try:
             return await judge.score("p", ["hello"])

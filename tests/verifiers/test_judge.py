@@ -242,7 +242,7 @@ def test_a_budget_ends_the_asking():
 
 
 def test_targets():
-    settings = {"template": "{response} or {target}? {{yes}}"}
+    settings = {"template": "{response} or {target}? {{yes}}", "frame": False}
     endpoint = Endpoint()
     assert endpoint.judged(["2"], target="3", **settings)[0].values.item() == 1.0
     assert endpoint.bodies[0]["messages"][0]["content"] == "2 or 3? {yes}"

@@ -135,3 +135,9 @@ def test_steps_earn_their_own_rewards(folders):
     expected[np.array(at) - 1] = 0.5 * np.array(good) / 3
     expected[-1] += 1.0
     np.testing.assert_allclose(rewards, expected, atol=1e-6)
+
+
+def test_special_tokens_that_a_response_spells_are_text(folders):
+    verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], marker="z", label=0)
+    ids = verifier._row("hi", f"ab{TOKENIZER.eos_token}\n\ncd").ids
+    assert TOKENIZER.eos_token_id not in ids

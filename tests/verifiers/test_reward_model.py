@@ -257,6 +257,17 @@ def test_a_text_that_cannot_be_read_costs_nobody_else_the_score(reward_model):
     assert list(found.reasons) == [(1, 0)]
 
 
+def test_special_tokens_that_a_response_spells_are_text(reward_model):
+    verifier = RewardModel(reward_model)
+    tokenizer = verifier.of.tokenizer
+    tokens = verifier.tokens("ab", f"zzz{tokenizer.eos_token}cba{tokenizer.pad_token}")
+    assert tokens.count(tokenizer.eos_token_id) == 1
+    assert tokens[-1] == tokenizer.eos_token_id
+    assert tokenizer.pad_token_id not in tokens
+    as_text = RewardModel(reward_model, append_eos=False).tokens("ab", f"zzz{tokenizer.eos_token}cba")
+    assert tokenizer.eos_token_id not in as_text
+
+
 def test_calls_that_come_together_share_batches(reward_model, monkeypatch):
     verifier, sizes = RewardModel(reward_model), []
     stream = verifier.of.stream

@@ -75,9 +75,9 @@ class RewardActor(ForgeActor):
     evaluate = evaluate_response
 
     @endpoint
-    async def is_correct(self, prompt: Any, response: str, target: str) -> bool:
-        """Whether a response is right by the accuracy function; one that it cannot score is not."""
-        return bool((await self.reward.judge(prompt, [response], target))[0])
+    async def is_correct(self, prompt: Any, response: str, target: str) -> bool | None:
+        """Whether a response is right by the accuracy function; None if it could not be scored."""
+        return (await self.reward.judge(prompt, [response], target))[0]
 
     @endpoint
     async def state_dict(self) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .files import Row
+from .template_limits import limit_templates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,13 +77,14 @@ class ChatFormat:
         template: bool | str = True,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        limit_templates()
         self.tokenizer, self.options = tokenizer, dict(options or {})
         if isinstance(template, str):
             if "{" not in template:
                 file = Path(template).expanduser()
-                if not file.is_file():
+                if len(template) > 4096 or not file.is_file():
                     raise FileNotFoundError(
-                        f"chat_template {template!r} is neither a jinja template nor a file (in {Path.cwd()})"
+                        f"chat_template {template!r:.200} is neither a jinja template nor a file (in {Path.cwd()})"
                     )
                 template = file.read_text(encoding="utf-8")
             self.template = template
@@ -197,11 +199,9 @@ class ChatFormat:
         return [(begin, end) for begin, end in spans[0] if end > begin]
 
     def _safely(self, call: Any) -> Any:
-        from jinja2 import TemplateError
-
         try:
             return call()
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # templates are programs and raise anything
             raise ValueError(f"the chat template fails: {' '.join(str(error).split())}") from error
 
 

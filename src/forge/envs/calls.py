@@ -10,10 +10,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from .environment import Action, ToolCall
+
+# Python warns of odd syntax as it parses, once for each place: a turn could fill the log.
+warnings.filterwarnings("ignore", module="<model output>")
 
 Syntax = Literal["hermes", "llama3", "plain"]
 SYNTAXES: tuple[str, ...] = get_args(Syntax)
@@ -23,6 +27,7 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.
 _PYTHON_TAG = "<|python_tag|>"
 _MOST = 64  # calls of one turn
 _LONGEST = 1 << 16  # characters of one call
+_SCANNED = 1 << 18  # characters of one turn that are searched for closing brackets
 
 
 def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
@@ -81,11 +86,16 @@ def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
     errors: list[str] = []
     left, position = [], 0
     names = "|".join(sorted(map(re.escape, tools), key=len, reverse=True))
+    budget = _SCANNED
     for found in re.finditer(rf"(?<![\w.])({names})\(", text):
         if found.start() < position:
             continue  # within the arguments of another
-        end = _closing(text, found.end(), quotes="'\"")
-        end = _closing(text, found.end(), quotes="") if end is None else end  # an unpaired apostrophe
+        if len(calls) + len(errors) > _MOST:
+            break
+        most = min(_LONGEST, budget)
+        if (end := _closing(text, found.end(), most, _QUOTED)) is None:  # there may be an unpaired apostrophe
+            budget -= min(most, len(text) - found.end())
+            end = _closing(text, found.end(), most, _BRACKET)
         left.append(text[position : found.start()])
         if end is None:
             errors.append(f"the call of {found[1]} is not closed by )")
@@ -99,19 +109,18 @@ def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
     return "".join([*left, text[position:]]), calls, errors
 
 
-def _closing(text: str, start: int, quotes: str) -> int | None:
-    depth, quote, escaped = 1, "", False
-    for at in range(start, min(len(text), start + _LONGEST)):
-        if escaped or (quote and text[at] == "\\"):
-            escaped = not escaped
-        elif quote:
-            quote = "" if text[at] == quote else quote
-        elif text[at] in quotes:
-            quote = text[at]
-        else:
-            depth += {"(": 1, ")": -1}.get(text[at], 0)
-        if depth == 0:
-            return at
+# A text in quotes, or one bracket; a quote that does not close matches up to the end.
+_BRACKET = re.compile(r"[()]")
+_QUOTED = re.compile("|".join(["[()]", *(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+(?:{q}|\\?\Z)" for q in "'\"")]), re.DOTALL)
+
+
+def _closing(text: str, start: int, most: int, tokens: re.Pattern[str]) -> int | None:
+    """The index of the bracket that closes one before `start`, within `most` characters."""
+    depth = 1
+    for token in tokens.finditer(text, start, start + most):
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
+        if not depth:
+            return token.start()
     return None
 
 
@@ -123,7 +132,7 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
         return {names[0]: re.sub(rf"^\s*{re.escape(names[0])}\s*=\s*", "", text)}
 
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
+        call = ast.parse(f"f({text})", "<model output>", mode="eval").body
         if not isinstance(call, ast.Call):
             raise ValueError("it is no list of arguments")
         values = {names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)}

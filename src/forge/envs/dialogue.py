@@ -6,12 +6,12 @@ Decoding and encoding them again changes most turns, so that the policy would be
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..data.chat import ChatFormat
+from ..data.special_tokens import SpecialTokens, whole
 from .calls import SYNTAXES, Schema, Syntax, read_action
 from .environment import Action, Message
 from .templates import TEMPLATES
@@ -58,14 +58,10 @@ class Dialogue:
         source = self._chat("").template
         inferred: Syntax = "llama3" if "ipython" in source or "python_tag" in source else "plain"
         self.syntax: Syntax = syntax or ("hermes" if "<tool_call>" in source else inferred)
-        # all_special_tokens lacks some special tokens of some tokenizers.
-        added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = {*tokenizer.all_special_ids, *added}
-        special = (text for text in {*tokenizer.all_special_tokens, *added.values()} if len(text) > 1)
-        self._special = re.compile("|".join(sorted(map(re.escape, special), key=len, reverse=True)) or r"(?!)")
+        self._special = SpecialTokens(tokenizer)
         text = self._render(_ASKED, (), more=False)
         after = self._encode(text[text.index(_MARK) + len(_MARK) :]) if _MARK in text else []
-        if not after or after[0] not in self._special_ids:
+        if not after or after[0] not in self._special.ids:
             raise ValueError(
                 "the chat template does not end an assistant's turn with a special token, so generation would not stop "
                 "there: take another, such as chatml, or one that writes {{ eos_token }} after it"
@@ -106,7 +102,7 @@ class Dialogue:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of one turn, without the token that ends it."""
-        ended = bool(tokens) and tokens[-1] in self._special_ids
+        ended = bool(tokens) and tokens[-1] in self._special.ids
         return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema], *, more: bool = True) -> str:
@@ -117,10 +113,7 @@ class Dialogue:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _plain(self, message: Message) -> Message:
-        # Lone surrogates, which JSON can hold, have no tokens.
-        whole = message["content"].encode("utf-8", "replace").decode()
-        content = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", whole)
-        return {**message, "content": content}
+        return {**message, "content": self._special.inert(whole(message["content"]))}
 
     def _between(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The tokens from the end of an assistant's turn to the next one's beginning."""

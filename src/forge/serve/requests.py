@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
+from ..data.special_tokens import SpecialTokens, whole
+from ..data.template_limits import limit_templates
 from ..plugin import nearest
 from ..types import TOP_LOGPROBS, Sampling
 
@@ -152,7 +154,7 @@ def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
     many = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
     found = []
     for one in many:
-        ids = tokenizer(one)["input_ids"] if isinstance(one, str) else one
+        ids = tokenizer(whole(one))["input_ids"] if isinstance(one, str) else one
         if not ids or not _token_ids(ids):
             raise BadRequest("prompt must be a text or a list of token ids, or a list of these; none empty", "prompt")
         found.append(ids)
@@ -172,14 +174,15 @@ def _messages(body: dict[str, Any], tokenizer: Any) -> list[int]:
     variables, taken = body.get("chat_template_kwargs") or {}, signature(tokenizer.apply_chat_template).parameters
     if not isinstance(variables, dict) or variables.keys() & taken.keys():
         raise BadRequest("chat_template_kwargs are variables of the model's own template", "chat_template_kwargs")
-    plain = []
+    limit_templates()
+    special, plain = SpecialTokens(tokenizer), []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
             if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
                 raise BadRequest("only text can be in a message's content", "messages")
-            content = "".join(part["text"] for part in content)
-        plain.append({**message, "content": content})
+            content = "".join(str(part.get("text", "")) for part in content)
+        plain.append(special.inert_values({**message, "content": content}))
     try:
         return tokenizer.apply_chat_template(
             plain, add_generation_prompt=True, tokenize=True, return_dict=False, **variables

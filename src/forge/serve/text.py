@@ -11,6 +11,7 @@ UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = dict(zip(map(chr, SEEN), SEEN, strict=True))
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in SEEN)}
+WAITING = 32  # tokens without a complete character, after which they are taken as they are; a character has 4 bytes
 BEFORE = 6  # preceding tokens to decode with new ones: the text of some tokenizers depends on them
 
 
@@ -42,11 +43,15 @@ class TextStream:
         start = max(0, self._decoded - BEFORE)
         before = self.tokenizer.decode(self.token_ids[start : self._decoded], skip_special_tokens=True)
         text = self.tokenizer.decode(self.token_ids[start:], skip_special_tokens=True)
+        ready = len(self.token_ids)
         if text.endswith(UNFINISHED) and not last:
+            ready = self._finished(start, text)
+            text = self.tokenizer.decode(self.token_ids[start:ready], skip_special_tokens=True)
+        if ready == self._decoded:
             text = self._held
         else:
             text = self._held + text[len(before) :]
-            self._decoded = len(self.token_ids)
+            self._decoded = ready
         # Of several stop strings the one that was complete first.
         found = [(at + len(stop), at) for stop in self.stop if (at := text.find(stop)) >= 0]
         if found:
@@ -58,6 +63,15 @@ class TextStream:
             keep = next((size for size in sizes if text.endswith(stop[:size])), keep)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def _finished(self, start: int, text: str) -> int:
+        """How many tokens have their final text, where `text` of those from `start` ends within a character. Of many
+        that never complete one, all but the last: decoding them again with each token would take quadratic time."""
+        if len(self.token_ids) - self._decoded > WAITING:
+            for end in range(len(self.token_ids) - WAITING // 2, len(self.token_ids) - WAITING // 2 - 4, -1):
+                if text.startswith(self.tokenizer.decode(self.token_ids[start:end], skip_special_tokens=True)):
+                    return end
+        return self._decoded
 
 
 def spelled(tokenizer: Any, token: int) -> tuple[str, bytes]:

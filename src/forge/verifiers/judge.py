@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import os
 import re
@@ -11,12 +12,15 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
+from ..data.special_tokens import inert_anywhere
 from .spec import JudgeSettings
 from .threads import within
 from .verifier import Scores, Unscored, collect
 
 try:
     from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
+
+    from ..bounded_http import BoundedTransport
 except ImportError as error:
     raise ImportError("LM judges need the openai package: pip install openai") from error
 
@@ -78,7 +82,16 @@ class LMJudge:
     def fingerprint(self) -> str:
         """Of the question and its settings; not of the model that the endpoint serves under its name."""
         how = self._how
-        asked = (self._base + self._path, self._fixed, how.system_prompt, how.template, how.votes, self._yes, self._no)
+        asked = (
+            self._base + self._path,
+            self._fixed,
+            how.system_prompt,
+            how.template,
+            how.votes,
+            self._yes,
+            self._no,
+            how.frame,
+        )
         return f"judge {asked!r}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
@@ -98,10 +111,17 @@ class LMJudge:
             await self._at[1].close()
             self._at = None
 
-    async def _judge(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
+    def question(self, prompt: str, response: str, target: str | None) -> str:
+        """The text that the judge gets. Unscored: the template needs a target, and there is none."""
         if target is None and "target" in {field for _, field, _, _ in Formatter().parse(self._how.template)}:
             raise Unscored("the template asks for a target, and there is none")
-        text = self._how.template.format(prompt=prompt, response=response, target=target)
+        mark = mark_of(prompt, response)
+        framed = f"----- {mark} -----\n{inert_anywhere(response)}\n----- end of {mark} -----"
+        given = framed if self._how.frame else response
+        return self._how.template.format(prompt=prompt, response=given, target=target, mark=mark)
+
+    async def _judge(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
+        text = self.question(prompt, response, target)
         system = [{"role": "system", "content": self._how.system_prompt}] if self._how.system_prompt is not None else []
         question = {"messages": [*system, {"role": "user", "content": text}]} if self._chat else {"prompt": text}
         if self._how.scoring == "logprob":
@@ -175,7 +195,7 @@ class LMJudge:
                 self.cost.prompt_tokens += asked
                 self.cost.completion_tokens += answered
                 self.cost.money += (asked * self._how.prices[0] + answered * self._how.prices[1]) / MILLION
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 self.cost.untold += 1
             return found["choices"]
         raise Unscored(f"{url} gave an invalid answer: {str(found)[:120]!r}, tried {self._how.retries + 1} times")
@@ -193,10 +213,18 @@ class LMJudge:
                 base_url=self._base,
                 max_retries=self._how.retries,
                 timeout=self._how.request_timeout,
-                http_client=DefaultAsyncHttpxClient(event_hooks={"request": [count]}),
+                http_client=DefaultAsyncHttpxClient(
+                    event_hooks={"request": [count]}, transport=BoundedTransport(), follow_redirects=False
+                ),
             )
             self._at = (loop, client, asyncio.Semaphore(self._how.concurrency))
         return self._at[1:]
+
+
+def mark_of(prompt: str, response: str) -> str:
+    """The mark of the lines around a response. A digest of it, which it cannot contain: no text can be found that holds
+    its own. Unlike a random mark it leaves a judge's verdicts reproducible."""
+    return hashlib.sha256(f"{len(prompt)} {prompt}{response}".encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
 def _tried(error: APIConnectionError | APIStatusError) -> str:

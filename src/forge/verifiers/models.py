@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import PromptFormat
+from ..data.special_tokens import SpecialTokens
 from .spec import ModelSettings
 from .verifier import Unscored
 
@@ -52,6 +53,7 @@ class BatchedModel:
         self.texts = {name: settings[name] for name in names}
         self.format = PromptFormat(self.tokenizer, **self.texts)
         self.format.fields(["question"])
+        self.special = SpecialTokens(self.tokenizer)
         positions = getattr(self.model.config, "max_position_embeddings", None)
         for name, module in self.model.named_modules():
             padding = getattr(module, "padding_idx", None)

@@ -35,7 +35,8 @@ class ProcessRewardModel:
     - with `good` and `bad`, a causal language model, as Math-Shepherd (Wang et al. 2024): the probability of the token
       `good` against `bad` as the next token.
 
-    The text is the rendered prompt with all steps and markers, tokenized as a whole. A response that is too long, has
+    The text is the rendered prompt with all steps and markers, tokenized as a whole; special tokens that a response
+    spells are broken by a space. A response that is too long, has
     no steps, or contains the marker, is unscored.
 
     Args:
@@ -114,7 +115,7 @@ class ProcessRewardModel:
         steps = [step for step, _ in self.cut(response)]
         if not steps:
             raise Unscored("it has no steps")
-        marked = self._joint.join(step + self._marker for step in steps)
+        marked = self._joint.join(self._of.special.inert(step) + self._marker for step in steps)
         text = self._of.full_text(prompt, marked)
         ids = self._of.tokenizer(text, add_special_tokens=self._of.format.chat is None)["input_ids"]
         if (count := ids.count(self._marker_id)) != len(steps):

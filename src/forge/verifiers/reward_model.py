@@ -98,7 +98,8 @@ class RewardModel:
         return self.of.stream(rows, self._read, wanted)
 
     def rows(self, texts: Sequence[tuple[str, str]]) -> list[Row]:
-        """The model's input of each (prompt, response)."""
+        """The model's input of each (prompt, response). Special tokens that a response spells are broken by a space."""
+        texts = [(prompt, self.of.special.inert(response)) for prompt, response in texts]
         tokenizer, limit, form = self.of.tokenizer, self.of.max_tokens, self.of.format
         prompts = {prompt: form.render({"question": prompt})[0] for prompt, _ in texts}
         responses = [response for _, response in texts]

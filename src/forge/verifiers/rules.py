@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from ..data.rewards import MathReward, final_answer
@@ -13,6 +14,7 @@ from .threads import Turns, within
 from .verifier import Scores, Unscored, collect
 
 TOLERANCE = 1e-6
+MOST_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second
 
 
 class Rule:
@@ -89,7 +91,7 @@ class MathVerifier(Rule):
                 raise Unscored("the target takes too long to compare")
             return float(right)
 
-        super().__init__(matches, name, time_limit=time_limit, version=f"3 {reward}")
+        super().__init__(matches, name, time_limit=time_limit, version=f"4 {reward}")
         self._turns = Turns(1)  # one process compares for all threads: waiting for it must not count for time_limit
 
 
@@ -102,7 +104,7 @@ class AnswerFrequency:
         extract: the answer of a response, or None. If it raises, the response is unscored and not counted.
         same: whether two answers are the same. By default final answers are compared as text, numbers and symbolically
             (see `forge.data.rewards`), and answers of another `extract` as text. Each answer is compared with the
-            first of each kind before it.
+            first of each of the first MOST_KINDS kinds before it.
         time_limit: seconds for all responses of a prompt.
         version: of the two functions, see `Rule`; not needed for the defaults.
     """
@@ -122,7 +124,7 @@ class AnswerFrequency:
         by_default = (lambda a, b: bool(equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
         self.same: Callable[[str, str], bool] = same or by_default
         self.names: tuple[str, ...] = (name,)
-        known = version or ("default" if extract is final_answer and same is None else None)
+        known = version or ("default 2" if extract is final_answer and same is None else None)
         self.fingerprint = None if known is None else f"answer frequency {known}"
         self._turns = Turns()
 
@@ -138,13 +140,17 @@ class AnswerFrequency:
 
         def kinds_of_answers() -> list[str | Exception | None]:
             """Each answer as the first one that is the same, or what `extract` or `same` raised."""
+            end = monotonic() + self.time_limit  # the thread must not go on comparing after its time
             same_as: dict[str, str] = {}
             kinds: list[str | Exception | None] = []
             for response in responses:
                 try:
+                    if monotonic() > end:
+                        raise Unscored("no time was left to compare its answer")
                     answer = self.extract(response)
                     if answer is not None and answer not in same_as:
-                        first = (kind for kind in dict.fromkeys(same_as.values()) if self.same(answer, kind))
+                        kinds_so_far = list(dict.fromkeys(same_as.values()))[:MOST_KINDS]
+                        first = (kind for kind in kinds_so_far if monotonic() < end and self.same(answer, kind))
                         same_as[answer] = next(first, answer)
                     kinds.append(None if answer is None else same_as[answer])
                 except Exception as error:

@@ -85,7 +85,12 @@ class Session:
             if error.code != "UNKNOWN_TYPE":
                 raise
             tools = (await self.step({"type": "list_tools"})).observation.get("tools", [])
-        return tuple(map(function_schema, tools))
+        except (KeyError, TypeError, AttributeError):
+            raise InfrastructureError(f"{self._url} answered tools/list with {str(answer)[:80]!r}") from None
+        try:
+            return tuple(map(function_schema, tools))
+        except (KeyError, TypeError, AttributeError):
+            raise InfrastructureError(f"{self._url} lists tools that have no name: {str(tools)[:80]!r}") from None
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Reply:
         """Call an MCP tool as a step; its observation has `result` or `error`."""

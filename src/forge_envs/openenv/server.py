@@ -108,6 +108,8 @@ class ServedSession:
 
     async def _mcp(self, data: Data) -> Data:
         method, params = data.get("method"), data.get("params") or {}
+        if not isinstance(params, dict):
+            raise ServedError("VALIDATION_ERROR", f"params must be an object, got {params!r:.80}")
         answer = {"jsonrpc": "2.0", "id": data.get("id")}
         try:
             if method == "tools/list":

@@ -69,7 +69,8 @@ class Reply:
         if number is not None and not math.isfinite(number):
             raise InfrastructureError(f"the server gave the reward {str(reward)[:80]!r}, which is not a finite number")
         observation = observation if isinstance(observation, dict) else {"value": observation}
-        return cls(observation, number, bool(data.get("done")), data.get("metadata") or {})
+        metadata = data.get("metadata")
+        return cls(observation, number, bool(data.get("done")), metadata if isinstance(metadata, dict) else {})
 
 
 def action_from_json(data: Any) -> Action:
@@ -113,15 +114,28 @@ def reply_to_json(step: Step) -> dict[str, Any]:
 
 
 def step_from_reply(reply: Reply) -> Step:
-    """Inverse of `reply_to_json`."""
+    """Inverse of `reply_to_json`. InfrastructureError: it has no messages."""
     metadata = dict(reply.metadata)
+    messages, tools = reply.observation.get("messages", []), reply.observation.get("tools", [])
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and isinstance(message.get("content"), str) and isinstance(message.get("role"), str)
+        for message in messages
+    ):
+        raise InfrastructureError(f"the server gave messages that are no list of role and content: {messages!r:.80}")
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict)
+        and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str)
+        for tool in tools
+    ):
+        raise InfrastructureError(f"the server gave tools that are no list of function schemas: {tools!r:.80}")
     truncated = bool(metadata.pop("truncated", False))
     return Step(
-        messages=tuple(reply.observation.get("messages", ())),
+        messages=tuple(messages),
         reward=reply.reward,
         terminated=reply.done and not truncated,
         truncated=truncated,
-        tools=tuple(reply.observation.get("tools", ())),
+        tools=tuple(tools),
         rewritten=bool(reply.observation.get("rewritten")),
         info=metadata,
     )

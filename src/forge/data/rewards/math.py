@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .compare import equal
+from .compare import equal, number, same_text
+from .notation import RAISED
 
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
-_PHRASE = re.compile(r"(?:\banswer\b[\s*_]*(?:is|was|:|=)|^\s*A:)[\s*_:]*([^\n]+)", re.IGNORECASE | re.MULTILINE)
+_PHRASE = re.compile(r"(?:\banswer\b[\s*_]*(?:is|was|:|=)|^[^\S\n]*A:)[\s*_:]*(?=[^\n])", re.IGNORECASE | re.MULTILINE)
 _PHRASE_END = re.compile(r"[.!](?:\s|$)|[,;](?=\s)|\s\(|\s(?:because|since|as|so|which|when|if)\s", re.IGNORECASE)
+# After an answer: another one, or the first taken back.
+_INSTEAD = re.compile(r"[^\w\n]{0,8}(?:or|maybe|perhaps|possibly|alternatively|not)\b", re.IGNORECASE)
+_ANOTHER = re.compile(
+    rf"{_INSTEAD.pattern}|[^\w\n]{{0,8}}(?:and|but)\s[^\w\n]{{0,4}}\d|[,;]\s[-$\\]{{0,3}}\d", re.IGNORECASE
+)
 _FIGURE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBERS = re.compile(
     rf"(?<![\w.])-?\$?(?:\d+ \d+/\d+(?!\d)|(?:{_FIGURE})(?:e[-+]?\d+|/\d+(?:\.\d+)?)?)"
@@ -18,18 +24,37 @@ _NUMBERS = re.compile(
     rf"|(?<=[\w.])(?<!\d)(?<!\d[.,])(?:{_FIGURE})",
     re.IGNORECASE,
 )
+_OPEN = re.compile(r"\\f?boxed\s*\{")
+_BOX = re.compile(rf"{_OPEN.pattern}|(?<!\\)[{{}}]")
 _LONGEST = 200_000
 
 
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """The closed `\\boxed{...}`, whose braces may nest, by their beginning: (its index, those of its content)."""
+    found: list[tuple[int, int, int]] = []
+    if (first := _OPEN.search(text)) is None:
+        return found
+    opened: list[tuple[int, int] | None] = []  # the boxes among the open braces
+    for brace in _BOX.finditer(text, first.start()):
+        if brace[0] != "}":
+            opened.append(None if brace[0] == "{" else brace.span())
+        elif opened and (span := opened.pop()):
+            found.append((*span, brace.start()))
+    return sorted(found)
+
+
 def boxed(text: str) -> str | None:
-    """The content of the last closed `\\boxed{...}`, whose braces may nest; None if there is none."""
-    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)][-20:]):
-        depth = 1
-        for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
-            depth += 1 if brace[0] == "{" else -1
-            if not depth:
-                return text[start : start + brace.start()].strip()
-    return None
+    """The content of the last closed `\\boxed{...}`; None if there is none. Where another answer stands beside it, as
+    in "\\boxed{4} or \\boxed{5}", it is the text of both."""
+    if not (boxes := _boxes(text)):
+        return None
+    begin, start, end = boxes[-1]
+    if len(boxes) > 1 and boxes[-2][2] < begin:
+        between = text[boxes[-2][2] + 1 : begin]
+        if len(between) <= 20 and re.fullmatch(r"[^\w\n]*(?:(?:or|and)\b)?[^\w\n]*", between):
+            return text[boxes[-2][0] : end + 1]
+    after = text[end + 1 : end + 100].partition("\n")[0]
+    return text[start:end].strip() if not _INSTEAD.match(after) else text[begin : end + 100].partition("\n")[0]
 
 
 def final_answer(response: str) -> str | None:
@@ -49,19 +74,55 @@ def final_answer(response: str) -> str | None:
         return tagged[2].strip()
     if hashes := _HASHES.findall(response):
         return hashes[-1].strip()
-    if phrases := _PHRASE.findall(response):
-        return _PHRASE_END.split(phrases[-1])[0].strip()
-    numbers = _NUMBERS.findall(response)
-    return numbers[-1] if numbers else None
+    if (stated := _stated(response)) is not None:
+        return stated
+    last = _last_number(response)
+    whole = number(response)  # all of it may be one number, such as "2 dozen"
+    return last if whole is None or (last is not None and number(last) == whole) else response.strip()
+
+
+def _stated(text: str) -> str | None:
+    """What follows the last "answer is", up to the end of the phrase, or of the line if that gives several."""
+    last = None
+    for last in _PHRASE.finditer(text):  # noqa: B007
+        pass
+    if last is None:
+        return None
+    phrase = text[last.end() :].partition("\n")[0]
+    end = _PHRASE_END.search(phrase)
+    if end is None or _ANOTHER.match(phrase[end.start() : end.start() + 100]):
+        return phrase.strip()
+    return phrase[: end.start()].strip()
+
+
+def _last_number(text: str) -> str | None:
+    """The last number, unless it is one of two in "4 or 5", or a part of another."""
+    before = last = None
+    for found in _NUMBERS.finditer(text):
+        before, last = last, found
+    if last is None or text[last.end() : last.end() + 1] in RAISED:
+        return None
+    between = "" if before is None else text[before.end() : last.start()]
+    return None if len(between) <= 30 and re.search(r"\bor\b", between) else last[0]
+
+
+def _later(response: str) -> list[str]:
+    """What a response states as its answer after its last box: it may contradict the box."""
+    response = response[-_LONGEST:].rpartition("</think>")[2]
+    boxes = _boxes(response)
+    after = response[boxes[-1][2] :] if boxes else ""
+    hashes, stated = _HASHES.findall(after), _stated(after)
+    return [*hashes[-1:], *([] if stated is None else [stated])]
 
 
 @dataclass(frozen=True, slots=True)
 class MathReward:
-    """`correct` if the response's final answer equals the target, else `incorrect`.
+    """`correct` if the response's final answer equals the target, else `incorrect`; None, unscored, where the target
+    itself takes too long to compare.
 
     The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`; text
     up to a `</think>` does not count. Answers compare as text, as numbers (see `compare.equal`), then symbolically with
-    math-verify; an answer that is unreadable or takes too long to compare is incorrect, never an exception.
+    math-verify; an answer that is ambiguous, unreadable or takes too long to compare is incorrect, never an exception.
 
     Args:
         tolerance: how far two numbers may lie apart: relative to targets between -1 and 1, absolute beyond.
@@ -77,8 +138,9 @@ class MathReward:
         if not 0 <= self.tolerance < float("inf"):
             raise ValueError(f"tolerance must be 0 or positive and finite, got {self.tolerance}")
 
-    def __call__(self, prompt: str, response: str, target: str) -> float:
-        return self.correct if self.is_right(response, target) else self.incorrect
+    def __call__(self, prompt: str, response: str, target: str) -> float | None:
+        right = self.is_right(response, target)
+        return None if right is None else self.correct if right else self.incorrect
 
     def is_right(self, response: str, target: str) -> bool | None:
         """Whether it is right; None where the target takes too long to compare."""
@@ -87,6 +149,14 @@ class MathReward:
         if wanted is None:
             hashes = _HASHES.findall(target)
             wanted = (hashes[-1] if hashes else target).strip()
-        answer = final_answer(response)
         # A response that is the target needs no extraction, which would read "x + 2" as 2.
-        return response.strip() == wanted != "" or (answer is not None and equal(answer, wanted, self.tolerance))
+        if same_text(response, wanted):
+            return True
+        answer = final_answer(response)
+        if answer is None:
+            return False
+        right = equal(answer, wanted, self.tolerance)
+        if right and (value := number(wanted)) is not None:
+            others = (number(text) for text in _later(response))
+            return all(other is None or equal(str(other[0]), str(value[0]), self.tolerance) for other in others)
+        return right

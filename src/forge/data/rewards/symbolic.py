@@ -20,28 +20,43 @@ import sys
 import threading
 from functools import lru_cache
 
-CPU_SECONDS = 1.0  # CPU time rather than wall time: a verdict must not depend on how busy the machine is
+CPU_SECONDS = 0.75  # CPU time rather than wall time: a verdict must not depend on how busy the machine is
 MEMORY_BYTES = 2 << 30
 MAX_CHARACTERS = 1000
+MAX_SURPLUS = 120  # characters of an answer beyond four times those of the target
+MAX_DEPTH = 12  # of nested brackets; math-verify takes exponential time over them
 # The usual ways to write an enormous number: unequal at once rather than after CPU_SECONDS.
-_ENORMOUS = re.compile(r"(?:\^|\*\*)[\s{(]*(?:\d{5,}|\d+[\s})]*(?:\^|\*\*|!))|\d{5,}[\s})]*!")
+_ENORMOUS = re.compile(r"(?:\^|\*\*)[\s{(]*(?:\d{5,}|\d+[\s})]*(?:\^|\*\*|!))|(?<!\d)\d{5,}[\s})]*!")
 
 _lock = threading.Lock()
 _helper: subprocess.Popen[str] | None = None
 
 
+@lru_cache(maxsize=4096)  # degenerate policies repeat themselves
 def equivalent(answer: str, target: str) -> bool | None:
     """Whether two LaTeX or plain expressions are mathematically equal; None if the target takes more than CPU_SECONDS
     even compared with itself.
 
-    Expressions that do not parse, are longer than MAX_CHARACTERS, or are not proven equal in CPU_SECONDS are not equal.
+    Answers that do not parse, are not proven equal in CPU_SECONDS, or exceed MAX_CHARACTERS, MAX_SURPLUS or MAX_DEPTH
+    are not equal.
 
     Raises:
         RuntimeError: the helper process does not run.
     """
+    if len(answer) > 4 * len(target) + MAX_SURPLUS or _depth(answer) > max(MAX_DEPTH, _depth(target)):
+        return False
     verdict = _ask(answer, target)
     # If the target alone is fast, the answer is slow and so wrong: slow answers must not escape a verdict.
     return False if verdict is None and _is_fast(target) else verdict
+
+
+def _depth(text: str) -> int:
+    """How deep brackets nest, of all kinds."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[(\[{}\])]", text):
+        depth += 1 if bracket in "([{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,61 @@
+"""Special tokens that somebody writes as text: in responses, tool results and requests they must stay text.
+
+A tokenizer turns the text of a special token into that token, which ends a turn or begins one of another role. A space
+after its first character prevents that. It changes the text, but of such texts only, and works in any template.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# What other models' special tokens look like: <|im_end|>, </s>, <start_of_turn>, [/INST], <<SYS>>.
+_LIKE_SPECIAL = re.compile(r"<(?=[|｜/!<]*[A-Za-z_｜|][^<>\n]{0,64}>)|\[(?=/?[A-Z][A-Z_]{2,32}\])")
+_PASSES = 8
+
+
+def whole(text: str) -> str:
+    """Without lone surrogates, which JSON can hold and which have no tokens: each becomes "?"."""
+    return text.encode("utf-8", "replace").decode()
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer.
+
+    Attributes:
+        ids: of all of them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        # all_special_tokens lacks some special tokens of some tokenizers.
+        added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.ids: set[int] = {*tokenizer.all_special_ids, *added}
+        texts = {*tokenizer.all_special_tokens, *map(str, added.values())}
+        words = sorted((re.escape(text) for text in texts if len(text) > 1), key=len, reverse=True)
+        # The tokenizer finds those that are `normalized` in the normalized text, which is often in lower case.
+        case = re.IGNORECASE if any(token.normalized for token in added.values()) else 0
+        self._pattern = re.compile("|".join(words) or r"(?!)", case)
+
+    def inert(self, text: str) -> str:
+        """The text with a space in each special token, so that none is one."""
+        for _ in range(_PASSES):  # a rest may be another one
+            text, count = self._pattern.subn(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+            if not count:
+                break
+        return text
+
+    def inert_values(self, value: Any) -> Any:
+        """As `inert`, of all texts in a JSON value, such as a message, which may hold lone surrogates."""
+        if isinstance(value, str):
+            return self.inert(whole(value))
+        if isinstance(value, dict):
+            return {name: self.inert_values(each) for name, each in value.items()}
+        return [self.inert_values(each) for each in value] if isinstance(value, list) else value
+
+
+def inert_anywhere(text: str) -> str:
+    """As `SpecialTokens.inert` for a model whose tokenizer is unknown: whatever looks like a special token."""
+    return _LIKE_SPECIAL.sub(lambda found: f"{found[0]} ", whole(text))
