@@ -32,7 +32,7 @@ try:
     from mcp.shared.message import SessionMessage
     from mcp.types import CONNECTION_CLOSED, JSONRPCMessage, PaginatedRequestParams
 
-    from forge.bounded_http import BoundedTransport
+    from forge.bounded_http import bounded_transport
 except ImportError as error:
     raise ImportError("MCP tools need the mcp package: pip install 'mcp<2'") from error
 
@@ -347,7 +347,7 @@ class HTTPTools(MCPTools):
             yield read, write
 
 
-class _Isolated(BoundedTransport):
+class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
     """Turns invalid responses into errors of their own request; the SDK would end the whole session."""
 
     def __init__(self, name: str) -> None:

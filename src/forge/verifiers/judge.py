@@ -9,9 +9,11 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from string import Formatter
 from typing import Any
 
+from ..bounded_http import bounded_transport
 from ..data.special_tokens import inert_anywhere
 from .spec import JudgeSettings
 from .threads import within
@@ -19,12 +21,12 @@ from .verifier import Scores, Unscored, collect
 
 try:
     from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
-
-    from ..bounded_http import BoundedTransport
 except ImportError as error:
     raise ImportError("LM judges need the openai package: pip install openai") from error
 
 MILLION = 1_000_000
+# Of the library that openai uses: httpx, or httpx2 in later versions.
+_TRANSPORT = bounded_transport(import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]))
 
 
 @dataclass
@@ -214,7 +216,7 @@ class LMJudge:
                 max_retries=self._how.retries,
                 timeout=self._how.request_timeout,
                 http_client=DefaultAsyncHttpxClient(
-                    event_hooks={"request": [count]}, transport=BoundedTransport(), follow_redirects=False
+                    event_hooks={"request": [count]}, transport=_TRANSPORT(), follow_redirects=False
                 ),
             )
             self._at = (loop, client, asyncio.Semaphore(self._how.concurrency))
