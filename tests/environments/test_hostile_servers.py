@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from forge.bounded_http import LONGEST
+from forge.bounded_http import LONGEST, bounded_transport
 from forge.envs.environment import InfrastructureError
 from forge_envs.openenv import OpenEnvClient
 from forge_envs.openenv.client import OpenEnvError
@@ -153,6 +153,22 @@ def test_an_openenv_server_that_answers_with_anything(body: bytes):
         async with Scripted(lambda *_: answered(body)) as url, OpenEnvClient(url) as client:
             with pytest.raises((InfrastructureError, OpenEnvError)):
                 await client.step({"text": "x"})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("library", ["httpx", "httpx2"])  # the second is what newer clients of LM judges use
+@pytest.mark.parametrize("name", ["a gzip bomb", "a long answer", "a long event", "a compressed event"])
+def test_the_transport_of_judges_and_tools_reads_no_more_than_its_limit(library: str, name: str):
+    httpx = pytest.importorskip(library)
+
+    async def main():
+        async with (
+            Scripted(lambda *_: CALLS[name](1)) as url,
+            httpx.AsyncClient(transport=bounded_transport(httpx)()) as client,
+        ):
+            with pytest.raises(httpx.ReadError, match=r"compressed|longer than"):
+                await client.post(url, json={})
 
     asyncio.run(main())
 

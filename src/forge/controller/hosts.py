@@ -40,6 +40,9 @@ class Hosts:
         """The worker processes of the hosts that were started here."""
         return []
 
+    def give_up(self) -> None:
+        """No process could be started on them: count them as lost."""
+
     async def stop(self) -> None:
         """End the worker processes."""
 
@@ -47,19 +50,23 @@ class Hosts:
 class LoopbackHosts(Hosts):
     """Hosts on this machine: a worker process each, which the controller attaches to as it would to another machine.
 
-    A host counts as lost when its worker ended or was stopped by a signal. The next `mesh` then starts all of them
-    again, each at a new address: an address that was attached to once cannot be attached to again.
+    A host counts as lost when its worker ended or was stopped by a signal, or when no process could be started on it: a
+    connection that was silent for too long, as while a machine is suspended, stays broken. The next `mesh` then starts
+    all of them again, each at a new address: an address that was attached to once cannot be attached to again.
     """
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self._workers: list[subprocess.Popen] = []
         self._mesh: HostMesh | None = None
+        self._unusable = False
         self._lock = asyncio.Lock()
 
     async def mesh(self) -> HostMesh:
         async with self._lock:
-            lost = any(worker.poll() is not None or is_stopped(worker.pid) for worker in self._workers)
+            lost = self._unusable or any(
+                worker.poll() is not None or is_stopped(worker.pid) for worker in self._workers
+            )
             if self._mesh is None or lost:
                 await self.stop()
                 folder = os.environ["TMPDIR"]  # the runtime's, private
@@ -72,8 +79,11 @@ class LoopbackHosts(Hosts):
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
 
+    def give_up(self) -> None:
+        self._unusable = True
+
     async def stop(self) -> None:
-        workers, self._workers, self._mesh = self._workers, [], None
+        workers, self._workers, self._mesh, self._unusable = self._workers, [], None, False
         for worker in workers:
             worker.kill()
         for worker in workers:

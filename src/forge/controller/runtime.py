@@ -101,6 +101,8 @@ class Runtime:
                 await replica.start()
             except BaseException as error:
                 replica.fail(f"its start failed: {error}", blameless=True)
+                if not group.pids:
+                    self._hosts_of(component, index).give_up()
                 if not group.shared or component.options.heavy or isinstance(error, CallTimeout):
                     # What it left behind would be in the way of the next attempt: torch.distributed, device memory.
                     group.fail("its start failed")  # kills; the rest of its end need not be waited for
