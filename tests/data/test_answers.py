@@ -43,6 +43,7 @@ def test_no_answer_is_right_for_two_numbers():
 WHOLE = st.integers(-(10**6), 10**6)
 
 
+@pytest.mark.processes
 @given(WHOLE, WHOLE)
 def test_two_numbers_are_never_one_answer(one, other):
     for form in (

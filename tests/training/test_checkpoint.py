@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import resource
 import shutil
 from collections.abc import Iterator
@@ -13,8 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forge.integrity import DamagedFile
 from forge.training import checkpoint
 from forge.training.checkpoint import Background
+from forge.training.checkpoint_reader import UnsafeCheckpoint
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 from tests.training.ranks import LOSS
 
@@ -75,15 +76,17 @@ def test_what_is_not_complete_is_neither_listed_nor_loaded(model: Path, tmp_path
     trainer = make_trainer(model)
     first = checkpoint.save(trainer, tmp_path)
     trainer.train_step(example(), LOSS)
-    with pytest.raises((pickle.PicklingError, AttributeError)):
+    with pytest.raises(UnsafeCheckpoint):
         checkpoint.save(trainer, tmp_path, extra={"cannot be pickled": lambda: None})
     assert list(tmp_path.iterdir()) == [first]
     unfinished = tmp_path / "step_000001.unfinished"
     shutil.copytree(first, unfinished)
     assert checkpoint.checkpoints(tmp_path) == [first]
-    for path in (unfinished, tmp_path / "step_000001", tmp_path):
+    for path in (unfinished, tmp_path / "step_000001"):
         with pytest.raises(FileNotFoundError, match="is not a complete checkpoint"):
             checkpoint.load(trainer, path)
+    with pytest.raises(DamagedFile, match=r"checksums.txt is missing"):
+        checkpoint.load(trainer, tmp_path)
     second = checkpoint.save(trainer, tmp_path)
     assert checkpoint.checkpoints(tmp_path) == [first, second] == sorted(tmp_path.iterdir())
     assert checkpoint.checkpoints(tmp_path / "nowhere") == []
