@@ -165,11 +165,15 @@ class CollectivePut:
             if not (path / "outcome").exists() or any(path.glob("*.gone")):
                 chosen = number
         self._place = self._all / f"{ranks.group}-{chosen}"
-        self._place.mkdir(exist_ok=True)
+        if not self._place.exists():
+            self._place.mkdir()
+            (self._place / "begun").write_text(str(time.monotonic()))  # of this boot; the clock may jump
         self._outcome = self._place / "outcome"
         self._parts = [self._place / f"{rank}.part" for rank in range(ranks.world)]
         for other in self._all.iterdir():
-            if time.time() - other.stat().st_mtime > ABANDONED:
+            # A killed process leaves a folder without its time or with a part of it: `settle` removes that one.
+            begun = other / "begun"
+            if begun.exists() and time.monotonic() - float(begun.read_text() or "inf") > ABANDONED:
                 shutil.rmtree(other)
 
     def add(self, part: Manifest) -> bool:
