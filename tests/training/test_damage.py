@@ -8,6 +8,7 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from forge.integrity import DamagedFile, check_files, read_sealed, write_checksu
 from forge.models import resolve_model
 from forge.store import CorruptWeights, MissingVersion, VersionStore
 from forge.training import checkpoint
-from forge.training.checkpoint_reader import UnsafeCheckpoint
+from forge.training.checkpoint_reader import UnsafeCheckpoint, dump_plain, load_plain
 from forge.types import Episode, Group, Origin, Seen
 from tests.training.cases import example, make_trainer
 from tests.training.ranks import LOSS
@@ -102,6 +103,20 @@ def test_rollouts_and_positions_come_back_as_they_were(saved: Path):
     state = checkpoint.extra(saved)
     assert state["groups"] == [group()]
     assert (state["seen"], state["random"]) == (Seen(3, {5, 7}), random.Random(0).getstate())
+
+
+@pytest.mark.parametrize("code", np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?")
+def test_arrays_of_all_numbers_come_back(code: str):
+    state = {"array": np.arange(2).astype(code), "scalar": np.ones(1, code)[0]}
+    found = load_plain(io.BytesIO(dump_plain(state, "extra.pt")))
+    assert found["array"].dtype == found["scalar"].dtype == np.dtype(code)
+    assert (found["array"].tolist(), found["scalar"]) == (state["array"].tolist(), state["scalar"])
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.array([{}]), np.datetime64("2020-01-01"), np.zeros(1, "i4,f8")])
+def test_arrays_of_anything_else_are_not_written(array):
+    with pytest.raises(UnsafeCheckpoint, match=r"extra.pt cannot hold arrays of"):
+        dump_plain({"array": array}, "extra.pt")
 
 
 def test_what_could_not_be_read_is_not_written(model: Path, tmp_path: Path):
