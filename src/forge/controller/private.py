@@ -110,7 +110,11 @@ def warn_if_exposed() -> None:
             mine.add(os.readlink(f"/proc/self/fd/{handle}"))
         except FileNotFoundError:  # the one that lists the folder
             continue
-    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    try:  # names of sockets may be any bytes
+        table = Path("/proc/net/unix").read_bytes().decode(errors="replace")
+    except OSError:  # a container may hide it
+        return
+    rows = [line.split() for line in table.splitlines()[1:]]
     names = [row[7] for row in rows if len(row) > 7 and row[7].startswith("@") and f"socket:[{row[6]}]" in mine]
     if names:
         log.warning(
