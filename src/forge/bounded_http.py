@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 
 import httpx
 
-LONGEST = 16 << 20  # bytes of an answer, or of one line of an event stream
+LONGEST = 16 << 20  # bytes of an answer, or of one event of a stream
+_BLANK = re.compile(rb"(?:\r\n|\n|\r(?!\n))[\r\n]")  # a blank line ends an event
 
 
 class BoundedTransport(httpx.AsyncHTTPTransport):
@@ -26,20 +28,24 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
                 f"the answer is compressed ({encoding[:20]}), which was not asked for", request=request
             )
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        lines = response.headers.get("Content-Type", "").startswith("text/event-stream")
-        response.stream = _Bounded(response.stream, lines, request)
+        events = response.headers.get("Content-Type", "").startswith("text/event-stream")
+        response.stream = _Bounded(response.stream, events, request)
         return response
 
 
 class _Bounded(httpx.AsyncByteStream):
-    def __init__(self, stream: httpx.AsyncByteStream, lines: bool, request: httpx.Request) -> None:
-        self._stream, self._lines, self._request = stream, lines, request
+    def __init__(self, stream: httpx.AsyncByteStream, events: bool, request: httpx.Request) -> None:
+        self._stream, self._events, self._request = stream, events, request
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        taken = 0
+        taken, before = 0, b""
         async for chunk in self._stream:
-            end = chunk.rfind(b"\n") if self._lines else -1
-            taken = taken + len(chunk) if end < 0 else len(chunk) - end - 1
+            taken += len(chunk)
+            if self._events:
+                text = before + chunk
+                for blank in _BLANK.finditer(text):
+                    taken = len(text) - blank.end()
+                before = text[-3:]
             if taken > LONGEST:
                 raise httpx.ReadError(f"the answer is longer than {LONGEST} bytes", request=self._request)
             yield chunk

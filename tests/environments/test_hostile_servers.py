@@ -6,9 +6,10 @@ import json
 import re
 import tracemalloc
 
+import httpx
 import pytest
 
-from forge.bounded_http import LONGEST
+from forge.bounded_http import LONGEST, _Bounded
 from forge.envs.environment import InfrastructureError
 from forge_envs.openenv import OpenEnvClient
 from forge_envs.openenv.client import OpenEnvError
@@ -109,6 +110,24 @@ def test_an_mcp_server_that_answers_a_call_with_anything(name: str):
     asyncio.run(main())
     assert tracemalloc.get_traced_memory()[1] < 8 * LONGEST
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_an_event_has_a_limit_and_a_stream_of_events_has_none(end: str):
+    line, size = f"data: {'a' * 60_000}{end}".encode(), 1 << 14
+
+    async def taken(stream: bytes) -> int:
+        async def chunks():
+            for at in range(0, len(stream), size):
+                yield stream[at : at + size]
+
+        bounded = _Bounded(httpx._content.AsyncIteratorByteStream(chunks()), True, httpx.Request("GET", "http://x"))
+        return sum([len(chunk) async for chunk in bounded])
+
+    many = LONGEST // len(line) + 2
+    assert asyncio.run(taken((line + end.encode()) * many)) > LONGEST
+    with pytest.raises(httpx.ReadError, match="longer than"):
+        asyncio.run(taken(line * many))
 
 
 @pytest.mark.parametrize("fresh", [True, False])
