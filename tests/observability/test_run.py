@@ -54,6 +54,31 @@ def test_cutting_back(tmp_path: Path):
     assert cut(tmp_path / "none.jsonl", 3) == []
 
 
+@pytest.mark.parametrize("damaged", [b'{"stdp": 1}', b'{"step": null}', b"5", b"\xff"])
+def test_a_damaged_line_is_named(tmp_path: Path, damaged: bytes):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + damaged + b'\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2 is damaged"):
+        cut(path, 9)
+
+
+def test_logs_that_were_cut_back_twice_are_not_called_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The checkpoint of step 4 was damaged, so the run was resumed from that of step 2, and killed before the next."""
+    first = Run("one", {}, steps=4, root=str(tmp_path))
+    for step in range(5):
+        first.log(step, Snapshot(), reward=1.0)
+        first.sync()
+    first.close()
+    for reward in (2.0, 3.0):
+        again = Run("one", {}, steps=4, root=str(tmp_path), resume="a checkpoint", start=2)
+        for step in (3, 4):
+            again.log(step, Snapshot(), reward=reward)
+        again.close()
+    assert "damaged" not in caplog.text
+    (tmp_path / "one/rollouts.jsonl").unlink()  # somebody needed the space
+    Run("one", {}, steps=4, root=str(tmp_path), resume="a checkpoint", start=2).close()
+
+
 def test_the_report_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
     first = Run("one", {}, steps=4, root=str(tmp_path))
     for step in range(4):
