@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from forge.integrity import DamagedFile, check_files, read_sealed, write_checksums, write_sealed
 from forge.models import resolve_model
@@ -73,6 +74,18 @@ def test_every_flipped_bit_of_a_model_that_was_exported_is_found(model: Path, tm
                 resolve_model(str(tmp_path / "model"))
         path.write_bytes(whole)
     resolve_model(str(tmp_path / "model"))
+
+
+def test_a_model_with_several_chat_templates_is_exported(model: Path, tmp_path: Path):
+    words = AutoTokenizer.from_pretrained(model)
+    words.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    words.save_pretrained(tmp_path / "words")
+    checkpoint.export(make_trainer(model), tmp_path / "model", tmp_path / "words")
+    resolve_model(str(tmp_path / "model"))
+    (extra,) = (tmp_path / "model").glob("*/tool_use.jinja")
+    extra.write_text("changed")
+    with pytest.raises(DamagedFile, match=r"tool_use.jinja is damaged"):
+        resolve_model(str(tmp_path / "model"))
 
 
 @pytest.mark.processes
