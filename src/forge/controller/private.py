@@ -38,7 +38,7 @@ _FAMILY = struct.Struct("=H")
 _ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"
 _LOG_FOLDER = re.compile(rb"/tmp/[^/]+")
 _LOG_FILE = re.compile(rb"/tmp/[^/]+/monarch_log[^/]*")
-_LONGEST = 40  # a socket's path has at most 107 bytes, of which Monarch's names and ours take 60
+_LONGEST = 33  # a socket's path has at most 107 bytes, of which Monarch's names and ours take 67
 _Bind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
 _Open = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint32, use_errno=True)
 _Mkdir = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32, use_errno=True)
