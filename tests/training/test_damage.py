@@ -179,6 +179,15 @@ def test_reading_a_checkpoint_of_somebody_else_runs_none_of_their_code(
         assert "archive/data.pkl" in archive.namelist()
 
 
+def test_what_the_disk_cannot_read_is_damaged(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    write_checksums(tmp_path, ["file"])
+    (tmp_path / "file").unlink()
+    (tmp_path / "file").symlink_to("/proc/self/mem")  # reading its first page is EIO
+    with pytest.raises(DamagedFile, match=r"file is damaged: the disk cannot read it"):
+        check_files(tmp_path)
+
+
 def test_a_sealed_text_is_read_as_it_was_written(tmp_path: Path):
     path = tmp_path / "x.yaml"
     for text in ("a: 1\n", "", "# xxh3-128 \n", "ü: 'ö'\n"):
