@@ -49,6 +49,7 @@ def served(work, key: str | None = None):
         ({"Host": "[broken"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Origin": "http://localhost:3000"}, 200),
         ({"Content-Type": "text/plain"}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415),

@@ -81,7 +81,9 @@ def guard(host: str, key: str | None) -> Any:
             origin = request.headers.get("Origin")
             if _name(f"//{request.headers.get('Host', '')}") not in names:
                 raise web.HTTPForbidden(reason="the Host header is not the address of this server")
-            if origin is not None and _name(origin) not in names:
+            # Images and the like of a page come without an Origin.
+            foreign = request.headers.get("Sec-Fetch-Site") == "cross-site"
+            if foreign or (origin is not None and _name(origin) not in names):
                 raise web.HTTPForbidden(reason="requests from pages of other origins are not allowed")
         if request.can_read_body:
             if request.content_type != "application/json":
