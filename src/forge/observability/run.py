@@ -39,7 +39,6 @@ class Run:
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
-        ValueError: the resumed run is corrupted; names the file and the line.
     """
 
     def __init__(
@@ -239,23 +238,19 @@ def clear(folder: Path) -> None:
 
 
 def cut(path: Path, last: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after `last` from a file of JSON lines; returns the others.
-
-    Raises:
-        ValueError: a line is damaged that is not the truncated last one.
-    """
-    kept: list[dict[str, Any]] = []
+    """Remove the lines of steps after `last` from a file of JSON lines; returns the others. Damaged lines are removed
+    too: a killed process leaves a truncated last one, any other is a warning."""
+    kept: list[tuple[str, dict[str, Any]]] = []
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            beyond = row["step"] > last
+            if row["step"] > last:
+                break
         except (ValueError, KeyError, TypeError):
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is damaged: the run cannot be resumed") from None
-            break
-        if beyond:
-            break
-        kept.append(row)
-    write_atomic(path, "".join(f"{line}\n" for line in lines[: len(kept)]), durable=True)
-    return kept
+                log.warning("%s, line %d is damaged and left out", path, number)
+            continue
+        kept.append((line, row))
+    write_atomic(path, "".join(f"{line}\n" for line, _ in kept), durable=True)
+    return [row for _, row in kept]
