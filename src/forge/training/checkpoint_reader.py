@@ -38,7 +38,7 @@ ALLOWED: tuple[type, ...] = (
     frozenset,
 )
 _NUMBERS = "?bBhHiIlLqQefdgFDG"  # numpy's codes
-_ARRAYS = (np.ndarray, np.dtype, *{type(np.dtype(code)) for code in _NUMBERS}, _reconstruct, scalar)
+_ARRAYS: tuple[Any, ...] = (np.ndarray, np.dtype, *{type(np.dtype(code)) for code in _NUMBERS}, _reconstruct, scalar)
 _METADATA = {
     *((cls.__module__, cls.__name__) for cls in vars(dcp_metadata).values() if isinstance(cls, type)),
     (dcp_filesystem.__name__, "_StorageInfo"),
