@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.janitor import Scratch, sweep
+from forge.janitor import MACHINE, Scratch, sweep
 
 pytestmark = pytest.mark.processes
 
@@ -56,7 +56,7 @@ def test_what_a_dead_process_left_is_removed_and_nothing_else(base: Path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_folders_of_another_user_are_left_alone_however_deep(base: Path):
-    deep = base / "forge-weights-x"
+    deep = base / f"forge-weights-1-{MACHINE}-x"
     deep.mkdir()
     handle = os.open(deep, os.O_RDONLY)
     for _ in range(3000):  # deeper than a path may be, and than Python recurses
@@ -73,9 +73,25 @@ def test_folders_of_another_user_are_left_alone_however_deep(base: Path):
     subprocess.run(["rm", "-rf", str(deep)], check=True)
 
 
+def test_folders_of_other_hosts_and_of_earlier_versions_stay(base: Path):
+    """Their processes may live: other hosts' locks are not seen here, and earlier versions had none."""
+    for name in ("forge-run-12-ab3d5f-zkzjsmui", "forge-run-12-zkzjsmui", "forge-weights-12-zkzjsmui"):
+        (base / name).mkdir()
+        assert base / name not in sweep()
+        assert (base / name).is_dir()
+
+
+def test_two_that_sweep_at_once_do_not_warn(base: Path, monkeypatch, caplog: pytest.LogCaptureFixture):
+    left = base / f"forge-run-1-{MACHINE}-x"
+    left.mkdir()
+    monkeypatch.setattr("fcntl.flock", lambda *_: left.rmdir())
+    assert left not in sweep()
+    assert not caplog.records
+
+
 def test_a_folder_goes_with_close(base: Path):
     scratch = Scratch("forge-trackers-", base)
-    assert scratch.path.name.startswith(f"forge-trackers-{os.getpid()}-")
+    assert scratch.path.name.startswith(f"forge-trackers-{os.getpid()}-{MACHINE}-")
     scratch.close()
     assert not list(base.iterdir())
 

@@ -49,6 +49,7 @@ def served(work, key: str | None = None):
         ({"Host": "[broken"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Origin": "http://localhost:3000"}, 200),
         ({"Content-Type": "text/plain"}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
@@ -81,6 +82,7 @@ def test_with_a_key_the_key_decides():
         for given, status in (
             ({}, 401),
             ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Bearer \udcff"}, 401),
             ({"Authorization": "Bearer sécret"}, 200),
         ):
             async with http.get(url, headers={"Host": "train-3.cluster", **given}) as answer:
@@ -109,6 +111,8 @@ def test_connections_beyond_the_limit_are_closed_and_silent_ones_too(monkeypatch
         port = int(url.rpartition(":")[2])
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         held[0][1].write(b"GET / HTTP/1.1\r\nHost: localhost\r\n")  # half a request
+        held[1][1].write(b"\r\n\r\n")  # blank lines, which may come before one
+        held[2][1].write(b"\r\n\r\nGET / HTTP/1.1\r\n")
         held.append(await asyncio.open_connection("127.0.0.1", port))
         assert await closed(held[-1][0])
         assert all([await closed(reader) for reader, _ in held])

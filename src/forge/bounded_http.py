@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterable, AsyncIterator
 from types import ModuleType
 from typing import Any
 
-LONGEST = 16 << 20  # bytes of an answer, or of one line of an event stream
+LONGEST = 16 << 20  # bytes of an answer, or of one event of a stream
+_BLANK = re.compile(rb"(?:\r\n|\n|\r(?!\n))[\r\n]")  # a blank line ends an event
 
 
 def bounded_transport(httpx: ModuleType) -> Any:
@@ -25,24 +27,37 @@ def bounded_transport(httpx: ModuleType) -> Any:
             if encoding != "identity":
                 await response.aclose()
                 raise httpx.ReadError(f"the answer is compressed ({encoding[:20]})", request=request)
-            lines = response.headers.get("Content-Type", "").startswith("text/event-stream")
-            response.stream = Bounded(response.stream, lines, request)
+            response.stream = Bounded(response, request)
             return response
 
     class Bounded(httpx.AsyncByteStream):  # type: ignore[name-defined, misc]
-        def __init__(self, stream: Any, lines: bool, request: Any) -> None:
-            self._stream, self._lines, self._request = stream, lines, request
+        def __init__(self, response: Any, request: Any) -> None:
+            self._stream, self._request = response.stream, request
+            self._events = response.headers.get("Content-Type", "").startswith("text/event-stream")
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            taken = 0
-            async for chunk in self._stream:
-                end = chunk.rfind(b"\n") if self._lines else -1
-                taken = taken + len(chunk) if end < 0 else len(chunk) - end - 1
-                if taken > LONGEST:
-                    raise httpx.ReadError(f"the answer is longer than {LONGEST} bytes", request=self._request)
-                yield chunk
+            try:
+                async for chunk in bounded(self._stream, self._events):
+                    yield chunk
+            except OverflowError as error:
+                raise httpx.ReadError(str(error), request=self._request) from None
 
         async def aclose(self) -> None:
             await self._stream.aclose()
 
     return Transport
+
+
+async def bounded(stream: AsyncIterable[bytes], events: bool) -> AsyncIterator[bytes]:
+    """The chunks of a stream. OverflowError: it, or with `events` one event of it, is longer than LONGEST."""
+    taken, before = 0, b""
+    async for chunk in stream:
+        taken += len(chunk)
+        if events:
+            text = before + chunk
+            for blank in _BLANK.finditer(text):
+                taken = len(text) - blank.end()
+            before = text[-3:]
+        if taken > LONGEST:
+            raise OverflowError(f"the answer is longer than {LONGEST} bytes")
+        yield chunk

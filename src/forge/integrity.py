@@ -7,6 +7,7 @@ that comes before.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,4 +94,8 @@ def _digest(path: Path) -> tuple[str, int]:
                 size += len(chunk)
     except FileNotFoundError:
         raise DamagedFile(f"{path} is missing") from None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise DamagedFile(f"{path} is damaged: the disk cannot read it") from None
     return digest.hexdigest(), size

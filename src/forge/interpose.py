@@ -51,19 +51,33 @@ def replace(library: str, functions: dict[str, Any]) -> Callable[[], None]:
 
 
 def _write(slot: int, address: int | None) -> int:
-    """Write an address to a place that the loader has made read-only; returns the one before."""
-    page = slot - slot % mmap.PAGESIZE
-    if _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
+    """Write an address to a place that the loader may have made read-only; returns the one before."""
+    page, read_only = slot - slot % mmap.PAGESIZE, not _writable(slot)
+    if read_only and _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
         raise OSError(ctypes.get_errno(), "its table of imports cannot be written")
     place = ctypes.c_void_p.from_address(slot)
     before, place.value = place.value, address
-    _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
+    if read_only:  # otherwise the loader, or the library's data in the same page, still needs to write
+        _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
     return before or 0
+
+
+def _maps() -> list[str]:
+    return Path("/proc/self/maps").read_bytes().decode(errors="surrogateescape").splitlines()
+
+
+def _writable(place: int) -> bool:
+    for line in _maps():
+        first, _, rest = line.partition("-")
+        end, mode, *_ = rest.split()
+        if int(first, 16) <= place < int(end, 16):
+            return "w" in mode
+    return False
 
 
 def _loaded(library: str) -> tuple[str, int]:
     """The file of a library, and where it begins in memory."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in _maps():
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and library in fields[5] and int(fields[2], 16) == 0:
             return fields[5], int(fields[0].partition("-")[0], 16)

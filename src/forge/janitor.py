@@ -5,17 +5,32 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
+import xxhash
+
 log = logging.getLogger(__name__)
 
 PREFIXES = ("forge-run-", "forge-weights-", "forge-trackers-")
 NEW = "forge-new-"
 SETTLING = 60.0  # seconds in which a folder is made and locked
+
+
+def _machine() -> str:
+    """This machine since its start, in a few letters: locks on a folder that machines share are not seen by others."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        name = platform.node()
+    return xxhash.xxh3_64_hexdigest(name.encode())[:6]
+
+
+MACHINE = _machine()
 
 
 class Scratch:
@@ -26,7 +41,7 @@ class Scratch:
     while it lives. The lock also keeps systemd-tmpfiles away.
 
     Args:
-        prefix: of the folder's name, one of PREFIXES; this process's id comes next.
+        prefix: of the folder's name, one of PREFIXES; this process's id and the machine's come next.
         base: where it is made; None is the folder for temporary files.
     """
 
@@ -36,7 +51,8 @@ class Scratch:
         self._lock: int | None = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         # Renamed once it is locked: another process that sweeps must not take it for a left one.
-        self.path = new.rename(new.with_name(f"{prefix}{os.getpid()}-{new.name.removeprefix(NEW)}"))
+        name = f"{prefix}{os.getpid()}-{MACHINE}-{new.name.removeprefix(NEW)}"
+        self.path = new.rename(new.with_name(name))
         self._watcher: subprocess.Popen | None = subprocess.Popen(
             ["/bin/sh", "-c", 'read -r _; rm -rf -- "$1"', "sh", str(self.path)],
             stdin=subprocess.PIPE,
@@ -59,14 +75,15 @@ class Scratch:
 
 
 def sweep() -> list[Path]:
-    """Remove what dead processes of this user left on this host; returns the folders.
+    """Remove what dead processes of this user left on this host since it was started; returns the folders.
 
-    A folder counts as left if it is this user's own and no process holds its lock.
+    A folder counts as left if it is this user's own and no process holds its lock. Folders of other hosts, in a TMPDIR
+    that is shared, and those of earlier versions, which had no lock, have other names.
     """
     removed = []
     for base in {Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir())}:
-        for prefix in (*PREFIXES, NEW):
-            removed += [folder for folder in base.glob(f"{prefix}*") if _remove_left(folder)]
+        for pattern in (*(f"{prefix}*-{MACHINE}-*" for prefix in PREFIXES), f"{NEW}*"):
+            removed += [folder for folder in base.glob(pattern) if _remove_left(folder)]
     return removed
 
 
@@ -83,7 +100,7 @@ def _remove_left(folder: Path) -> bool:
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
-    except BlockingIOError:  # its process lives
+    except (BlockingIOError, FileNotFoundError):  # its process lives, or another one removed it
         return False
     except (OSError, RecursionError) as error:
         log.warning("%s was left by a process that is dead and could not be removed: %s", folder, error)

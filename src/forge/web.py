@@ -75,13 +75,15 @@ def guard(host: str, key: str | None) -> Any:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), key.encode()):
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode(errors="surrogateescape")):
                 raise web.HTTPUnauthorized(reason="the API key is missing or wrong")
         else:
             origin = request.headers.get("Origin")
             if _name(f"//{request.headers.get('Host', '')}") not in names:
                 raise web.HTTPForbidden(reason="the Host header is not the address of this server")
-            if origin is not None and _name(origin) not in names:
+            # Images and the like of a page come without an Origin.
+            foreign = request.headers.get("Sec-Fetch-Site") == "cross-site"
+            if foreign or (origin is not None and _name(origin) not in names):
                 raise web.HTTPForbidden(reason="requests from pages of other origins are not allowed")
         if request.can_read_body:
             if request.content_type != "application/json":
@@ -134,7 +136,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._limit is not None:
-            self._headers = (self._headers + data)[:LONGEST_HEADERS]
+            self._headers = (self._headers + data).lstrip(b"\r\n")[:LONGEST_HEADERS]  # blank lines may come first
             if b"\r\n\r\n" in self._headers or len(self._headers) == LONGEST_HEADERS:  # aiohttp rejects longer ones
                 self._limit.cancel()
                 self._limit, self._headers = None, b""

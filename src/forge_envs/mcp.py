@@ -102,6 +102,10 @@ class MCPTools(ABC):
             ToolError: the tool failed, does not exist, or took more than `timeout` seconds.
             InfrastructureError: the server is gone.
         """
+        try:
+            json.dumps(dict(arguments), ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # it would end the connection
+            raise ToolError("the arguments hold a lone surrogate, which is no character") from None
         if (session := self._session) is None:
             lost, self._lost = self._lost, ""
             if lost:  # report the loss once: the caller may rely on the server's state

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forge.recipes import launch
 from tests.apps.test_recipes import CONFIG, command, start
 from tests.controller.test_private import descendants
 
@@ -119,3 +120,16 @@ def test_a_shell_in_which_no_run_is_possible(tmp_path: Path, prefix: str, env: d
     )
     (line,) = done.stderr.splitlines()
     assert line.startswith(message)
+
+
+def test_a_broken_pipe_is_that_of_standard_output_only_if_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_) -> None:
+        raise BrokenPipeError("the pipe of a tracker")
+
+    monkeypatch.setattr(launch, "read_config", broken)
+    with pytest.raises(BrokenPipeError, match="of a tracker"):
+        launch.launch(None, None, ["--config", "x"])
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream:
+        assert launch._has_no_reader(stream)

@@ -256,6 +256,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(left, name
             find_start(left.cfg, "auto")
 
 
+def test_a_checkpoint_whose_critic_is_lost_is_damaged(left, caplog):
+    for step in (2, 4):
+        shutil.copytree(left.checkpoint(step), left.folder / f"checkpoints/critic/step_{step:06d}")
+    assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(4)), 4)
+    shutil.rmtree(left.folder / "checkpoints/critic/step_000004")
+    assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(2)), 2)
+    assert "critic/step_000004/checksums.txt is missing" in caplog.text
+
+
 def test_a_run_folder_of_which_files_are_damaged_is_one_line(left):
     for name in ("config.yaml", "origin.json"):
         path = left.folder / name

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -173,6 +174,20 @@ def test_what_was_started_before_forge_is_a_warning():
     )
 
 
+def test_the_name_of_a_strangers_socket_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch):
+    from forge.controller.private import warn_if_exposed
+
+    with socket.socket(socket.AF_UNIX) as odd:
+        odd.bind(b"\0\xff\xfe" + os.urandom(4))
+        warn_if_exposed.__wrapped__()
+    monkeypatch.setattr(Path, "read_bytes", hidden)
+    warn_if_exposed.__wrapped__()
+
+
+def hidden(path: Path) -> bytes:
+    raise FileNotFoundError(path)
+
+
 def test_a_long_TMPDIR_is_no_obstacle(tmp_path: Path):
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
@@ -201,6 +216,23 @@ def test_no_process_of_a_run_has_a_log_of_a_name_that_others_can_guess(a_run: su
                 continue
     assert [name for name in opened if name.endswith("(deleted)")]  # a file without a name
     assert not [name for name in opened if "monarch_log" in name]
+
+
+def test_a_page_stays_as_writable_as_it_was():
+    import ctypes
+    import mmap
+
+    from forge import interpose
+
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    view = ctypes.c_char.from_buffer(page)
+    slot = ctypes.addressof(view)
+    assert interpose._write(slot, 5) == 0
+    page[8] = 1  # of a library's lazy imports, which the loader writes later
+    interpose._libc.mprotect(slot, mmap.PAGESIZE, mmap.PROT_READ)
+    assert interpose._write(slot, 6) == 5
+    assert not interpose._writable(slot)
+    interpose._libc.mprotect(slot, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def test_imports_are_found_where_the_loader_says():

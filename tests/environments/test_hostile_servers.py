@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from forge.bounded_http import LONGEST, bounded_transport
+from forge.bounded_http import LONGEST, bounded, bounded_transport
 from forge.envs.environment import InfrastructureError
 from forge_envs.openenv import OpenEnvClient
 from forge_envs.openenv.client import OpenEnvError
@@ -109,6 +109,33 @@ def test_an_mcp_server_that_answers_a_call_with_anything(name: str):
     asyncio.run(main())
     assert tracemalloc.get_traced_memory()[1] < 8 * LONGEST
     tracemalloc.stop()
+
+
+def test_arguments_that_are_no_text_do_not_end_the_session():
+    async def main():
+        async with mcp_server() as url, mcp.HTTPTools(url) as tools:
+            with pytest.raises(mcp.ToolError, match="lone surrogate"):
+                await tools.call("add", {"a": ["\ud800"]})
+            assert await tools.call("add", {"a": ["\U0001f600"]}) == ""
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_an_event_has_a_limit_and_a_stream_of_events_has_none(end: str):
+    line, size = f"data: {'a' * 60_000}{end}".encode(), 1 << 14
+
+    async def taken(stream: bytes) -> int:
+        async def chunks():
+            for at in range(0, len(stream), size):
+                yield stream[at : at + size]
+
+        return sum([len(chunk) async for chunk in bounded(chunks(), events=True)])
+
+    many = LONGEST // len(line) + 2
+    assert asyncio.run(taken((line + end.encode()) * many)) > LONGEST
+    with pytest.raises(OverflowError, match="longer than"):
+        asyncio.run(taken(line * many))
 
 
 @pytest.mark.parametrize("fresh", [True, False])

@@ -48,10 +48,33 @@ def test_cutting_back(tmp_path: Path):
     assert [row["step"] for row in cut(path, 9)] == [0, 1, 1, 2, 3]
     assert [row["step"] for row in cut(path, 1)] == [0, 1, 1]
     assert path.read_text().splitlines() == lines[:3]
-    path.write_text("\n".join([lines[0], "{", lines[1]]))
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 2 is damaged"):
-        cut(path, 9)
     assert cut(tmp_path / "none.jsonl", 3) == []
+
+
+@pytest.mark.parametrize("damaged", [b"{", b'{"stdp": 1}', b'{"step": null}', b"5", b"\xff"])
+def test_a_damaged_line_is_a_warning(tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + damaged + b'\n{"step": 2}\n')
+    assert cut(path, 9) == [{"step": 0}, {"step": 2}]
+    assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
+    assert "rows.jsonl, line 2 is damaged and left out" in caplog.text
+
+
+def test_logs_that_were_cut_back_twice_are_not_called_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The checkpoint of step 4 was damaged, so the run was resumed from that of step 2, and killed before the next."""
+    first = Run("one", {}, steps=4, root=str(tmp_path))
+    for step in range(5):
+        first.log(step, Snapshot(), reward=1.0)
+        first.sync()
+    first.close()
+    for reward in (2.0, 3.0):
+        again = Run("one", {}, steps=4, root=str(tmp_path), resume="a checkpoint", start=2)
+        for step in (3, 4):
+            again.log(step, Snapshot(), reward=reward)
+        again.close()
+    assert "damaged" not in caplog.text
+    (tmp_path / "one/rollouts.jsonl").unlink()  # somebody needed the space
+    Run("one", {}, steps=4, root=str(tmp_path), resume="a checkpoint", start=2).close()
 
 
 def test_the_report_of_a_resumed_run_shows_all_of_it(tmp_path: Path):

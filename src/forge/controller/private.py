@@ -38,7 +38,7 @@ _FAMILY = struct.Struct("=H")
 _ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"
 _LOG_FOLDER = re.compile(rb"/tmp/[^/]+")
 _LOG_FILE = re.compile(rb"/tmp/[^/]+/monarch_log[^/]*")
-_LONGEST = 40  # a socket's path has at most 107 bytes, of which Monarch's names and ours take 60
+_LONGEST = 33  # a socket's path has at most 107 bytes, of which Monarch's names and ours take 67
 _Bind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
 _Open = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint32, use_errno=True)
 _Mkdir = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32, use_errno=True)
@@ -110,7 +110,11 @@ def warn_if_exposed() -> None:
             mine.add(os.readlink(f"/proc/self/fd/{handle}"))
         except FileNotFoundError:  # the one that lists the folder
             continue
-    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    try:  # names of sockets may be any bytes
+        table = Path("/proc/net/unix").read_bytes().decode(errors="replace")
+    except OSError:  # a container may hide it
+        return
+    rows = [line.split() for line in table.splitlines()[1:]]
     names = [row[7] for row in rows if len(row) > 7 and row[7].startswith("@") and f"socket:[{row[6]}]" in mine]
     if names:
         log.warning(

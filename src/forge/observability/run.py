@@ -39,7 +39,6 @@ class Run:
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
-        ValueError: the resumed run is corrupted; names the file and the line.
     """
 
     def __init__(
@@ -68,6 +67,8 @@ class Run:
         write_sealed(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
         self._logs = {name: (self.folder / name).open("a", encoding="utf-8") for name in (MARK, ROLLOUTS)}
         self._digests = {name: xxhash.xxh3_128((self.folder / name).read_bytes()) for name in self._logs}
+        if resume:
+            self.sync()  # rows that are now removed may be in the checksums
         self._trackers: Any = None
         if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
             from .trackers import TrackerProcess
@@ -173,7 +174,8 @@ class Run:
             log.warning("%s: damage of the logs before this checkpoint would not be noticed", error)
             return
         for digest, size, name in rows:
-            if xxhash.xxh3_128_hexdigest((self.folder / name).read_bytes()[: int(size)]) != digest:
+            path = self.folder / name
+            if not path.exists() or xxhash.xxh3_128_hexdigest(path.read_bytes()[: int(size)]) != digest:
                 log.warning("%s is damaged: its first %s bytes are not what the run wrote", self.folder / name, size)
 
     def finish(self) -> None:
@@ -236,22 +238,19 @@ def clear(folder: Path) -> None:
 
 
 def cut(path: Path, last: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after `last` from a file of JSON lines; returns the others.
-
-    Raises:
-        ValueError: a line is damaged that is not the truncated last one.
-    """
-    kept: list[dict[str, Any]] = []
-    lines = path.read_text().splitlines() if path.exists() else []
+    """Remove the lines of steps after `last` from a file of JSON lines; returns the others. Damaged lines are removed
+    too: a killed process leaves a truncated last one, any other is a warning."""
+    kept: list[tuple[str, dict[str, Any]]] = []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+            if row["step"] > last:
+                break
+        except (ValueError, KeyError, TypeError):
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is damaged: the run cannot be resumed") from None
-            break
-        if row["step"] > last:
-            break
-        kept.append(row)
-    write_atomic(path, "".join(f"{line}\n" for line in lines[: len(kept)]), durable=True)
-    return kept
+                log.warning("%s, line %d is damaged and left out", path, number)
+            continue
+        kept.append((line, row))
+    write_atomic(path, "".join(f"{line}\n" for line, _ in kept), durable=True)
+    return [row for _, row in kept]

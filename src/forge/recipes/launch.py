@@ -8,11 +8,12 @@ import logging
 import os
 import re
 import resource
+import select
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..config import Arguments, ConfigError, to_dict
 from ..controller import ForgeError, run
@@ -48,6 +49,8 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     except (ConfigError, BadInput, ForgeError) as error:
         raise SystemExit(f"error: {error}") from error
     except BrokenPipeError as error:
+        if not _has_no_reader(sys.stdout):  # a pipe of something else
+            raise
         # Python would fail once more when it flushes standard output at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit("error: the reader of standard output has ended, and so has the run") from error
@@ -58,6 +61,12 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
         if not isinstance(error, CheckpointFailed | DamagedFile) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise SystemExit(f"error: {error}") from error
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class BadInput(ValueError):

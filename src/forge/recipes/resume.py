@@ -137,11 +137,15 @@ def find_start(cfg: Any, resume: str | None) -> Start:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """The damage of a checkpoint, or of the critic's of its step; None if there is none."""
-    critic = checkpoint.parent / "critic" / checkpoint.name
+    """The damage of a checkpoint, or of the critic's of its step if the run has one; None if there is none."""
+    from ..training.checkpoint import checkpoints, step_of
+
+    step, critic = step_of(checkpoint), checkpoint.parent / "critic"
     try:
-        for part in (checkpoint, *([critic] if critic.exists() else [])):
-            check_files(part)
+        check_files(checkpoint)
+        if critic.is_dir():
+            there = {step_of(path): path for path in checkpoints(critic)}
+            check_files(there.get(step, critic / checkpoint.name))
     except DamagedFile as error:
         return str(error)
     return None

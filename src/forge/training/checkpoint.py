@@ -320,9 +320,10 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         words = AutoTokenizer.from_pretrained(tokenizer)
         trainer.policy.save(aside, weights, words)
         words.save_pretrained(aside)
-        for file in aside.iterdir():
-            sync(file)
-        write_checksums(aside, [file.name for file in aside.iterdir()])
+        files = [path for path in aside.rglob("*") if path.is_file()]  # chat templates may have a folder
+        for path in aside.rglob("*"):
+            sync(path)
+        write_checksums(aside, [str(path.relative_to(aside)) for path in files])
         sync(aside)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)

@@ -37,7 +37,8 @@ ALLOWED: tuple[type, ...] = (
     set,
     frozenset,
 )
-_ARRAYS = (np.ndarray, np.dtype, type(np.dtype("f8")), type(np.dtype("i8")), type(np.dtype("?")), _reconstruct, scalar)
+_NUMBERS = "?bBhHiIlLqQefdgFDG"  # numpy's codes
+_ARRAYS: tuple[Any, ...] = (np.ndarray, np.dtype, *{type(np.dtype(code)) for code in _NUMBERS}, _reconstruct, scalar)
 _METADATA = {
     *((cls.__module__, cls.__name__) for cls in vars(dcp_metadata).values() if isinstance(cls, type)),
     (dcp_filesystem.__name__, "_StorageInfo"),
@@ -80,6 +81,8 @@ class _Checker(pickle.Pickler):
         self._name = name
 
     def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.char not in _NUMBERS:
+            raise UnsafeCheckpoint(f"{self._name} cannot hold arrays of {value.dtype}: arrays hold numbers")
         return "array" if isinstance(value, torch.Tensor | np.ndarray | np.generic) else None  # not looked into
 
     def reducer_override(self, value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import socket
 from functools import cache
@@ -16,6 +17,9 @@ from pathlib import Path
 
 from ..interpose import replace
 
+log = logging.getLogger(__name__)
+
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # the second one is missing where IPv6 is off
 _Accept = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, use_errno=True)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.accept.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
@@ -24,6 +28,9 @@ _libc.accept.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 @cache
 def accept_own_user_only() -> None:
     """Do so from now on, in this process."""
+    if not _TABLES[0].exists():
+        log.warning("%s is hidden here: other local users can connect to the ranks of a trainer", _TABLES[0])
+        return
     replace("/torch/lib/libtorch_cpu.so", {"accept": _accept})
 
 
@@ -42,10 +49,11 @@ def _own(handle: int) -> bool:
     try:
         with socket.socket(fileno=os.dup(handle)) as connection:
             there, here = connection.getpeername(), connection.getsockname()
-    except OSError:  # it has ended already
+        tables = [table.read_text() for table in _TABLES if table.exists()]
+    except OSError:  # it has ended already, or no descriptor is left
         return False
     ends = (f":{there[1]:04X}", f":{here[1]:04X}")
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [row.split() for table in tables for row in table.splitlines()[1:]]
     users = {int(row[7]) for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1]) and row[3] == "01"}
     if users:
         return users == {os.geteuid()}
