@@ -76,7 +76,9 @@ def read_sealed(path: Path) -> str:
     except FileNotFoundError:
         raise DamagedFile(f"{path} is missing") from None
     if not found or digest != xxhash.xxh3_128_hexdigest(text.encode()) + "\n":
-        raise DamagedFile(f"{path} is damaged or was edited: its last line is not the checksum of what comes before")
+        raise DamagedFile(
+            f"{path} is damaged or was edited, or an earlier version wrote it: its last line is no checksum of the rest"
+        )
     return text
 
 

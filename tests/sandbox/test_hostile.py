@@ -34,7 +34,7 @@ def test_held(name, level, user, sandboxes, neighbourhoods):
     assert "DONE" in result.stdout or result.status == ENDED.get(name), result
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "user"), CASES)
 @pytest.mark.parametrize("name", ESCAPES)
 def test_held_as_a_cell(name, level, user, sandboxes, neighbourhoods):
