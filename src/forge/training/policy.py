@@ -20,11 +20,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..data.prefixes import find_prefixes
 from ..models import quiet_loading
 from ..types import Batch
 from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks
-from .linear import ROWS, speed_up, token_logprobs
+from .linear import ROWS, at_least_float32, speed_up, token_logprobs
 from .lora import SCORE, add_adapters
 from .settings import LoraSettings, Parallelism
 from .tensor_parallel import parallelize
@@ -50,7 +51,8 @@ class TokenValues(NamedTuple):
 
 
 class OwnTokens(NamedTuple):
-    """A rank's share of a pack, and the positions whose states it reads.
+    """A rank's share of a pack, and the positions whose states it reads. A prefix that sequences share is one run of
+    the pack, computed once.
 
     tokens: [own] ids.
     gathered, positions: [own * tensor-parallel ranks], the tokens of all of those ranks and their positions.
@@ -58,6 +60,7 @@ class OwnTokens(NamedTuple):
     at: [read], indices of this rank's tokens whose states are read.
     labels: [read], the token ids that they are read for.
     counts: number of states that each rank reads.
+    order: [all that is read], of each token with mask True the index of its state in the order of ranks.
     """
 
     tokens: Tensor
@@ -67,28 +70,33 @@ class OwnTokens(NamedTuple):
     at: Tensor
     labels: Tensor
     counts: list[int]
+    order: Tensor
 
 
 def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
     """This rank's share of a batch, whose states are read `lag` tokens before those with mask True."""
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
-    lengths = batch.lengths.tolist()
-    surplus = -len(batch.tokens) % lcm(ROWS, sequence.size)
-    lengths += [1] * surplus  # padding: untrained sequences of one token
-    tokens = F.pad(torch.from_numpy(batch.tokens), (0, surplus))
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    tree = find_prefixes(batch.tokens, batch.lengths)
+    surplus = -len(tree.source) % lcm(ROWS, sequence.size)
+    lengths = tree.lengths + [1] * surplus  # padding: untrained sequences of one token
+    parents = tree.parents + [-1] * surplus
+    tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, surplus))
+    positions = F.pad(torch.from_numpy(tree.positions), (0, surplus))
     own = tokens.chunk(sequence.size)[sequence.rank]
-    first = sequence.rank * len(own)
-    read = torch.from_numpy(np.flatnonzero(batch.mask) - lag)
-    mine = read[(read >= first) & (read < first + len(own))]
+    trained = np.flatnonzero(batch.mask)
+    read = torch.from_numpy(tree.place[trained - lag])
+    rank = read // len(own)
+    by_rank = rank.argsort(stable=True)
+    mine = (rank == sequence.rank).nonzero()[:, 0]
     return OwnTokens(
         own.to(device),
         tokens.chunk(context.size)[context.rank].to(device),
         positions.chunk(context.size)[context.rank].to(device),
-        PackedLayout.of(lengths, device),
-        (mine - first).to(device),
-        tokens[mine + lag].to(device),
-        torch.bincount(read // len(own), minlength=sequence.size).tolist(),
+        PackedLayout.of(lengths, device, parents),
+        (read[mine] - sequence.rank * len(own)).to(device),
+        torch.from_numpy(batch.tokens[trained])[mine].to(device),
+        torch.bincount(rank, minlength=sequence.size).tolist(),
+        torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))).to(device),
     )
 
 
@@ -144,7 +152,7 @@ class Policy(PackedModel):
         """Log-probability and entropy of each token with mask True."""
         states, own, ranks = self.states(batch, lag=1)  # the state at t - 1 predicts token t
         scores = token_logprobs(states, self.model.lm_head.weight, own.labels, temperature=temperature)
-        return TokenScores(*gather_scores(scores, own.counts, ranks.sequence))
+        return TokenScores(*gather_scores(scores, own.counts, ranks.sequence, own.order))
 
 
 class ScalarModel(PackedModel):
@@ -194,8 +202,8 @@ class ScalarModel(PackedModel):
         # In float32 for any dtype of the backbone: in bfloat16 100 and 100.4 are equal.
         with torch.autocast(states.device.type, enabled=False):
             score: Any = self.model.score
-            values = states.float() @ score.weight.float()[0]
-        return TokenValues(*gather_scores((values,), own.counts, ranks.sequence))
+            values = at_least_float32(states) @ at_least_float32(score.weight)[0]
+        return TokenValues(*gather_scores((values,), own.counts, ranks.sequence, own.order))
 
     def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
         """Write a sequence classifier of one class, with a padding id, by which transformers finds the last token."""
