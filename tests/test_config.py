@@ -32,6 +32,7 @@ CONFIGS = {
     "dpo": DPOConfig,
     "grpo": GRPOConfig,
     "reward_model": RewardModelConfig,
+    "real": GRPOConfig,
     "sft": SFTConfig,
     "tools": ToolsConfig,
     "weaver": WeaverConfig,
@@ -328,7 +329,7 @@ def test_files_that_cannot_be_read(config, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("apps/*/*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_shipped_file_loads_and_round_trips(path):
-    cls = {"grpo": GRPOConfig, "qwen3_8b_grpo": GRPOConfig, "warmup": SFTConfig}.get(
+    cls = {"grpo": GRPOConfig, "qwen3_8b_grpo": GRPOConfig, "warmup": SFTConfig, "arithmetic_sft": SFTConfig}.get(
         path.stem, CONFIGS[path.parent.name]
     )
     cfg = load(cls, ["--config", str(path)])
@@ -379,7 +380,7 @@ def test_a_default_that_is_changed_is_of_one_configuration_only():
 
 def test_sections_unpack():
     cfg = build(GRPOConfig, {"model": "m", "dataset": {"task": "apps.toys.words:Reverse"}})
-    assert dict(**cfg.checkpoint) == {"every": 0, "keep": 2, "async_write": False}
+    assert dict(**cfg.checkpoint) == {"every": 0, "keep": 2, "async_write": False, "push_to_hub": None}
 
 
 @pytest.mark.parametrize("cls", CONFIGS.values())

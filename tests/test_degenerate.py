@@ -16,7 +16,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forge.data.rewards import CharacterMatch, ExactMatch, MathReward, ThinkingReward, final_answer
+from apps.real.constraints import FollowsConstraints
+from forge.data.rewards import CharacterMatch, ExactMatch, JsonMatch, MathReward, ThinkingReward, final_answer
 from forge.envs import read_action, schema_of
 from forge.serve.text import TextStream
 from forge.verifiers import AnswerFrequency, MathVerifier, Rule
@@ -119,6 +120,8 @@ SCORERS = {
     "MathReward, as the target": lambda text: MathReward()("q", "5", text),
     "ExactMatch": lambda text: ExactMatch()("q", text, "5"),
     "CharacterMatch": lambda text: CharacterMatch()("q", text, "5" * LENGTH),
+    "JsonMatch": lambda text: JsonMatch()("q", text, '{"a": 5}'),
+    "FollowsConstraints": lambda text: FollowsConstraints()("q", text, '{"word": "five", "lower": true}'),
     "ThinkingReward": lambda text: ThinkingReward()("q", text, "5"),
     "final_answer": final_answer,
     "MathVerifier": partial(scored, MathVerifier()),

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .hub import is_hub_id, split_revision
 from .integrity import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
 
 log = logging.getLogger(__name__)
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # the model types that trainer and engines have
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -30,7 +32,8 @@ def check_family(name: str) -> None:
         from huggingface_hub import hf_hub_download
 
         try:
-            path = Path(hf_hub_download(name, "config.json"))
+            repository, revision = split_revision(name)
+            path = Path(hf_hub_download(repository, "config.json", revision=revision))
         except Exception:  # `resolve_model` says why
             return
     found = json.loads(path.read_text()).get("model_type") if path.is_file() else None
@@ -42,15 +45,9 @@ def _families() -> str:
     return "a dense model of " + ", ".join(FAMILIES)
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether a name is `owner/model` and no folder of this machine, nor a misspelt one."""
-    folder = Path(name)
-    local = folder.is_dir() or name.startswith((".", "/", "~")) or folder.parent.is_dir()
-    return name.count("/") == 1 and not local
-
-
 def resolve_model(name: str) -> str:
-    """The local folder of a model: the folder itself, a snapshot of a hub id, or what a `.gguf` file was opened to.
+    """The local folder of a model: the folder itself, a snapshot of a hub id (`owner/model`, or
+    `owner/model@revision`), or what a `.gguf` file was opened to.
 
     Raises:
         FileNotFoundError: the folder is missing or lacks its configuration, weights or tokenizer.
@@ -68,7 +65,8 @@ def resolve_model(name: str) -> str:
         from huggingface_hub import snapshot_download
 
         try:
-            return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+            repository, revision = split_revision(name)
+            return snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES)
         except Exception as error:
             raise ValueError(
                 f"model {name} is no local folder and could not be fetched from the hub ({type(error).__name__}); "

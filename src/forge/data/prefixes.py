@@ -1,7 +1,7 @@
 """Shared prefixes of packed sequences: a tree of token runs, each of which a model computes once.
 
 The samples of a prompt repeat it, and the branches of an episode repeat their common turns. A token's state depends
-only on the tokens before it, so a model may compute a common prefix once, whichever sequences go on from it.
+only on the tokens before it, so a model may compute a common prefix once, whichever sequences continue it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class PrefixTree:
     positions: [computed], positions in the sequence.
     lengths, parents: [runs], of runs that lie back to back in `source`; the parent of a run without a prefix is -1.
     last: [sequences], the run that each sequence ends with; it is that run and its ancestors.
+    saved: as of `find_prefixes`.
     """
 
     source: np.ndarray
@@ -32,16 +33,21 @@ class PrefixTree:
     lengths: list[int]
     parents: list[int]
     last: list[int]
+    saved: int
 
     def cost(self, sequences: Iterable[int]) -> int:
-        """Number of tokens that a model computes for some of the sequences."""
-        needed: set[int] = set()
+        """Most tokens that a model computes for some of the sequences by themselves: a run that saves too little among
+        them is repeated."""
+        users: dict[int, int] = {}
         for sequence in sequences:
             run = self.last[sequence]
-            while run >= 0 and run not in needed:
-                needed.add(run)
+            while run >= 0:
+                users[run] = users.get(run, 0) + 1
                 run = self.parents[run]
-        return sum(self.lengths[run] for run in needed)
+        return sum(
+            self.lengths[run] * (1 if self.lengths[run] * (count - 1) >= self.saved else count)
+            for run, count in users.items()
+        )
 
     def root(self, sequence: int) -> int:
         """The run that a sequence begins with."""
@@ -96,6 +102,7 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
         lengths=[runs[run][2] - runs[run][1] for run in ranking],
         parents=[-1 if runs[run][3] < 0 else rank[runs[run][3]] for run in ranking],
         last=run_of[place[ends - 1]].tolist(),
+        saved=saved,
     )
 
 

@@ -20,6 +20,7 @@ from ..controller import ForgeError, run
 from ..controller.private import log_to
 from ..controller.processes import VISIBLE, visible_gpus
 from ..data.config import DatasetConfig, RowsConfig
+from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
 from ..models import build_small_model, check_family, resolve_model
 from ..observability import Run
@@ -115,7 +116,22 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
                 raise ForgeError(f"{gone[0]} was removed while the run used it; it ended with: {error}") from error
             raise
         record.finish()
+        if (exported := Path(record.model)).is_dir():
+            write_card(exported, recipe.__module__.rpartition(".")[2], to_dict(cfg), record.history)
+            if cfg.checkpoint.push_to_hub:
+                publish(exported, cfg.checkpoint.push_to_hub)
     return folder
+
+
+def publish(model: Path, repository: str) -> None:
+    """Upload a finished run's model. ForgeError: it could not be; the run stays finished, with its model."""
+    try:
+        log.info("uploaded %s to %s", model, upload(model, repository))
+    except Exception as error:  # of the hub, its HTTP client or the network: there is no common class
+        raise ForgeError(
+            f"{model} could not be uploaded ({' '.join(str(error).split())}); the run is complete. "
+            f"Try again: hf upload {repository} {model}"
+        ) from error
 
 
 def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
@@ -129,6 +145,8 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     # It prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     check_trackers(to_dict(cfg.metrics))
+    if cfg.checkpoint.push_to_hub is not None:
+        check_upload(cfg.checkpoint.push_to_hub)
     check_gpus(cfg)
     for name in filter(None, (cfg.model, *cfg.others().values())):
         check_family(name)

@@ -194,6 +194,9 @@ class CheckpointConfig(Section):
     async_write: bool = False
     """Copy the state in memory and write the copy while training continues; a write that fails is an error at the next
     checkpoint, or at the end."""
+    push_to_hub: str | None = None
+    """`owner/name`: upload the exported model there when the run ends, with a model card; a new repository is private.
+    Needs a token of the hub (`hf auth login`)."""
 
     def _check(self) -> None:
         if self.async_write and not self.every:
