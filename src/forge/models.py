@@ -9,7 +9,8 @@ from pathlib import Path
 
 from .integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # the model types that trainer and engines have
+# The model types that trainer and engines have.
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 

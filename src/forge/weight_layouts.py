@@ -15,6 +15,17 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # where embeddings are tied, another name for EMBEDDING
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.(?P<adapter>[^.]+))?\.weight")
+# The norms of a layer, by the engine's name: of the inputs of attention and feed-forward, and of their outputs.
+PRE_NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+NORMS = {
+    "olmo2": {"attended_norm": "post_attention_layernorm", "fed_norm": "post_feedforward_layernorm"},
+    "gemma3_text": {
+        "input_norm": "input_layernorm",
+        "attended_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "fed_norm": "post_feedforward_layernorm",
+    },
+}
 UNKNOWN = re.compile(r"(^|\.)(lora_|modules_to_save\.|original_module\.)")
 
 
@@ -43,35 +54,47 @@ def follows(name: str, tied: bool) -> bool:
 
 
 def layout(config: Any) -> dict[str, tuple[Part, ...]]:
-    """Every engine parameter of a Llama, Qwen2 or Qwen3 config with the plain tensors fused into it, in row order.
+    """Every engine parameter of a config of `forge.models.FAMILIES` with the plain tensors fused into it, in row order.
 
-    Matrices and their biases end in `.weight` and `.bias`. With tied embeddings there is no head.
+    Matrices and their biases end in `.weight` and `.bias`, norms in `norm`. With tied embeddings there is no head.
     """
-    C, I, D = config.hidden_size, config.intermediate_size, head_size(config)  # noqa: E741
+    C, D = config.hidden_size, head_size(config)
     H, K = config.num_attention_heads, config.num_key_value_heads
-    biased = config.model_type == "qwen2" or getattr(config, "attention_bias", False)
+    family = config.model_type
+    biased = family == "qwen2" or getattr(config, "attention_bias", False)
     table: dict[str, tuple[Part, ...]] = {"embed": (Part(EMBEDDING, config.vocab_size, (C,)),)}
     for i in range(config.num_hidden_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         attn, mlp = theirs + "self_attn.", theirs + "mlp."
-        projections = (("q_proj", H * D), ("k_proj", K * D), ("v_proj", K * D))
-        table[ours + "input_norm"] = (Part(theirs + "input_layernorm.weight", C),)
+        projections = [("q_proj", H * D), ("k_proj", K * D), ("v_proj", K * D)]
+        if family == "phi3":
+            projections = [("qkv_proj", (H + 2 * K) * D)]
+        for norm, name in NORMS.get(family, PRE_NORMS).items():
+            table[ours + norm] = (Part(f"{theirs}{name}.weight", C),)
         table[ours + "qkv.weight"] = tuple(Part(f"{attn}{x}.weight", rows, (C,)) for x, rows in projections)
         table[ours + "output.weight"] = (Part(attn + "o_proj.weight", C, (H * D,)),)
         if biased:
             table[ours + "qkv.bias"] = tuple(Part(f"{attn}{x}.bias", rows) for x, rows in projections)
-            if config.model_type != "qwen2":
+            if family != "qwen2":
                 table[ours + "output.bias"] = (Part(attn + "o_proj.bias", C),)
-        if config.model_type == "qwen3":
-            norms = (("q_norm", H), ("k_norm", K))
+        norms = (("q_norm", H), ("k_norm", K))
+        if family in ("qwen3", "gemma3_text"):  # of each head
             table[ours + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows, (D,), True) for x, rows in norms)
-        table[ours + "mlp_norm"] = (Part(theirs + "post_attention_layernorm.weight", C),)
-        table[ours + "gate_up.weight"] = tuple(Part(f"{mlp}{x}_proj.weight", I, (C,)) for x in ("gate", "up"))
-        table[ours + "down.weight"] = (Part(mlp + "down_proj.weight", C, (I,)),)
+        elif family == "olmo2":  # of all heads together
+            table[ours + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows * D) for x, rows in norms)
+        table |= _feed_forward(ours, mlp, C, config.intermediate_size, family)
     table["norm"] = (Part("model.norm.weight", C),)
     if not config.tie_word_embeddings:
         table["head.weight"] = (Part(HEAD, config.vocab_size, (C,)),)
     return table
+
+
+def _feed_forward(ours: str, mlp: str, hidden: int, inner: int, family: str) -> dict[str, tuple[Part, ...]]:
+    halves = (("gate_up", 2 * inner),) if family == "phi3" else (("gate", inner), ("up", inner))
+    return {
+        ours + "gate_up.weight": tuple(Part(f"{mlp}{x}_proj.weight", rows, (hidden,)) for x, rows in halves),
+        ours + "down.weight": (Part(mlp + "down_proj.weight", hidden, (inner,)),),
+    }
 
 
 def plain(name: str) -> str:

@@ -11,10 +11,15 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from forge.data.packing import Aggregation, pack
@@ -26,10 +31,25 @@ from forge.types import Batch, Episode
 
 TOKENIZER = character_tokenizer(string.ascii_lowercase)
 VOCAB = len(TOKENIZER)
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.5, 2.0],
+    "long_factor": [3.0, 4.0],
+    "partial_rotary_factor": 0.5,
+}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 8}),
+    "mistral": (MistralConfig, {"sliding_window": 5}),
+    "olmo2": (Olmo2Config, {}),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "phi3": (Phi3Config, {"pad_token_id": 0, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 20}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 4, "sliding_window_pattern": 2},
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 for inference: a static key-value cache, prefill of whole prompts, one-token decode steps.
+"""Decoders of `forge.models.FAMILIES` for inference: a static key-value cache, prefill of prompts, one-token steps.
 
 Letters in shapes: B active rows, N tokens, C hidden size, H heads, K key-value heads, G = H / K, D head size,
 T cache positions, V vocabulary.
@@ -7,12 +7,14 @@ T cache positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attention_kinds import attention_kinds, rotary_parameters
 from ..weight_layouts import head_size
 from .weights import Layer, Weights
 
@@ -89,7 +91,17 @@ class Decoder:
         self.cache = Cache(config, rows, max_seq_len, dtype, device)
         self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         self.eps = config.rms_norm_eps
-        self.cos, self.sin = rotary_tables(config, max_seq_len, dtype, device)
+        # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
+        by_layer = attention_kinds(config)
+        self.kinds = list(dict.fromkeys(by_layer))
+        self.kind_of = [self.kinds.index(kind) for kind in by_layer]
+        self.rotary: dict[str | None, Rotary | None] = {None: None}
+        for key in {kind.rotary for kind in by_layer} - {None}:
+            self.rotary[key] = rotary_tables(config, key or "", max_seq_len, dtype, device)
+        gemma = config.model_type == "gemma3_text"
+        self.act = partial(F.gelu, approximate="tanh") if gemma else F.silu
+        self.scale = config.query_pre_attn_scalar**-0.5 if gemma else self.D**-0.5
+        self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if gemma else None
         self.row_ids = torch.arange(rows, device=device)
         self.steps = torch.arange(self.cache.longest, device=device)
         # Attention lengths are multiples of this. MKL rounds differently below 16, and PyTorch multiplies matrices of
@@ -115,18 +127,22 @@ class Decoder:
         """
         rows, cache, G = len(tokens), self.cache, self.H // self.K
         index = cache.index(self.row_ids[:rows], positions)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        unseen = self.steps[:length] > positions[:, None]
-        bias = torch.zeros(unseen.shape, dtype=cos.dtype, device=self.device).masked_fill_(unseen, -torch.inf)
-        bias = bias.repeat_interleave(self.K, 0)[:, None]
-        x = F.embedding(tokens, self.weights.embed)
+        rotations, biases = self._rotations(positions), []
+        for _, window in self.kinds:
+            unseen = self.steps[:length] > positions[:, None]
+            if window is not None:
+                # An idle row may be beyond `length`: it sees something, as a NaN of it would stay in the cache.
+                unseen |= self.steps[:length] <= (positions[:, None] - window).clamp(max=length - 2)
+            biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
+        x = self._embed(tokens)
         for i, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, x, cos, sin)
+            kind = self.kind_of[i]
+            q, k, v = self._qkv(layer, x, rotations[kind])
             cache.write(i, index, k, v)
             # Rows and heads are one batch dimension, without a copy; the heads of a group share its keys.
             keys, values = (c[i].flatten(0, 1)[: rows * self.K, :length] for c in (cache.keys, cache.values))
             q = q.reshape(rows * self.K, G, self.D)
-            probs = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self.D**-0.5).softmax(-1)
+            probs = torch.baddbmm(biases[kind], q, keys.transpose(1, 2), alpha=self.scale).softmax(-1)
             out = torch.bmm(probs[..., : self.block], values[:, : self.block])
             for at in range(self.block, length, self.block):
                 out.baddbmm_(probs[..., at : at + self.block], values[:, at : at + self.block])
@@ -148,21 +164,24 @@ class Decoder:
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
         real, count = len(tokens), rounded(len(tokens), 64)
         tokens, positions = F.pad(tokens, (0, count - real)), F.pad(positions, (0, count - real)).to(self.device)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        x = F.embedding(tokens, self.weights.embed)
+        rotations = self._rotations(positions)
+        x = self._embed(tokens)
         last = len(self.weights.layers) - 1
         for i, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, x, cos, sin)
+            kind = self.kind_of[i]
+            q, k, v = self._qkv(layer, x, rotations[kind])
             self.cache.write(i, index, k[:real], v[:real])
             if i == last:
                 return
             attended = q.new_zeros(count, self.H * self.D)
             for block in blocks:
-                size, length = block.mask.shape
+                size, length = block.masks[kind].shape
                 queries = q.new_zeros(block.prompts * size, self.H, self.D).index_copy_(0, block.place, q[block.tokens])
                 queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
                 keys, values = (c[i, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
-                out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=block.mask, enable_gqa=True)
+                out = F.scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=block.masks[kind], scale=self.scale, enable_gqa=True
+                )
                 out = out.transpose(1, 2).reshape(-1, self.H * self.D)
                 attended.index_copy_(0, block.tokens, out[block.place])
             self._finish_layer(layer, x, attended)
@@ -182,30 +201,59 @@ class Decoder:
             inside = ((positions >= begin) & (positions < begin + size)).nonzero().flatten()
             reaching = ends > begin
             place = (reaching.cumsum(0) - 1)[prompt[inside]] * size + positions[inside] - begin
-            seen = self.steps[: begin + size] <= self.steps[begin : begin + size, None]
-            mask = torch.zeros(seen.shape, dtype=self.cos.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
+            keys, queries = self.steps[: begin + size], self.steps[begin : begin + size, None]
+            masks = []
+            for _, window in self.kinds:
+                unseen = keys > queries
+                if window is not None:
+                    unseen |= keys <= queries - window
+                masks.append(bias_of(unseen, self.cache.keys.dtype))
             chosen = rows[reaching].tolist()
             stride = chosen[1] - chosen[0] if len(chosen) > 1 else 1
             # Evenly spaced rows, the usual case, are a view.
             even = stride > 0 and chosen == list(range(chosen[0], chosen[-1] + 1, stride))
             where = slice(chosen[0], chosen[-1] + 1, stride) if even else chosen
-            blocks.append(_Block(inside.to(self.device), place.to(self.device), len(chosen), where, mask))
+            blocks.append(_Block(inside.to(self.device), place.to(self.device), len(chosen), where, masks))
         return blocks
 
-    def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.weights.embed)
+        return x if self.embed_scale is None else x * self.embed_scale
+
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None] | None]:
+        """Of each kind of attention: cosines and sines (N, 1, D) of these positions, and the order of `Rotary`."""
+        of = {
+            key: rotary and (rotary.cos[positions][:, None], rotary.sin[positions][:, None], rotary.order)
+            for key, rotary in self.rotary.items()
+        }
+        return [of[kind.rotary] for kind in self.kinds]
+
+    def _qkv(
+        self, layer: Layer, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor | None] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x (N, C) -> q (N, H, D), k and v (N, K, D), rotated."""
-        qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.input_norm, self.eps)).view(len(x), -1, self.D)
+        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), -1, self.D)
         qk, v = qkv.split([self.H + self.K, self.K], 1)
-        if layer.qk_norm is not None:
+        if layer.qk_norm is not None and layer.qk_norm.dim() == 2:
             qk = F.rms_norm(qk, (self.D,), None, self.eps) * layer.qk_norm
-        qk = (qk * cos).addcmul_(qk.roll(self.D // 2, -1), sin)
+        elif layer.qk_norm is not None:
+            sizes = [self.H * self.D, self.K * self.D]
+            parts = zip(qk.flatten(1).split(sizes, 1), layer.qk_norm.split(sizes), strict=True)
+            qk = torch.cat([self._norm(part, norm) for part, norm in parts], 1).view(qk.shape)
+        if rotation is not None:
+            cos, sin, order = rotation
+            turned = qk.roll(self.D // 2, -1) if order is None else qk[..., order]
+            qk = (qk * cos).addcmul_(turned, sin)
         return qk[:, : self.H], qk[:, self.H :], v
 
     def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor) -> None:
         """Output projection and MLP, added to the residual stream x (N, C) in place."""
-        x += layer.output(attended)
-        gate, up = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.mlp_norm, self.eps)).chunk(2, -1)
-        x += layer.down(F.silu(gate).mul_(up))
+        x += self._norm(layer.output(attended), layer.attended_norm)
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+        x += self._norm(layer.down(self.act(gate).mul_(up)), layer.fed_norm)
+
+    def _norm(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else F.rms_norm(x, x.shape[-1:], norm, self.eps)
 
 
 class _Block(NamedTuple):
@@ -213,7 +261,7 @@ class _Block(NamedTuple):
     place: Tensor  # (n,): their positions among the block's queries, prompt after prompt
     prompts: int
     rows: Any  # index of the prompts' cache rows
-    mask: Tensor  # (queries of a prompt, keys)
+    masks: list[Tensor]  # of each kind of attention, (queries of a prompt, keys)
 
 
 def rounded(count: int, to: int) -> int:
@@ -221,19 +269,34 @@ def rounded(count: int, to: int) -> int:
     return -(-count // to) * to
 
 
-def rotary_tables(config: Any, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (length, D) each, with transformers' own frequencies for scaled variants.
+def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:
+    """-inf where `unseen`, else 0; of its shape."""
+    return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -torch.inf)
 
-    The first half of the sines is negated: rotation is then x * cos + roll(x, D / 2) * sin.
-    """
+
+class Rotary(NamedTuple):
+    """Rotation is x * cos + turned * sin, where `turned` is roll(x, D / 2), or x[order] where only a part rotates."""
+
+    cos: Tensor  # (length, D)
+    sin: Tensor  # (length, D), the first half of the rotating part negated
+    order: Tensor | None  # (D,)
+
+
+def rotary_tables(config: Any, key: str, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+    """The tables of one entry of `rotary_parameters`, with transformers' own frequencies for scaled variants."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope, D = config.rope_parameters, head_size(config)
+    rope, D = rotary_parameters(config)[key], head_size(config)
     if rope["rope_type"] == "default":
-        frequencies, scale = 1.0 / rope["rope_theta"] ** (torch.arange(0, D, 2).float() / D), 1.0
+        R = int(D * rope.get("partial_rotary_factor", 1.0))
+        frequencies, scale = 1.0 / rope["rope_theta"] ** (torch.arange(0, R, 2).float() / R), 1.0
     else:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=key or None)
     angles = torch.outer(torch.arange(length).float(), frequencies.float())
     cos, sin = angles.cos() * scale, angles.sin() * scale
-    tables = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-    return tables[0].to(device, dtype), tables[1].to(device, dtype)
+    cos, sin, R = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), 2 * len(frequencies)
+    order = None
+    if R < D:
+        cos, sin = F.pad(cos, (0, D - R), value=1.0), F.pad(sin, (0, D - R))
+        order = torch.cat([torch.arange(R).roll(R // 2), torch.arange(R, D)]).to(device)
+    return Rotary(cos.to(device, dtype), sin.to(device, dtype), order)

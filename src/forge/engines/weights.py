@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attention_kinds import rotary_parameters
 from ..models import FAMILIES
 from ..weight_layouts import EMBEDDING, HEAD, Part, follows, layout
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others: silu
+NORMS = ("input_norm", "attended_norm", "mlp_norm", "fed_norm", "qk_norm")
 ALIGNMENT = 64  # bytes
 
 Place = tuple[str, tuple[int, ...], int]  # name, shape, first byte
@@ -30,14 +33,20 @@ def load_config(folder: Path) -> Any:
         ValueError: a model with an unsupported feature.
     """
     config = read_config(folder)
-    rope = config.rope_parameters or {}
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    family, act = config.model_type, getattr(config, "hidden_activation", None) or config.hidden_act
+    types = set(getattr(config, "layer_types", None) or [])
+    ropes = rotary_parameters(config).values()
+    rope_types = {rope.get("rope_type", "default") for rope in ropes} - set(ROPE_TYPES)
+    partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes)
     for fits, what in (
-        (layer_types == {"full_attention"}, "sliding-window layers"),
-        (config.hidden_act == "silu", f"hidden_act {config.hidden_act!r}"),
+        (types <= {"full_attention", "sliding_attention"}, f"layer_types {sorted(types)}"),
+        (act == ACTIVATIONS.get(family, "silu"), f"hidden_act {act!r}"),
         (not getattr(config, "mlp_bias", False), "mlp_bias"),
-        (rope.get("rope_type", "default") in ROPE_TYPES, f"rope_type {rope.get('rope_type')!r}"),
-        (rope.get("partial_rotary_factor", 1.0) == 1.0, "a partial rotary embedding"),
+        (not rope_types, f"rope_type {next(iter(rope_types), None)!r}"),
+        (not partial, "a partial rotary embedding"),
+        (not getattr(config, "use_bidirectional_attention", False), "attention in both directions"),
+        (not getattr(config, "attn_logit_softcapping", None), "attn_logit_softcapping"),
+        (not getattr(config, "final_logit_softcapping", None), "final_logit_softcapping"),
     ):
         if not fits:
             raise ValueError(f"{folder}: the embedded engine does not support {what}")
@@ -120,15 +129,22 @@ class Linear:
 
 @dataclass(slots=True)
 class Layer:
-    """One transformer block. C: hidden size, H: heads, K: key-value heads, D: head size, I: intermediate size."""
+    """One transformer block. C: hidden size, H: heads, K: key-value heads, D: head size, I: intermediate size.
 
-    input_norm: Tensor  # (C,)
+    Norms of the inputs of attention and feed-forward, and of their outputs, are None where a family has none there.
+    """
+
     qkv: Linear  # C -> (H + 2K) * D
-    qk_norm: Tensor | None  # (H + K, D): the q norm for each head, then the k norm for each key-value head
     output: Linear  # H * D -> C
-    mlp_norm: Tensor  # (C,)
     gate_up: Linear  # C -> 2I
     down: Linear  # I -> C
+    input_norm: Tensor | None  # (C,)
+    attended_norm: Tensor | None  # (C,)
+    mlp_norm: Tensor | None  # (C,)
+    fed_norm: Tensor | None  # (C,)
+    # (H + K, D): the q norm for each head, then the k norm for each key-value head. ((H + K) * D,): the norms of all
+    # heads together.
+    qk_norm: Tensor | None
 
 
 class Weights:
@@ -153,6 +169,7 @@ class Weights:
         """
         self.version, self.identity = version, identity
         table, tied = layout(config), config.tie_word_embeddings
+        shifted = config.model_type == "gemma3_text"  # its norms multiply by 1 + weight
         filling: dict[str, Tensor] = {}
         left = {whole: len(parts) for whole, parts in table.items()}
         done: dict[str, Tensor] = {}
@@ -163,6 +180,8 @@ class Weights:
                     rows = sum(part.rows for part in parts)
                     filling[whole] = torch.empty(rows, *parts[0].inner, dtype=dtype, device=device)
                 first = sum(part.rows for part in parts[:i])
+                if shifted and whole.endswith("norm"):
+                    tensor = tensor.float() + 1
                 filling[whole][first : first + parts[i].rows] = tensor
                 left[whole] -= 1
                 if not left[whole]:
@@ -178,13 +197,11 @@ class Weights:
         self.head = Linear(pack(self.embed)) if tied else linear("head")
         self.layers = [
             Layer(
-                input_norm=done[f"{at}.input_norm"],
                 qkv=linear(f"{at}.qkv"),
-                qk_norm=done.get(f"{at}.qk_norm"),
                 output=linear(f"{at}.output"),
-                mlp_norm=done[f"{at}.mlp_norm"],
                 gate_up=linear(f"{at}.gate_up"),
                 down=linear(f"{at}.down"),
+                **{name: done.get(f"{at}.{name}") for name in NORMS},
             )
             for at in (f"layers.{i}" for i in range(config.num_hidden_layers))
         ]

@@ -81,9 +81,7 @@ def packed_attention(
 
     With context parallelism the tokens are this rank's and `layout` is that of all tokens: all-to-alls exchange
     tokens for heads and back (Jacobs et al. 2023, DeepSpeed Ulysses).
-
-    Raises:
-        ValueError: a sequence is longer than the model's sliding window.
+    With `sliding_window` a token sees itself and the `sliding_window` - 1 tokens before.
     """
     ranks, counts = context.size, []
     if ranks > 1:
@@ -96,9 +94,7 @@ def packed_attention(
         counts = [x.shape[1] for x in chunks]
         mine = _Exchange.apply(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in mine.split(counts, dim=1))
-    longest, window = layout.shapes[0][1], kwargs.get("sliding_window")
-    if window is not None and longest > window:
-        raise ValueError(f"a sequence of {longest} tokens exceeds the sliding window of {window}: not supported")
+    window = kwargs.get("sliding_window")
     groups = query.shape[1] // key.shape[1]
     q, k, v = (x[0].transpose(0, 1).index_select(0, layout.gather) for x in (query, key, value))
     rectangles, at = [], 0
@@ -107,7 +103,10 @@ def packed_attention(
         q4, k4, v4 = (x[part].view(rows, width, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
         if groups > 1:
             k4, v4 = (x.repeat_interleave(groups, dim=1) for x in (k4, v4))
-        o = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scaling)
+        if window is not None and width > window:
+            o = _windowed(q4, k4, v4, window, scaling)
+        else:
+            o = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scaling)
         rectangles.append(o.transpose(1, 2).reshape(rows * width, query.shape[1], -1))
         at += rows * width
     out = torch.cat(rectangles).index_select(0, layout.scatter)  # [tokens, heads, head_dim]
@@ -115,6 +114,24 @@ def packed_attention(
         mine = _Exchange.apply(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
         out = mine.transpose(0, 1).flatten(1, 2)
     return out[None], None
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
+    """Causal attention to the last `window` tokens; all [rows, heads, width, head_dim], width > window.
+
+    Linear in the width: the queries of each `window` tokens attend to those and to the `window` before.
+    """
+    width, size = q.shape[2], (-1, window)
+    q0, k0, v0 = (x[:, :, :window] for x in (q, k, v))
+    first = F.scaled_dot_product_attention(q0, k0, v0, is_causal=True, scale=scale)
+    # [rows, pieces, heads, window, head_dim]
+    q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, size).transpose(1, 2) for x in (q, k, v))
+    k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
+    query, key = torch.arange(window, device=q.device)[:, None], torch.arange(-window, window, device=q.device)
+    seen = (key <= query) & (key > query - window)
+    rest = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=seen, scale=scale)
+    rest = rest.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat([first, rest], dim=2)[:, :, :width]
 
 
 AttentionInterface.register(NAME, packed_attention)

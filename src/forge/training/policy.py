@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..attention_kinds import longrope_limit
 from ..models import quiet_loading
 from ..types import Batch
 from .attention import NAME, PackedLayout, gather_scores
@@ -117,6 +118,9 @@ class PackedModel(nn.Module):
         """The backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
         ranks = self.ranks or Ranks(0, 1, next(self.model.parameters()).device, None)
         own = own_tokens(batch, lag, ranks)
+        limit, length = longrope_limit(self.model.config), int(batch.lengths.max())
+        if limit and length > limit:
+            raise ValueError(f"a sequence of {length} tokens: beyond {limit} this model's longrope is not supported")
         hidden = self.model.model(
             input_ids=own.tokens[None],
             position_ids=own.positions[None],
@@ -273,7 +277,7 @@ def build(
     if compile:
         for layer in layers:
             # A checkpointed layer does not trace across the graph break of its attention, only the parts around it.
-            parts = (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp)
+            parts = [part for name, part in layer.named_children() if name != "self_attn"]
             for part in parts if gradient_checkpointing else (layer,):
                 part.compile(dynamic=True)
     policy.ranks = ranks
