@@ -9,8 +9,8 @@ from pathlib import Path
 
 from .integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
 
-# The model types that trainer and engines have.
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text")
+# The model types that trainer and engines have; the last two are mixtures of experts.
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text", "qwen3_moe", "olmoe")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 

@@ -26,6 +26,7 @@ NORMS = {
         "fed_norm": "post_feedforward_layernorm",
     },
 }
+STACKED = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<matrix>gate_up_proj|down_proj)")
 UNKNOWN = re.compile(r"(^|\.)(lora_|modules_to_save\.|original_module\.)")
 
 
@@ -78,23 +79,57 @@ def layout(config: Any) -> dict[str, tuple[Part, ...]]:
             if family != "qwen2":
                 table[ours + "output.bias"] = (Part(attn + "o_proj.bias", C),)
         norms = (("q_norm", H), ("k_norm", K))
-        if family in ("qwen3", "gemma3_text"):  # of each head
+        if family in ("qwen3", "qwen3_moe", "gemma3_text"):  # of each head
             table[ours + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows, (D,), True) for x, rows in norms)
-        elif family == "olmo2":  # of all heads together
+        elif family in ("olmo2", "olmoe"):  # of all heads together
             table[ours + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows * D) for x, rows in norms)
-        table |= _feed_forward(ours, mlp, C, config.intermediate_size, family)
+        table |= _experts(ours, mlp, config) if i in sparse_layers(config) else _dense(ours, mlp, config)
     table["norm"] = (Part("model.norm.weight", C),)
     if not config.tie_word_embeddings:
         table["head.weight"] = (Part(HEAD, config.vocab_size, (C,)),)
     return table
 
 
-def _feed_forward(ours: str, mlp: str, hidden: int, inner: int, family: str) -> dict[str, tuple[Part, ...]]:
-    halves = (("gate_up", 2 * inner),) if family == "phi3" else (("gate", inner), ("up", inner))
+def _dense(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
+    C, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    halves = [("gate_up", 2 * I)] if config.model_type == "phi3" else [("gate", I), ("up", I)]
     return {
-        ours + "gate_up.weight": tuple(Part(f"{mlp}{x}_proj.weight", rows, (hidden,)) for x, rows in halves),
-        ours + "down.weight": (Part(mlp + "down_proj.weight", hidden, (inner,)),),
+        ours + "gate_up.weight": tuple(Part(f"{mlp}{x}_proj.weight", rows, (C,)) for x, rows in halves),
+        ours + "down.weight": (Part(mlp + "down_proj.weight", C, (I,)),),
     }
+
+
+def _experts(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
+    """The experts' matrices one below the other."""
+    C, each = config.hidden_size, range(config.num_experts)
+    I = getattr(config, "moe_intermediate_size", config.intermediate_size)  # noqa: E741
+    halves = [f"{mlp}experts.{e}.{x}_proj.weight" for e in each for x in ("gate", "up")]
+    return {
+        ours + "router.weight": (Part(mlp + "gate.weight", len(each), (C,)),),
+        ours + "experts.gate_up": tuple(Part(name, I, (C,)) for name in halves),
+        ours + "experts.down": tuple(Part(f"{mlp}experts.{e}.down_proj.weight", C, (I,)) for e in each),
+    }
+
+
+def sparse_layers(config: Any) -> list[int]:
+    """The layers that are mixtures of experts."""
+    if config.model_type not in ("qwen3_moe", "olmoe"):
+        return []
+    dense, step = getattr(config, "mlp_only_layers", None) or [], getattr(config, "decoder_sparse_step", 1)
+    return [i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0]
+
+
+def split_experts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Plain names of what transformers' models hold: experts, there stacked in two tensors a layer, one by one."""
+    for name, tensor in named:
+        match = STACKED.fullmatch(name)
+        if match is None:
+            yield name, tensor
+            continue
+        names = ("gate_proj", "up_proj") if match["matrix"] == "gate_up_proj" else ("down_proj",)
+        for expert, own in enumerate(tensor):
+            for matrix, part in zip(names, own.chunk(len(names)), strict=True):
+                yield f"{match['experts']}.{expert}.{matrix}.weight", part
 
 
 def plain(name: str) -> str:

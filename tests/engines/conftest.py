@@ -16,10 +16,12 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -43,6 +45,7 @@ LONG_ROPE = {
     "long_factor": [3.0, 4.0],
     "partial_rotary_factor": 0.5,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-biased": (LlamaConfig, {"attention_bias": True}),
@@ -60,6 +63,9 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         Phi3Config,
         {"pad_token_id": 0, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 72},
     ),
+    "qwen3-moe": (Qwen3MoeConfig, {"head_dim": 16, "norm_topk_prob": True} | EXPERTS),
+    "qwen3-moe-mixed": (Qwen3MoeConfig, {"head_dim": 16, "mlp_only_layers": [0]} | EXPERTS),
+    "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None}),
     "gemma3": (
         Gemma3TextConfig,
         {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6, "sliding_window_pattern": 2}

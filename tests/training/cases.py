@@ -15,10 +15,12 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -38,6 +40,7 @@ LONG_ROPE = {
     "long_factor": [3.0, 4.0],
     "partial_rotary_factor": 0.5,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "qwen2": (Qwen2Config, {}),
@@ -46,6 +49,8 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "olmo2": (Olmo2Config, {}),
     "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": 0}),
     "phi3": (Phi3Config, {"pad_token_id": 0, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 20}),
+    "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 8, "norm_topk_prob": True, **EXPERTS}),
+    "olmoe": (OlmoeConfig, {"num_experts": 5, "num_experts_per_tok": 3, "pad_token_id": None}),
     "gemma3": (
         Gemma3TextConfig,
         {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 4, "sliding_window_pattern": 2},
@@ -58,20 +63,19 @@ def tiny_model(
 ) -> PreTrainedModel:
     """Random weights that make distributions far from uniform; two query heads share a key head."""
     of_family, extra = FAMILIES[family]
-    config = of_family(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        eos_token_id=TOKENIZER.eos_token_id,
-        bos_token_id=None,
-        **extra,
-        **settings,
-    )
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "eos_token_id": TOKENIZER.eos_token_id,
+        "bos_token_id": None,
+    }
+    config = of_family(**common | extra | settings)
     torch.manual_seed(0)
     model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
@@ -80,9 +84,9 @@ def tiny_model(
     return model
 
 
-def write_model(folder: Path, family: str = "qwen3", *, tied: bool = True) -> Path:
+def write_model(folder: Path, family: str = "qwen3", *, tied: bool = True, **settings: Any) -> Path:
     """A tiny model and its tokenizer in Hugging Face format."""
-    tiny_model(family, tied=tied).save_pretrained(folder)
+    tiny_model(family, tied=tied, **settings).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return folder
 

@@ -44,6 +44,8 @@ STEPS: dict[str, tuple[tuple[int, int, int, int], str, dict[str, Any]]] = {
     "cp2 with windows": ((1, 1, 2, 1), "mistral", {}),
     "fsdp2 of fused projections": ((1, 2, 1, 1), "phi3", {"gradient_checkpointing": True}),
     "fsdp2 with norms of projections": ((1, 2, 1, 1), "olmo2", {"lora": LORA, "learning_rate": 1e-2}),
+    "cp2 of experts": ((1, 1, 2, 1), "qwen3_moe", {"router_aux_loss": 0.1}),
+    "fsdp2 of experts": ((1, 2, 1, 1), "olmoe", {"router_aux_loss": 0.1, "gradient_checkpointing": True}),
     "cp2 of sequences": ((1, 1, 2, 1), "qwen2", {"loss": GSPO}),
     "fsdp2 tp2": ((1, 2, 1, 2), "qwen3", {}),
     "fsdp2 tp2 with biases": ((1, 2, 1, 2), "qwen2", {"loss": GSPO}),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..types import Batch, Episode
+from ..types import UNKNOWN_EXPERT, Batch, Episode
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
 
@@ -57,6 +57,7 @@ def pack(
         advantages=np.repeat(np.array([e.advantage for e in episodes], np.float32), lengths) * mask,
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
         rewards=_rewards(episodes),
+        experts=_experts(episodes),
         origins=frozenset().union(*(episode.origins for episode in episodes)),
         unit=unit,
     )
@@ -189,6 +190,20 @@ def _rewards(episodes: Sequence[Episode]) -> np.ndarray | None:
             left -= reward
         if any(episode.mask):
             row[max(i for i, own in enumerate(episode.mask) if own)] += left
+    return np.concatenate(rows)
+
+
+def _experts(episodes: Sequence[Episode]) -> np.ndarray | None:
+    """[tokens, layers, k]: the recorded experts, unknown for episodes without; None if no episode has any."""
+    shape = next((episode.experts.shape[1:] for episode in episodes if episode.experts is not None), None)
+    if shape is None:
+        return None
+    rows = [
+        np.full((len(e.tokens), *shape), UNKNOWN_EXPERT, np.uint8) if e.experts is None else e.experts for e in episodes
+    ]
+    for number, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
+        if row.shape != (len(episode.tokens), *shape):
+            raise ValueError(f"episode {number} has {len(episode.tokens)} tokens, and experts of shape {row.shape}")
     return np.concatenate(rows)
 
 

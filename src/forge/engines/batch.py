@@ -27,7 +27,7 @@ from .weights import Weights
 WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
-Prefix = tuple[Tensor, Tensor]  # keys and values, (layers, K, tokens, D) each
+Prefix = tuple[Tensor, ...]  # keys and values, (layers, K, tokens, D) each; see `Cache.read`
 
 
 @dataclass(slots=True, eq=False)
@@ -213,8 +213,7 @@ class Batch:
         self.prefilled += len(piece)
         self._docked = (item, done)
         if done == len(context):
-            keys, values = cache.read(cache.dock, done)
-            item.prefix = (keys.clone(), values.clone())
+            item.prefix = tuple(part.clone() for part in cache.read(cache.dock, done))
             self._docked = (None, 0)
         return len(piece)
 
@@ -226,10 +225,10 @@ class Batch:
         cache.reserve(max(map(len, prompts)), len(self.rows))
         self.decoder.prefill(prompts, [rows[0] for _, rows, _ in fresh])
         for item, rows, prompt in fresh:
-            keys, values = cache.read(rows[0], len(prompt))
-            cache.fill(rows[1:], (keys, values))
+            prefix = cache.read(rows[0], len(prompt))
+            cache.fill(rows[1:], prefix)
             if isinstance(item, Request) and item.admitted < item.sampling.n:
-                item.prefix = (keys.clone(), values.clone())
+                item.prefix = tuple(part.clone() for part in prefix)
             self.prefilled += len(prompt)
 
     def _set_rows(self, placed: dict[int, Row]) -> None:
@@ -304,6 +303,7 @@ class Batch:
         complete = []
         for i in finished.nonzero().flatten().tolist():
             row, completion = self.rows[i], self._so_far(i)
+            completion.experts = self.decoder.cache.experts(i, len(completion.prompt_ids) + len(completion.token_ids))
             completion.finish = "stop" if completion.token_ids[-1] in row.request.stops else "length"
             row.request.done[row.sample] = completion
             self.holes.append(i)

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention_kinds import attention_kinds, rotary_parameters
-from ..weight_layouts import head_size
+from ..types import UNKNOWN_EXPERT
+from ..weight_layouts import head_size, sparse_layers
+from .experts import Experts
 from .weights import Layer, Weights
 
 BLOCK = 128  # cache positions in one sum over values: from 200 on, MKL may split sums depending on the length
@@ -25,28 +28,38 @@ QUERIES = 64  # prompt tokens in one attention call
 class Cache:
     """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`.
 
-    One more row after those that decode, the `dock`, is for long prompts computed in pieces.
+    One more row after those that decode, the `dock`, is for long prompts computed in pieces. With `record` there are
+    also the `choices` of experts, (layers with experts, rows, 1, T, k), `UNKNOWN_EXPERT` where they were not computed.
     """
 
-    def __init__(self, config: Any, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, config: Any, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device, record: bool = False
+    ):
         self.dock, self.longest = rows, rounded(max_seq_len, BLOCK)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         self.heads = torch.arange(heads, device=device)
-        self.first = (layers, rows + 1, heads, min(2 * BLOCK, self.longest), head_size(config))
+        self.least, size = min(2 * BLOCK, self.longest), head_size(config)
         # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
-        self.keys, self.values = (torch.zeros(self.first, dtype=dtype, device=device) for _ in range(2))
+        self.keys, self.values = (
+            torch.zeros(layers, rows + 1, heads, self.least, size, dtype=dtype, device=device) for _ in range(2)
+        )
+        self.stores = ["keys", "values"]
+        if record:
+            shape = len(sparse_layers(config)), rows + 1, 1, self.least, config.num_experts_per_tok
+            self.choices = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.uint8, device=device)
+            self.stores.append("choices")
 
     def clear(self) -> None:
         """Free all memory; the next `reserve` allocates again."""
-        shape = (*self.first[:3], 0, self.first[4])
-        self.keys, self.values = self.keys.new_zeros(shape), self.values.new_zeros(shape)
+        for name in self.stores:
+            setattr(self, name, getattr(self, name)[:, :, :, :0].clone())
 
     def reserve(self, length: int, rows: int) -> None:
         """Make room for `length` positions, keeping the first `rows` rows and the dock."""
         length, old = rounded(length, BLOCK), self.keys.shape[3]
         if length > old:
-            size = min(max(length, 2 * old, self.first[3]), self.longest)
-            for name in ("keys", "values"):
+            size = min(max(length, 2 * old, self.least), self.longest)
+            for name in self.stores:
                 before = getattr(self, name)
                 after = before.new_zeros(*before.shape[:3], size, before.shape[4])
                 for kept in (slice(rows), slice(self.dock, None)):
@@ -63,16 +76,29 @@ class Cache:
             flat = cache[layer].view(-1, cache.shape[-1])
             flat.index_copy_(0, index, new.reshape(-1, cache.shape[-1]))
 
-    def read(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """A view of one row's first positions, for `fill`."""
-        return self.keys[:, row, :, :length], self.values[:, row, :, :length]
+    def write_choices(self, rows: Tensor, positions: Tensor, choices: Sequence[Tensor]) -> None:
+        """Record the experts of tokens, (N, k) for each layer with experts; of layers left out they are unknown."""
+        if "choices" in self.stores:
+            self.choices[:, rows, 0, positions] = UNKNOWN_EXPERT
+            if choices:
+                self.choices[: len(choices), rows, 0, positions] = torch.stack(list(choices)).byte()
 
-    def fill(self, rows: Sequence[int], prefix: tuple[Tensor, Tensor]) -> None:
-        """Copy a prefix, keys and values of (layers, K, T, D), into each of `rows`."""
-        length = prefix[0].shape[2]
-        for row in rows:
-            self.keys[:, row, :, :length] = prefix[0]
-            self.values[:, row, :, :length] = prefix[1]
+    def experts(self, row: int, tokens: int) -> np.ndarray | None:
+        """The recorded experts of a row's tokens, of which all but the last are in the cache: `Completion.experts`."""
+        if "choices" not in self.stores:
+            return None
+        known = self.choices[:, row, 0, : tokens - 1].transpose(0, 1)
+        return F.pad(known, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
+
+    def read(self, row: int, length: int) -> tuple[Tensor, ...]:
+        """A view of one row's first positions in each store, for `fill`."""
+        return tuple(getattr(self, name)[:, row, :, :length] for name in self.stores)
+
+    def fill(self, rows: Sequence[int], prefix: tuple[Tensor, ...]) -> None:
+        """Copy a prefix, from `read`, into each of `rows`."""
+        for name, part in zip(self.stores, prefix, strict=True):
+            for row in rows:
+                getattr(self, name)[:, row, :, : part.shape[2]] = part
 
 
 class Decoder:
@@ -84,11 +110,18 @@ class Decoder:
     """
 
     def __init__(
-        self, config: Any, weights: Weights, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: Any,
+        weights: Weights,
+        rows: int,
+        max_seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        record: bool = False,
     ):
         self.weights = weights
         self.device = device
-        self.cache = Cache(config, rows, max_seq_len, dtype, device)
+        self.cache = Cache(config, rows, max_seq_len, dtype, device, record)
         self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         self.eps = config.rms_norm_eps
         # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
@@ -135,6 +168,7 @@ class Decoder:
                 unseen |= self.steps[:length] <= (positions[:, None] - window).clamp(max=length - 2)
             biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
         x = self._embed(tokens)
+        choices: list[Tensor] = []
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
             q, k, v = self._qkv(layer, x, rotations[kind])
@@ -146,7 +180,8 @@ class Decoder:
             out = torch.bmm(probs[..., : self.block], values[:, : self.block])
             for at in range(self.block, length, self.block):
                 out.baddbmm_(probs[..., at : at + self.block], values[:, at : at + self.block])
-            self._finish_layer(layer, x, out.view(rows, -1))
+            self._finish_layer(layer, x, out.view(rows, -1), choices)
+        cache.write_choices(self.row_ids[:rows], positions, choices)
         return self.weights.head(F.rms_norm(x, x.shape[-1:], self.weights.norm, self.eps))
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], start: int = 0) -> None:
@@ -160,18 +195,21 @@ class Decoder:
         prompt = torch.arange(len(prompts)).repeat_interleave(lengths)
         positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths)[prompt] + start
         blocks = self._blocks(prompt, positions, torch.tensor(rows), lengths + start)
-        index = self.cache.index(torch.tensor(rows)[prompt].to(self.device), positions.to(self.device))
+        at_rows = torch.tensor(rows)[prompt].to(self.device)
+        index = self.cache.index(at_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
         real, count = len(tokens), rounded(len(tokens), 64)
         tokens, positions = F.pad(tokens, (0, count - real)), F.pad(positions, (0, count - real)).to(self.device)
         rotations = self._rotations(positions)
         x = self._embed(tokens)
+        choices: list[Tensor] = []
         last = len(self.weights.layers) - 1
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
             q, k, v = self._qkv(layer, x, rotations[kind])
             self.cache.write(i, index, k[:real], v[:real])
             if i == last:
+                self.cache.write_choices(at_rows, positions[:real], [chosen[:real] for chosen in choices])
                 return
             attended = q.new_zeros(count, self.H * self.D)
             for block in blocks:
@@ -184,7 +222,7 @@ class Decoder:
                 )
                 out = out.transpose(1, 2).reshape(-1, self.H * self.D)
                 attended.index_copy_(0, block.tokens, out[block.place])
-            self._finish_layer(layer, x, attended)
+            self._finish_layer(layer, x, attended, choices)
 
     def _blocks(self, prompt: Tensor, positions: Tensor, rows: Tensor, ends: Tensor) -> list[_Block]:
         """Split prompt tokens into attention calls of `queries` positions of every prompt that reaches them, or all.
@@ -246,11 +284,18 @@ class Decoder:
             qk = (qk * cos).addcmul_(turned, sin)
         return qk[:, : self.H], qk[:, self.H :], v
 
-    def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor) -> None:
-        """Output projection and MLP, added to the residual stream x (N, C) in place."""
+    def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor, choices: list[Tensor]) -> None:
+        """Output projection and feed-forward, added to the residual stream x (N, C) in place. A mixture appends the
+        experts of each token to `choices`, (N, k)."""
         x += self._norm(layer.output(attended), layer.attended_norm)
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
-        x += self._norm(layer.down(self.act(gate).mul_(up)), layer.fed_norm)
+        h, ffn = self._norm(x, layer.mlp_norm), layer.feed_forward
+        if isinstance(ffn, Experts):
+            out, chosen = ffn(h, self.act)
+            choices.append(chosen)
+        else:
+            gate, up = ffn.gate_up(h).chunk(2, -1)
+            out = ffn.down(self.act(gate).mul_(up))
+        x += self._norm(out, layer.fed_norm)
 
     def _norm(self, x: Tensor, norm: Tensor | None) -> Tensor:
         return x if norm is None else F.rms_norm(x, x.shape[-1:], norm, self.eps)

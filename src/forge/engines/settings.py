@@ -24,10 +24,15 @@ class EngineSettings(Section):
     """Running sequences at a weight update: they `continue` under the new weights with the keys and values
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
     ([weights.md](weights.md))."""
+    router_replay: bool = False
+    """Of a mixture of experts: completions carry the experts of each token, and the trainer computes with them
+    ([mixtures.md](mixtures.md)). Needs `embedded`."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, by their names there."""
 
     def _check(self) -> None:
+        if self.router_replay and self.engine != "embedded":
+            raise ValueError(f"generator.router_replay needs generator.engine: embedded, it is {self.engine}")
         if self.vllm and self.engine != "vllm":
             raise ValueError(
                 f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention_kinds import rotary_parameters
 from ..models import FAMILIES
-from ..weight_layouts import EMBEDDING, HEAD, Part, follows, layout
+from ..types import UNKNOWN_EXPERT
+from ..weight_layouts import EMBEDDING, HEAD, Part, follows, layout, split_experts
+from .experts import Experts
+from .linear import Linear, pack
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others: silu
@@ -44,6 +46,8 @@ def load_config(folder: Path) -> Any:
         (not getattr(config, "mlp_bias", False), "mlp_bias"),
         (not rope_types, f"rope_type {next(iter(rope_types), None)!r}"),
         (not partial, "a partial rotary embedding"),
+        (getattr(config, "clip_qkv", None) is None, "clip_qkv"),
+        (getattr(config, "num_experts", 0) <= UNKNOWN_EXPERT, f"{getattr(config, 'num_experts', 0)} experts"),
         (not getattr(config, "use_bidirectional_attention", False), "attention in both directions"),
         (not getattr(config, "attn_logit_softcapping", None), "attn_logit_softcapping"),
         (not getattr(config, "final_logit_softcapping", None), "final_logit_softcapping"),
@@ -103,41 +107,24 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A weight (out, in) for `Linear`: in float32 on a CPU repacked for oneDNN, else unchanged.
-
-    PyTorch's default, MKL, uses AVX-512 on Intel's processors only: on AMD's oneDNN takes less than half the time, with
-    the same result up to rounding.
-    """
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return torch.ops.mkldnn._reorder_linear_weight(weight)
-    return weight
-
-
 @dataclass(slots=True)
-class Linear:
-    """A matrix product: x (N, in) -> (N, out)."""
+class FeedForward:
+    """C: hidden size, I: intermediate size."""
 
-    weight: Tensor  # (out, in), after `pack`
-    bias: Tensor | None = None  # (out,)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.weight.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+    gate_up: Linear  # C -> 2I
+    down: Linear  # I -> C
 
 
 @dataclass(slots=True)
 class Layer:
-    """One transformer block. C: hidden size, H: heads, K: key-value heads, D: head size, I: intermediate size.
+    """One transformer block. C: hidden size, H: heads, K: key-value heads, D: head size.
 
     Norms of the inputs of attention and feed-forward, and of their outputs, are None where a family has none there.
     """
 
     qkv: Linear  # C -> (H + 2K) * D
     output: Linear  # H * D -> C
-    gate_up: Linear  # C -> 2I
-    down: Linear  # I -> C
+    feed_forward: FeedForward | Experts
     input_norm: Tensor | None  # (C,)
     attended_norm: Tensor | None  # (C,)
     mlp_norm: Tensor | None  # (C,)
@@ -193,14 +180,21 @@ class Weights:
         def linear(name: str) -> Linear:
             return Linear(done[f"{name}.weight"], done.get(f"{name}.bias"))
 
+        def feed_forward(at: str) -> FeedForward | Experts:
+            if f"{at}.router.weight" not in done:
+                return FeedForward(linear(f"{at}.gate_up"), linear(f"{at}.down"))
+            by_expert = (done.pop(f"{at}.experts.{name}").chunk(config.num_experts) for name in ("gate_up", "down"))
+            gate_up, down = ([Linear(pack(weight)) for weight in weights] for weights in by_expert)
+            k, normalised = config.num_experts_per_tok, config.norm_topk_prob
+            return Experts(linear(f"{at}.router"), gate_up, down, k, normalised)
+
         self.embed, self.norm = done["embed"], done["norm"]
         self.head = Linear(pack(self.embed)) if tied else linear("head")
         self.layers = [
             Layer(
                 qkv=linear(f"{at}.qkv"),
                 output=linear(f"{at}.output"),
-                gate_up=linear(f"{at}.gate_up"),
-                down=linear(f"{at}.down"),
+                feed_forward=feed_forward(at),
                 **{name: done.get(f"{at}.{name}") for name in NORMS},
             )
             for at in (f"layers.{i}" for i in range(config.num_hidden_layers))
@@ -216,7 +210,7 @@ def checked(
         ValueError: an unknown or duplicate name, a wrong shape or, after the last tensor, a missing one.
     """
     places = {part.name: (whole, i) for whole, parts in table.items() for i, part in enumerate(parts)}
-    for name, tensor in named:
+    for name, tensor in split_experts(named):
         if follows(name, tied):
             continue
         if name not in places:

@@ -22,9 +22,11 @@ from transformers import (
 
 from ..attention_kinds import longrope_limit
 from ..models import quiet_loading
-from ..types import Batch
+from ..types import UNKNOWN_EXPERT, Batch
+from ..weight_layouts import sparse_layers
 from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks
+from .experts import Routers
 from .linear import ROWS, speed_up, token_logprobs
 from .lora import SCORE, add_adapters
 from .settings import LoraSettings, Parallelism
@@ -58,6 +60,8 @@ class OwnTokens(NamedTuple):
     layout: of the whole pack.
     at: [read], indices of this rank's tokens whose states are read.
     labels: [read], the token ids that they are read for.
+    experts: [own, layers, k], those to replay, if any.
+    real: number of own tokens that are not padding.
     counts: number of states that each rank reads.
     """
 
@@ -67,6 +71,8 @@ class OwnTokens(NamedTuple):
     layout: PackedLayout
     at: Tensor
     labels: Tensor
+    experts: Tensor | None
+    real: int
     counts: list[int]
 
 
@@ -81,6 +87,10 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
     own = tokens.chunk(sequence.size)[sequence.rank]
     first = sequence.rank * len(own)
     read = torch.from_numpy(np.flatnonzero(batch.mask) - lag)
+    experts = None
+    if batch.experts is not None:
+        experts = torch.from_numpy(batch.experts).long()[first : first + len(own)].to(device)
+        experts = F.pad(experts, (0, 0, 0, 0, 0, len(own) - len(experts)), value=UNKNOWN_EXPERT)
     mine = read[(read >= first) & (read < first + len(own))]
     return OwnTokens(
         own.to(device),
@@ -89,6 +99,8 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
         PackedLayout.of(lengths, device),
         (mine - first).to(device),
         tokens[mine + lag].to(device),
+        experts,
+        min(max(len(batch.tokens) - first, 0), len(own)),
         torch.bincount(read // len(own), minlength=sequence.size).tolist(),
     )
 
@@ -99,6 +111,7 @@ class PackedModel(nn.Module):
 
     model: PreTrainedModel
     ranks: Ranks | None = None  # None: one process, on the model's device
+    routers: Routers | None = None  # of a policy that is a mixture of experts
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -121,6 +134,8 @@ class PackedModel(nn.Module):
         limit, length = longrope_limit(self.model.config), int(batch.lengths.max())
         if limit and length > limit:
             raise ValueError(f"a sequence of {length} tokens: beyond {limit} this model's longrope is not supported")
+        if self.routers is not None:
+            self.routers.begin(own.experts, own.real)
         hidden = self.model.model(
             input_ids=own.tokens[None],
             position_ids=own.positions[None],
@@ -133,6 +148,11 @@ class PackedModel(nn.Module):
 
 class Policy(PackedModel):
     """A causal language model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if sparse_layers(model.config):
+            self.routers = Routers(model)
 
     @classmethod
     def from_pretrained(
@@ -274,6 +294,8 @@ def build(
     if ranks.tensor.size > 1:
         parallelize(policy.model, ranks)
     layers = list(policy.model.model.layers)
+    if compile and sparse_layers(policy.model.config):
+        raise ValueError("training.compile does not support mixtures of experts")
     if compile:
         for layer in layers:
             # A checkpointed layer does not trace across the graph break of its attention, only the parts around it.

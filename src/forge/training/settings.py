@@ -74,6 +74,9 @@ class PassSettings(Section):
     """Passes of a step over its batch: a step makes `mini_batches` * `epochs` updates. Policy versions count steps."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    router_aux_loss: float = Field(0.0, ge=0)
+    """Of a mixture of experts: weight of the loss that balances its experts' load ([mixtures.md](mixtures.md)). A
+    model's own is `router_aux_loss_coef` in its config.json."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimiser in host memory; layers come to the GPU to compute. Needs a GPU."""
     compile: bool = False
