@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
 
@@ -31,7 +32,17 @@ def check_family(name: str) -> None:
     found = json.loads(path.read_text()).get("model_type") if path.is_file() else None
     if found is not None and found not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ValueError(f"model {name} has model_type {found!r}, which is unsupported: use a dense model of {known}")
+        raise ValueError(f"model {name} has model_type {found!r}, which is unsupported: use a model of {known}")
+
+
+def check_classifier(config: Any) -> None:
+    """ValueError: transformers has no sequence classifier of this config's family, to be a critic or reward model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    if config.model_type not in CLASSIFIERS:
+        raise ValueError(
+            f"{config.model_type} models cannot be critics or reward models: transformers has no such head"
+        )
 
 
 def is_hub_id(name: str) -> bool:

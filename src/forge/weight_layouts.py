@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .architecture import sparse_layers
+
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # where embeddings are tied, another name for EMBEDDING
 
@@ -109,14 +111,6 @@ def _experts(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
         ours + "experts.gate_up": tuple(Part(name, I, (C,)) for name in halves),
         ours + "experts.down": tuple(Part(f"{mlp}experts.{e}.down_proj.weight", C, (I,)) for e in each),
     }
-
-
-def sparse_layers(config: Any) -> list[int]:
-    """The layers that are mixtures of experts."""
-    if config.model_type not in ("qwen3_moe", "olmoe"):
-        return []
-    dense, step = getattr(config, "mlp_only_layers", None) or [], getattr(config, "decoder_sparse_step", 1)
-    return [i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0]
 
 
 def split_experts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -194,15 +194,17 @@ def test_episodes_without_recorded_experts_leave_the_routers_free():
     assert pack([free]).experts is None
 
 
-def test_what_does_not_fit_is_one_line(mixture: Path, model: Path):
+def test_what_does_not_fit_is_one_line(mixture: Path, model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="router_replay needs a mixture of experts, this is qwen3"):
         EmbeddedEngine(model, router_replay=True)
     with pytest.raises(ValueError, match=r"router_replay needs .* embedded, it is vllm"):
         EngineSettings(engine="vllm", router_replay=True)
-    with pytest.raises(ValueError, match="router_aux_loss needs a policy that is a mixture of experts"):
+    with pytest.raises(ValueError, match="router_aux_loss needs a mixture of experts, this is qwen3"):
         make_trainer(model, router_aux_loss=0.1)
     with pytest.raises(ValueError, match=r"training\.compile does not support mixtures of experts"):
         make_trainer(mixture, compile=True)
+    with pytest.raises(ValueError, match="olmoe models cannot be critics or reward models"):
+        make_trainer(write_model(tmp_path, "olmoe"), head="value")
     batch = example()
     batch.experts = np.zeros((len(batch.tokens), 3, 2), np.uint8)
     with pytest.raises(ValueError, match="2 experts in each of 3 layers were recorded, the model has 2 in 2"):

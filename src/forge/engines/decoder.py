@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention_kinds import attention_kinds, rotary_parameters
+from ..architecture import attention_kinds, rotary_parameters, sparse_layers
 from ..types import UNKNOWN_EXPERT
-from ..weight_layouts import head_size, sparse_layers
+from ..weight_layouts import head_size
 from .experts import Experts
 from .weights import Layer, Weights
 

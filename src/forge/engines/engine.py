@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..types import Completion, Sampling
-from ..weight_layouts import sparse_layers
 from .batch import WIDTH, Batch, Request
 from .decoder import Decoder, rounded
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
@@ -66,8 +65,7 @@ class EmbeddedEngine:
         self.eos = load_eos(folder, config)
         self.on_update = how.on_update
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
-        if how.router_replay and not sparse_layers(config):
-            raise ValueError(f"{folder}: router_replay needs a mixture of experts, this is {config.model_type}")
+        how.check(config)
         rows, record = rounded(how.slots, WIDTH), how.router_replay
         decoder = Decoder(config, weights, rows, self.max_seq_len, self.dtype, self.device, record)
         self._batch = Batch(decoder, how.slots, prefill_tokens)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..attention_kinds import longest
+from ..architecture import longest
 from ..types import Completion, Sampling
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from ..architecture import sparse_layers
 from ..config import Section
 
 
@@ -37,6 +38,11 @@ class EngineSettings(Section):
             raise ValueError(
                 f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"
             )
+
+    def check(self, config: Any) -> None:
+        """ValueError: a setting that a model of this transformers config does not have."""
+        if self.router_replay and not sparse_layers(config):
+            raise ValueError(f"generator.router_replay needs a mixture of experts, this is {config.model_type}")
 
     def over(self, procs: int) -> EngineSettings:
         """The settings for one model over `procs` processes: vLLM's tensor parallelism.

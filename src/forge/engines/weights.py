@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention_kinds import rotary_parameters
+from ..architecture import rotary_parameters
 from ..models import FAMILIES
 from ..types import UNKNOWN_EXPERT
 from ..weight_layouts import EMBEDDING, HEAD, Part, follows, layout, split_experts

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from ..algorithms import Algorithm, Correction, load_algorithm
 from ..algorithms.base import OwnLoss
-from ..attention_kinds import longest
+from ..architecture import longest
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
@@ -135,6 +135,9 @@ class RLConfig(RecipeConfig):
     def others(self) -> dict[str, str]:
         named = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
         return {key: name for key, name in named.items() if name is not None}
+
+    def scalar(self, model: str) -> list[str]:
+        return [self.critic.model or model] if self.load_algorithm().needs_critic else []
 
     def starts_reference(self, algorithm: Algorithm) -> bool:
         """Whether the run has a reference model of its own."""

@@ -20,10 +20,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..attention_kinds import longrope_limit
-from ..models import quiet_loading
+from ..architecture import longrope_limit, sparse_layers
+from ..models import check_classifier, quiet_loading
 from ..types import UNKNOWN_EXPERT, Batch
-from ..weight_layouts import sparse_layers
 from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks
 from .experts import Routers
@@ -196,6 +195,7 @@ class ScalarModel(PackedModel):
             ValueError: a classifier of several classes, or weights other than the head are missing.
         """
         classes = AutoConfig.from_pretrained(path)
+        check_classifier(classes)
         if any("SequenceClassification" in name for name in classes.architectures or ()) and classes.num_labels != 1:
             raise ValueError(f"{path} has {classes.num_labels} classes: a {head} model has one scalar per token")
         with quiet_loading():
@@ -294,8 +294,6 @@ def build(
     if ranks.tensor.size > 1:
         parallelize(policy.model, ranks)
     layers = list(policy.model.model.layers)
-    if compile and sparse_layers(policy.model.config):
-        raise ValueError("training.compile does not support mixtures of experts")
     if compile:
         for layer in layers:
             # A checkpointed layer does not trace across the graph break of its attention, only the parts around it.

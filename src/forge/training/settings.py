@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from ..architecture import sparse_layers
 from ..config import Section
 
 SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # those with tensor parallelism
@@ -86,6 +87,14 @@ class PassSettings(Section):
         super()._check()
         if self.weights_dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError("training.weights_dtype bfloat16 needs training.dtype bfloat16")
+
+    def check(self, config: Any) -> None:
+        """ValueError: a setting that a policy of this transformers config does not have."""
+        experts = sparse_layers(config)
+        if self.compile and experts:
+            raise ValueError(f"training.compile does not support mixtures of experts, this is {config.model_type}")
+        if self.router_aux_loss and not experts:
+            raise ValueError(f"training.router_aux_loss needs a mixture of experts, this is {config.model_type}")
 
 
 class LoraSettings(Section):

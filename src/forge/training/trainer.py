@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import AutoConfig
 
 from ..data.packing import split
 from ..types import Batch
@@ -65,6 +66,10 @@ class PolicyTrainer:
         self.dtype = resolve_dtype(passes.dtype, ranks.device)
         self.head, self.offloaded = head, False
         self.lora = None if lora is None else LoraSettings(**lora)
+        if head == "policy":
+            passes.check(AutoConfig.from_pretrained(model))
+        elif head == "reward" and passes.router_aux_loss:
+            raise ValueError("training.router_aux_loss is of policies: a reward model has none")
         self.policy = build(
             model,
             head,
@@ -78,8 +83,6 @@ class PolicyTrainer:
             cpu_offload=passes.cpu_offload,
             compile=passes.compile,
         )
-        if passes.router_aux_loss and self.policy.routers is None:
-            raise ValueError("training.router_aux_loss needs a policy that is a mixture of experts")
         self.optimizer = build_optimizer(self.policy, optimizer)
         self.step = 0  # steps, not updates: it is the version of the weights
 

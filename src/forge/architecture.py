@@ -1,4 +1,4 @@
-"""What kinds of attention the layers of a model have: which rotary embedding, which window."""
+"""What the layers of a model are, from its transformers config: their attention, and which are mixtures of experts."""
 
 from __future__ import annotations
 
@@ -44,3 +44,11 @@ def longrope_limit(config: Any) -> int | None:
     ropes = rotary_parameters(config).values()
     limits = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
     return min(limits, default=None)
+
+
+def sparse_layers(config: Any) -> list[int]:
+    """The layers that are mixtures of experts."""
+    if config.model_type not in ("qwen3_moe", "olmoe"):
+        return []
+    dense, step = getattr(config, "mlp_only_layers", None) or [], getattr(config, "decoder_sparse_step", 1)
+    return [i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0]
