@@ -115,6 +115,7 @@ class Batch:
         for request in waiting:
             request.prefix = None
         self._docked = (None, 0)
+        self.positions.zero_()  # of idle rows, which decode as well: the new cache may be shorter
         self.decoder.release()
 
     def switch(self, weights: Weights, waiting: deque[Request], cut: bool = False) -> None:
