@@ -82,6 +82,11 @@ def read_sealed(path: Path) -> str:
     return text
 
 
+def file_digest(path: Path) -> str:
+    """The xxh3-128 of a file, in hexadecimal digits."""
+    return _digest(path)[0]
+
+
 def _read(path: Path) -> dict[str, tuple[str, int]]:
     rows = [line.split(" ", 2) for line in read_sealed(path).splitlines()]
     return {name: (digest, int(size)) for digest, size, name in rows}

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
+from .integrity import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
+
+log = logging.getLogger(__name__)
 
 # The model types that trainer and engines have; the last two are mixtures of experts.
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text", "qwen3_moe", "olmoe")
@@ -31,8 +37,11 @@ def check_family(name: str) -> None:
             return
     found = json.loads(path.read_text()).get("model_type") if path.is_file() else None
     if found is not None and found not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"model {name} has model_type {found!r}, which is unsupported: use a model of {known}")
+        raise ValueError(f"model {name} has model_type {found!r}, which is unsupported: use {_families()}")
+
+
+def _families() -> str:
+    return "a model of " + ", ".join(FAMILIES)
 
 
 def check_classifier(config: Any) -> None:
@@ -53,14 +62,18 @@ def is_hub_id(name: str) -> bool:
 
 
 def resolve_model(name: str) -> str:
-    """The local folder of a model: the folder itself, or a snapshot of a hub id.
+    """The local folder of a model: the folder itself, a snapshot of a hub id, or what a `.gguf` file was opened to.
 
     Raises:
         FileNotFoundError: the folder is missing or lacks its configuration, weights or tokenizer.
         DamagedFile: a file differs from its checksum, where the folder has `checksums.txt`.
-        ValueError: not in the cache and the hub cannot be reached.
+        ValueError: not in the cache and the hub cannot be reached; or a `.gguf` file that is none, or is of another
+            family.
+        ImportError: a `.gguf` file, and the packages that read it are not installed.
     """
     folder = Path(name)
+    if name.endswith(".gguf"):
+        return str(open_gguf(folder))
     if not folder.is_dir():
         if not is_hub_id(name):
             raise FileNotFoundError(f"model folder {name} does not exist")
@@ -86,6 +99,63 @@ def resolve_model(name: str) -> str:
         except DamagedFile as error:
             raise DamagedFile(f"{error}; if you changed it, remove {folder / CHECKSUMS}") from None
     return name
+
+
+def open_gguf(file: Path) -> Path:
+    """A folder in Hugging Face format with the weights of a GGUF file, dequantised to float32.
+
+    It is made once, in `$XDG_CACHE_HOME/torchforge/gguf`, under the checksum of the file, and takes 4 bytes a parameter
+    of disk and, while it is made, of memory.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: as `resolve_model`.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"model file {file} does not exist")
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ValueError(f"{file} is no GGUF file: it does not begin with GGUF")
+    try:
+        import accelerate  # noqa: F401 (transformers loads GGUF through it)
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"a .gguf model needs more packages: pip install 'torchforge-rl[gguf]' ({error})") from error
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchforge" / "gguf"
+    folder = cache / file_digest(file)
+    if folder.is_dir():
+        return Path(resolve_model(str(folder)))
+    log.info("opening %s: its weights are written once to %s, in float32", file, folder)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    where, name = str(file.parent), file.name
+    try:
+        config = AutoConfig.from_pretrained(where, gguf_file=name)
+        supported = config.model_type in FAMILIES
+        if supported:
+            with quiet_loading():
+                model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+                tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
+    except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
+        raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
+    if not supported:
+        raise ValueError(f"model {file} has model_type {config.model_type!r}, which is unsupported: use {_families()}")
+    # The weights are no longer quantised; transformers would not save a quantised model.
+    model.hf_quantizer = None  # type: ignore[assignment]
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    cache.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=cache, prefix="incomplete-"))
+    try:
+        with quiet_loading():
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+        write_checksums(aside, [path.name for path in aside.iterdir()])
+        if not folder.is_dir():  # another process may have been faster
+            aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
 
 
 def build_small_model(

@@ -41,7 +41,7 @@ def ended(process: subprocess.Popen) -> list[str]:
 @pytest.mark.full
 def test_the_folder_of_the_run_is_removed(tmp_path: Path):
     process = running(tmp_path)
-    shutil.rmtree(tmp_path / "runs/test")
+    (tmp_path / "runs/test").rename(tmp_path / "gone")  # at once: the run still writes into it
     assert f"error: {tmp_path}/runs/test was removed while the run used it" in ended(process)[-1]
     assert process.returncode == 1
 
@@ -79,7 +79,9 @@ def test_the_disk_is_full(tmp_path: Path):
 
 
 def test_the_terminal_closes(tmp_path: Path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a run would ignore it, as its parent does
     process = running(tmp_path)
+    signal.signal(signal.SIGHUP, before)
     process.send_signal(signal.SIGHUP)
     assert "forge: SIGHUP: stopping" in "\n".join(ended(process))
     assert process.returncode == 128 + signal.SIGHUP

@@ -67,9 +67,10 @@ def test_a_sequence_does_not_feel_its_neighbours():
 def test_layout_moves_every_token_there_and_back(lengths: list[int]):
     layout = PackedLayout.of(lengths)
     pack = torch.arange(sum(lengths))
-    rectangles = pack[layout.gather]
+    rectangles = pack[layout.queries]
     assert torch.equal(rectangles[layout.scatter], pack)
-    rows = [row for (n, width), part in zip(layout.shapes, _parts(layout, rectangles), strict=True) for row in part]
+    assert torch.equal(layout.keys, layout.queries)
+    rows = [row for _, part in zip(layout.shapes, _parts(layout, rectangles), strict=True) for row in part]
     starts = {sum(lengths[:i]): length for i, length in enumerate(lengths)}
     assert sorted(int(row[0]) for row in rows) == sorted(starts)
     for row in rows:
@@ -80,8 +81,9 @@ def test_layout_moves_every_token_there_and_back(lengths: list[int]):
 
 
 def _parts(layout: PackedLayout, rectangles: torch.Tensor) -> list[torch.Tensor]:
-    sizes = [rows * width for rows, width in layout.shapes]
-    return [part.view(shape) for part, shape in zip(rectangles.split(sizes), layout.shapes, strict=True)]
+    assert not any(context for _, _, context in layout.shapes)
+    sizes = [rows * width for rows, width, _ in layout.shapes]
+    return [part.view(shape[:2]) for part, shape in zip(rectangles.split(sizes), layout.shapes, strict=True)]
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 11])

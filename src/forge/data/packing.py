@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..types import UNKNOWN_EXPERT, Batch, Episode
+from .prefixes import PrefixTree, find_prefixes, prefix_ids
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
 
@@ -129,13 +130,14 @@ def pack_tensors(
 def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> list[list[Batch]]:
     """One list of micro-batches for each data-parallel rank, all of the same length.
 
-    Units of sequences are placed longest first into the lightest micro-batch, so that ranks get about the same number
-    of tokens. If there are fewer units than micro-batches, an empty one holds a unit with its mask cleared: every rank
-    takes part in every collective, and the loss does not change.
+    Units that begin with the same prompt stay together where they can, so that it is computed once. The longest go
+    first into the lightest micro-batch: ranks get about the same number of tokens to compute. If there are fewer than
+    micro-batches, an empty one holds a unit with its mask cleared: every rank takes part in every collective, and the
+    loss does not change.
 
     Args:
         ranks: number of data-parallel ranks.
-        max_tokens: most tokens of one micro-batch.
+        max_tokens: most tokens of one micro-batch, those of a shared prompt counted once.
         at_least: least number of micro-batches a rank.
 
     Raises:
@@ -146,8 +148,13 @@ def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> li
     if longest > max_tokens:
         what = "a sequence" if batch.unit == 1 else f"{batch.unit} sequences that belong together, in all"
         raise ValueError(f"{what} of {longest} tokens does not fit into training.seq_len = {max_tokens}")
-    per_rank = max(at_least, math.ceil(int(lengths.sum()) / (ranks * max_tokens)))
-    while (bins := _place(lengths, ranks * per_rank, max_tokens)) is None:
+    tree = find_prefixes(prefix_ids(batch), batch.lengths)
+    by_prompt: dict[int, list[int]] = {}
+    for unit in range(len(lengths)):
+        by_prompt.setdefault(tree.root(unit * batch.unit), []).append(unit)
+    together = list(by_prompt.values())
+    per_rank = max(at_least, math.ceil(len(tree.source) / (ranks * max_tokens)))
+    while (bins := _place(batch, tree, together, ranks * per_rank, max_tokens)) is None:
         per_rank += 1
     micro_batches = []
     for units in bins:
@@ -207,14 +214,31 @@ def _experts(episodes: Sequence[Episode]) -> np.ndarray | None:
     return np.concatenate(rows)
 
 
-def _place(lengths: np.ndarray, places: int, max_tokens: int) -> list[list[int]] | None:
-    """Greedy longest-first bin packing: the units of each place; None if they do not fit."""
+def _place(
+    batch: Batch, tree: PrefixTree, together: list[list[int]], places: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Greedy longest-first bin packing: the units of each place; None if they do not fit. Units that share a prompt are
+    halved until they are no more than a place's fair share."""
+
+    def cost(units: list[int]) -> int:
+        return tree.cost(unit * batch.unit + i for unit in units for i in range(batch.unit))
+
+    most = min(max_tokens, math.ceil(len(tree.source) / places))
+    pieces: list[tuple[int, list[int]]] = []
+    todo = together[::-1]
+    while todo:
+        units = todo.pop()
+        tokens = cost(units)
+        if tokens > most and len(units) > 1:
+            todo += [units[len(units) // 2 :], units[: len(units) // 2]]
+        else:
+            pieces.append((tokens, units))
     bins: list[list[int]] = [[] for _ in range(places)]
-    load = np.zeros(places, dtype=np.int64)
-    for sequence in np.argsort(-lengths, kind="stable"):
-        lightest = int(load.argmin())
-        load[lightest] += lengths[sequence]
+    load = [0] * places
+    for tokens, units in sorted(pieces, key=lambda piece: -piece[0]):
+        lightest = load.index(min(load))
+        load[lightest] += tokens
         if load[lightest] > max_tokens:
             return None
-        bins[lightest].append(int(sequence))
+        bins[lightest] += units
     return bins

@@ -1,8 +1,11 @@
-"""Causal attention over packed sequences, with context parallelism.
+"""Causal attention over packed sequences and trees of them, with context parallelism.
 
 Each sequence attends to itself only. One call per sequence is slow for hundreds of short ones, and a dense block mask
 wastes quadratic work. Here sequences of similar length are gathered into rectangles, one causal attention call each.
 Padding is on the right, where causality hides it from real tokens: no mask is needed.
+
+A run of tokens may continue others, its context, which it shares with other runs (`forge.data.prefixes`). Runs whose
+contexts have the same length share a rectangle, and its mask: their keys are the context's and their own.
 """
 
 from __future__ import annotations
@@ -29,38 +32,49 @@ Collective = Callable[[Tensor, Group], Tensor]
 class PackedLayout:
     """The places of a pack's tokens in the rectangles.
 
-    gather: [sum rows*width] index into the pack (padding repeats the sequence's last token).
-    scatter: [tokens] index into the flattened rectangles.
-    shapes: (rows, width) of each rectangle, widest first.
+    queries: [sum rows*width] index into the pack (padding repeats the run's last token).
+    keys: [sum rows*(context + width)] likewise, of the context's tokens and the run's own.
+    scatter: [tokens] index into the flattened rectangles of queries.
+    shapes: (rows, width, context) of each rectangle.
     """
 
-    gather: Tensor
+    queries: Tensor
+    keys: Tensor
     scatter: Tensor
-    shapes: list[tuple[int, int]]
+    shapes: list[tuple[int, int, int]]
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device | str = "cpu") -> PackedLayout:
-        """The layout of sequences of these lengths, back to back in this order."""
+    def of(
+        cls, lengths: list[int], device: torch.device | str = "cpu", parents: list[int] | None = None
+    ) -> PackedLayout:
+        """The layout of runs of these lengths, back to back in this order; parents come before, -1 is none."""
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        gather, shapes, at = [], [], 0
+        before = [torch.empty(0, dtype=torch.long) for _ in lengths]
+        for i, parent in enumerate(parents or ()):
+            if parent >= 0:
+                before[i] = torch.cat([before[parent], torch.arange(starts[parent], starts[parent + 1])])
+        order = sorted(range(len(lengths)), key=lambda i: (len(before[i]), -lengths[i]))
+        queries, keys, shapes, at = [], [], [], 0
         scatter = torch.empty(starts[-1], dtype=torch.long)
         while order:
-            width = lengths[order[0]]
-            rows = [i for i in order if lengths[i] >= FILL * width]
-            order = order[len(rows) :]
+            width, context = lengths[order[0]], len(before[order[0]])
+            rows = []
+            while order and len(before[order[0]]) == context and lengths[order[0]] >= FILL * width:
+                rows.append(order.pop(0))
             first = torch.tensor([starts[i] for i in rows])
             size = torch.tensor([lengths[i] for i in rows])
             column = torch.arange(width)
-            gather.append((first[:, None] + torch.minimum(column, size[:, None] - 1)).flatten())
+            own = first[:, None] + torch.minimum(column, size[:, None] - 1)
+            queries.append(own.flatten())
+            keys.append(torch.cat([torch.stack([before[i] for i in rows]), own], dim=1).flatten())
             inside = column < size[:, None]
             places = at + torch.arange(len(rows) * width).view(len(rows), width)
-            scatter[gather[-1][inside.flatten()]] = places[inside]
+            scatter[queries[-1][inside.flatten()]] = places[inside]
             at += len(rows) * width
-            shapes.append((len(rows), width))
-        return cls(torch.cat(gather).to(device), scatter.to(device), shapes)
+            shapes.append((len(rows), width, context))
+        return cls(torch.cat(queries).to(device), torch.cat(keys).to(device), scatter.to(device), shapes)
 
 
 # Not compiled: the shapes differ in every pack.
@@ -96,19 +110,21 @@ def packed_attention(
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in mine.split(counts, dim=1))
     window = kwargs.get("sliding_window")
     groups = query.shape[1] // key.shape[1]
-    q, k, v = (x[0].transpose(0, 1).index_select(0, layout.gather) for x in (query, key, value))
-    rectangles, at = [], 0
-    for rows, width in layout.shapes:
-        part = slice(at, at + rows * width)
-        q4, k4, v4 = (x[part].view(rows, width, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
+    query = query[0].transpose(0, 1).index_select(0, layout.queries)
+    key, value = (x[0].transpose(0, 1).index_select(0, layout.keys) for x in (key, value))
+    queries = query.split([rows * width for rows, width, _ in layout.shapes])
+    sizes = [rows * (before + width) for rows, width, before in layout.shapes]
+    rectangles = []
+    for (rows, width, before), *parts in zip(layout.shapes, queries, key.split(sizes), value.split(sizes), strict=True):
+        q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in parts)
         if groups > 1:
-            k4, v4 = (x.repeat_interleave(groups, dim=1) for x in (k4, v4))
-        if window is not None and width > window:
-            o = _windowed(q4, k4, v4, window, scaling)
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        if window is not None and before + width > window:
+            o = _windowed(q, k, v, window, scaling)
         else:
-            o = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scaling)
-        rectangles.append(o.transpose(1, 2).reshape(rows * width, query.shape[1], -1))
-        at += rows * width
+            seen = _seen(width, before, before + width, q.device) if before else None
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling)
+        rectangles.append(o.transpose(1, 2).flatten(0, 1))
     out = torch.cat(rectangles).index_select(0, layout.scatter)  # [tokens, heads, head_dim]
     if ranks > 1:
         mine = _Exchange.apply(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
@@ -117,21 +133,32 @@ def packed_attention(
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
-    """Causal attention to the last `window` tokens; all [rows, heads, width, head_dim], width > window.
+    """Causal attention to the last `window` tokens: q [rows, heads, width, head_dim], k and v with a prefix before.
 
     Linear in the width: the queries of each `window` tokens attend to those and to the `window` before.
     """
-    width, size = q.shape[2], (-1, window)
-    q0, k0, v0 = (x[:, :, :window] for x in (q, k, v))
-    first = F.scaled_dot_product_attention(q0, k0, v0, is_causal=True, scale=scale)
+    width, before = q.shape[2], min(k.shape[2] - q.shape[2], window)
+    k, v = (x[:, :, x.shape[2] - width - before :] for x in (k, v))
+    count = min(width, window)
+    k0, v0 = (x[:, :, : before + count] for x in (k, v))
+    seen = _seen(count, before, window, q.device)
+    first = F.scaled_dot_product_attention(q[:, :, :count], k0, v0, attn_mask=seen, scale=scale)
+    if width == count:
+        return first
     # [rows, pieces, heads, window, head_dim]
-    q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, size).transpose(1, 2) for x in (q, k, v))
+    own = (q, k[:, :, before:], v[:, :, before:])
+    q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, (-1, window)).transpose(1, 2) for x in own)
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
-    query, key = torch.arange(window, device=q.device)[:, None], torch.arange(-window, window, device=q.device)
-    seen = (key <= query) & (key > query - window)
+    seen = _seen(window, window, window, q.device)
     rest = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=seen, scale=scale)
     rest = rest.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
     return torch.cat([first, rest], dim=2)[:, :, :width]
+
+
+def _seen(width: int, before: int, window: int, device: torch.device) -> Tensor:
+    """[width, before + width]: whether a query sees a key, where `before` keys come before the first query."""
+    query, key = torch.arange(width, device=device)[:, None], torch.arange(-before, width, device=device)
+    return (key <= query) & (key > query - window)
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -170,11 +197,15 @@ class _GatherUneven(torch.autograd.Function):
         return grad.split(ctx.counts, dim=1)[ctx.rank], None, None
 
 
-def gather_scores(own: tuple[Tensor, ...], counts: list[int], group: Group) -> tuple[Tensor, ...]:
-    """All-gather scores, each [own], in the order of ranks. `counts`: number of scores of each rank."""
+def gather_scores(
+    own: tuple[Tensor, ...], counts: list[int], group: Group, order: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """All-gather scores, each [own], in the order of ranks, or of `order`: of each score, the index in that order.
+    `counts`: number of scores of each rank."""
     if group.size == 1 or not max(counts):
         return own  # empty scores stay in the graph, whose backward pass has collectives
-    return tuple(_GatherUneven.apply(torch.stack(own), counts, group))
+    scores = _GatherUneven.apply(torch.stack(own), counts, group)
+    return tuple(scores if order is None else scores[:, order])
 
 
 # Not compiled: that would need functional collectives.

@@ -69,24 +69,24 @@ class Routers:
         return logits, gates, chosen
 
 
-def balance(own: Tensor, everyone: Tensor, k: int, tokens: float) -> Tensor:
-    """The share of a load in the loss that balances `tokens` tokens, a scalar.
+def balance(own: Tensor, everyone: Tensor, k: int) -> Tensor:
+    """A rank's share in the loss that balances experts, a scalar; shares add up to the loss over all ranks' tokens.
 
     The loss is that of Fedus et al. 2021 (Switch Transformer, equations 4 to 6) as transformers computes it, over all
     layers together: E * sum over experts of (tokens per expert / rows) * (probability / rows), where each token is a
     row in each layer. The first factor has no gradient: it is taken from `everyone`, the load of all ranks in a
-    micro-batch (Qiu et al. 2025, arXiv 2501.11873), so that ranks' shares add up to the loss of their tokens.
+    micro-batch (Qiu et al. 2025, arXiv 2501.11873).
     """
     counts = everyone[0].sum(0)
-    frequencies = (counts * k / counts.sum().clamp(min=1)).to(own.dtype)
-    return (frequencies * own[1].sum(0)).sum() * (own.shape[2] / (own.shape[1] * tokens))
+    rows = (counts.sum() / k).clamp(min=1)
+    return ((counts / rows).to(own.dtype) * own[1].sum(0)).sum() * (own.shape[2] / rows).to(own.dtype)
 
 
 def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
     """By layer, `experts/max_share_<layer>`, the share of tokens that went to the busiest expert (k / E to 1), and
     `experts/entropy_<layer>` of the load, in nats (at most log E); and `router_aux_loss` of all."""
     shares = load[0] / load[0].sum(1, keepdim=True)
-    found = {"router_aux_loss": float(balance(load, load, k, float(load[0, 0].sum()) / k))}
+    found = {"router_aux_loss": float(balance(load, load, k))}
     for layer, share, entropy in zip(layers, shares.amax(1), torch.special.entr(shares).sum(1), strict=True):
         found |= {f"experts/max_share_{layer}": float(share) * k, f"experts/entropy_{layer}": float(entropy)}
     return found

@@ -68,6 +68,11 @@ def speed_up(model: nn.Module) -> None:
             module.__class__ = FastLinear
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """In float32; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Keeps one log-normaliser and one entropy per row; backward recomputes each chunk's logits."""
 
@@ -76,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         logprobs, normalisers, entropies = [], [], []
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            logits = product(h, head).float().div_(temperature)
+            logits = at_least_float32(product(h, head)).div_(temperature)
             normaliser = logits.logsumexp(-1)
             taken = logits.gather(-1, y[:, None])[:, 0]
             logp = logits.sub_(normaliser[:, None])
@@ -93,11 +98,11 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
         grad_hidden, head = torch.empty_like(hidden), weight.to(hidden.dtype)
         # Accumulated in float32: thousands of small bf16 additions would be lost.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(at_least_float32(weight)) if ctx.needs_input_grad[1] else None
         rows = (x.split(ctx.chunk) for x in (hidden, labels, normaliser, entropy, grad_logprobs, grad_entropy))
         at = 0
         for h, y, lse, ent, g_logp, g_ent in zip(*rows, strict=True):
-            logp = product(h, head).float().div_(ctx.temperature).sub_(lse[:, None])
+            logp = at_least_float32(product(h, head)).div_(ctx.temperature).sub_(lse[:, None])
             p = logp.exp()
             # d logp(y) / d logit_j = [j = y] - p_j   and   d H / d logit_j = -p_j (logp_j + H)
             grad = logp.add_(ent[:, None]).mul_(-g_ent[:, None]).sub_(g_logp[:, None]).mul_(p)
@@ -120,11 +125,11 @@ def token_logprobs(
         temperature: of the sampler.
 
     Returns:
-        (logprobs [tokens], entropy [tokens]) in float32, in nats.
+        (logprobs [tokens], entropy [tokens]) in float32, or float64 if the weights are, in nats.
     """
     if not len(labels):
         # Keeps the graph connected: a rank with nothing to train still takes part in the backward collectives.
-        nothing = hidden.float().sum(-1) + weight.float().sum() * 0.0
+        nothing = at_least_float32(hidden).sum(-1) + at_least_float32(weight).sum() * 0.0
         return nothing, nothing
     count, surplus = len(labels), -len(labels) % ROWS
     hidden, labels = F.pad(hidden, (0, 0, 0, surplus)), F.pad(labels, (0, surplus))

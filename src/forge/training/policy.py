@@ -21,12 +21,13 @@ from transformers import (
 )
 
 from ..architecture import longrope_limit, sparse_layers
+from ..data.prefixes import find_prefixes, prefix_ids
 from ..models import check_classifier, quiet_loading
 from ..types import UNKNOWN_EXPERT, Batch
 from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks
 from .experts import Routers
-from .linear import ROWS, speed_up, token_logprobs
+from .linear import ROWS, at_least_float32, speed_up, token_logprobs
 from .lora import SCORE, add_adapters
 from .settings import LoraSettings, Parallelism
 from .tensor_parallel import parallelize
@@ -52,7 +53,8 @@ class TokenValues(NamedTuple):
 
 
 class OwnTokens(NamedTuple):
-    """A rank's share of a pack, and the positions whose states it reads.
+    """A rank's share of a pack, and the positions whose states it reads. A prefix that sequences share is one run of
+    the pack, computed once.
 
     tokens: [own] ids.
     gathered, positions: [own * tensor-parallel ranks], the tokens of all of those ranks and their positions.
@@ -62,6 +64,7 @@ class OwnTokens(NamedTuple):
     experts: [own, layers, k], those to replay, if any.
     real: number of own tokens that are not padding.
     counts: number of states that each rank reads.
+    order: [all that is read], of each token with mask True the index of its state in the order of ranks.
     """
 
     tokens: Tensor
@@ -73,34 +76,41 @@ class OwnTokens(NamedTuple):
     experts: Tensor | None
     real: int
     counts: list[int]
+    order: Tensor
 
 
 def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
     """This rank's share of a batch, whose states are read `lag` tokens before those with mask True."""
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
-    lengths = batch.lengths.tolist()
-    surplus = -len(batch.tokens) % lcm(ROWS, sequence.size)
-    lengths += [1] * surplus  # padding: untrained sequences of one token
-    tokens = F.pad(torch.from_numpy(batch.tokens), (0, surplus))
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    tree = find_prefixes(prefix_ids(batch), batch.lengths)
+    surplus = -len(tree.source) % lcm(ROWS, sequence.size)
+    lengths = tree.lengths + [1] * surplus  # padding: untrained sequences of one token
+    parents = tree.parents + [-1] * surplus
+    tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, surplus))
+    positions = F.pad(torch.from_numpy(tree.positions), (0, surplus))
     own = tokens.chunk(sequence.size)[sequence.rank]
     first = sequence.rank * len(own)
-    read = torch.from_numpy(np.flatnonzero(batch.mask) - lag)
+    real = min(max(len(tree.source) - first, 0), len(own))
     experts = None
     if batch.experts is not None:
-        experts = torch.from_numpy(batch.experts).long()[first : first + len(own)].to(device)
-        experts = F.pad(experts, (0, 0, 0, 0, 0, len(own) - len(experts)), value=UNKNOWN_EXPERT)
-    mine = read[(read >= first) & (read < first + len(own))]
+        experts = torch.from_numpy(batch.experts[tree.source[first : first + real]]).long().to(device)
+        experts = F.pad(experts, (0, 0, 0, 0, 0, len(own) - real), value=UNKNOWN_EXPERT)
+    trained = np.flatnonzero(batch.mask)
+    read = torch.from_numpy(tree.place[trained - lag])
+    rank = read // len(own)
+    by_rank = rank.argsort(stable=True)
+    mine = (rank == sequence.rank).nonzero()[:, 0]
     return OwnTokens(
         own.to(device),
         tokens.chunk(context.size)[context.rank].to(device),
         positions.chunk(context.size)[context.rank].to(device),
-        PackedLayout.of(lengths, device),
-        (mine - first).to(device),
-        tokens[mine + lag].to(device),
+        PackedLayout.of(lengths, device, parents),
+        (read[mine] - first).to(device),
+        torch.from_numpy(batch.tokens[trained])[mine].to(device),
         experts,
-        min(max(len(batch.tokens) - first, 0), len(own)),
-        torch.bincount(read // len(own), minlength=sequence.size).tolist(),
+        real,
+        torch.bincount(rank, minlength=sequence.size).tolist(),
+        torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))).to(device),
     )
 
 
@@ -167,7 +177,7 @@ class Policy(PackedModel):
         """Log-probability and entropy of each token with mask True."""
         states, own, ranks = self.states(batch, lag=1)  # the state at t - 1 predicts token t
         scores = token_logprobs(states, self.model.lm_head.weight, own.labels, temperature=temperature)
-        return TokenScores(*gather_scores(scores, own.counts, ranks.sequence))
+        return TokenScores(*gather_scores(scores, own.counts, ranks.sequence, own.order))
 
 
 class ScalarModel(PackedModel):
@@ -218,8 +228,8 @@ class ScalarModel(PackedModel):
         # In float32 for any dtype of the backbone: in bfloat16 100 and 100.4 are equal.
         with torch.autocast(states.device.type, enabled=False):
             score: Any = self.model.score
-            values = states.float() @ score.weight.float()[0]
-        return TokenValues(*gather_scores((values,), own.counts, ranks.sequence))
+            values = at_least_float32(states) @ at_least_float32(score.weight)[0]
+        return TokenValues(*gather_scores((values,), own.counts, ranks.sequence, own.order))
 
     def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
         """Write a sequence classifier of one class, with a padding id, by which transformers finds the last token."""

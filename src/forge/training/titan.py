@@ -200,7 +200,7 @@ class TitanPolicy(nn.Module):
         hidden = self.model(own.gathered[None], own.positions[None], (own.layout, self.ranks.context))
         states = shared(hidden)[0].chunk(self.ranks.tensor.size)[self.ranks.tensor.rank]
         scores = self.model.lm_head(states[own.at], own.labels, temperature)
-        return TokenScores(*gather_scores(scores, own.counts, self.ranks.sequence))
+        return TokenScores(*gather_scores(scores, own.counts, self.ranks.sequence, own.order))
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(Hugging Face name, this rank's part), a DTensor where it is sharded; of tied parameters the first."""

@@ -190,13 +190,14 @@ class PolicyTrainer:
         micro_batches = parts[data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in micro_batches:
+        for turn, micro in enumerate(micro_batches):
             output = self._forward(micro)
             inputs = loss_inputs(micro, output)
             value = micro_batch_loss(loss, micro, inputs, output)
             total += value.detach()
             if self.policy.routers is not None:
-                value = value + how.router_aux_loss * self._balance(micro, len(part.tokens), metrics)
+                tokens = sum(len(of_rank[turn].tokens) for of_rank in parts if of_rank[turn].mask.any())
+                value = value + how.router_aux_loss * tokens / len(part.tokens) * self._balance(micro, metrics)
             value.backward()
             current = None
             if isinstance(output, TokenScores):
@@ -223,8 +224,8 @@ class PolicyTrainer:
         with torch.autocast(self.ranks.device.type, self.dtype) if mixed else nullcontext():
             return self.policy(batch, self.temperature)
 
-    def _balance(self, micro: Batch, tokens: int, metrics: Metrics) -> Tensor:
-        """This rank's share of the routers' loss, of an update on so many tokens; notes the load of experts."""
+    def _balance(self, micro: Batch, metrics: Metrics) -> Tensor:
+        """This rank's share of the routers' loss of a micro-batch of all ranks; notes the load of experts."""
         routers = self.policy.routers
         assert routers is not None
         own = routers.take() * bool(micro.mask.any())  # else it stands in for a missing one
@@ -232,7 +233,7 @@ class PolicyTrainer:
         if self.ranks.sequence.group is not None:
             dist.all_reduce(everyone, group=self.ranks.sequence.group)
         metrics.add_load(self.ranks.sum(everyone))
-        return balance(own, everyone, routers.k, tokens)
+        return balance(own, everyone, routers.k)
 
     def _score(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
         if (self.head == "policy") != (kind is TokenScores):

@@ -5,10 +5,12 @@ Any callable of that form is a reward; nothing has to be inherited or registered
 
 from .math import MathReward, final_answer
 from .rules import CharacterMatch, ExactMatch, ThinkingReward, load_reward, overlong_penalty
+from .structured import JsonMatch
 
 __all__ = [
     "CharacterMatch",
     "ExactMatch",
+    "JsonMatch",
     "MathReward",
     "ThinkingReward",
     "final_answer",

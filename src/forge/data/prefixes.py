@@ -1,0 +1,117 @@
+"""Shared prefixes of packed sequences: a tree of token runs, each of which a model computes once.
+
+The samples of a prompt repeat it, and the branches of an episode repeat their common turns. A token's state depends
+only on the tokens before it, so a model may compute a common prefix once, whichever sequences go on from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..types import Batch
+
+SAVED = 32  # tokens that a run of its own must save: below, smaller attention calls cost more than the tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """The runs of a batch, every parent before its children.
+
+    source: [computed], the token of the batch that each computed token is.
+    place: [tokens], the computed token of each token of the batch.
+    positions: [computed], positions in the sequence.
+    lengths, parents: [runs], of runs that lie back to back in `source`; the parent of a run without a prefix is -1.
+    last: [sequences], the run that each sequence ends with; it is that run and its ancestors.
+    """
+
+    source: np.ndarray
+    place: np.ndarray
+    positions: np.ndarray
+    lengths: list[int]
+    parents: list[int]
+    last: list[int]
+
+    def cost(self, sequences: Iterable[int]) -> int:
+        """Number of tokens that a model computes for some of the sequences."""
+        needed: set[int] = set()
+        for sequence in sequences:
+            run = self.last[sequence]
+            while run >= 0 and run not in needed:
+                needed.add(run)
+                run = self.parents[run]
+        return sum(self.lengths[run] for run in needed)
+
+    def root(self, sequence: int) -> int:
+        """The run that a sequence begins with."""
+        run = self.last[sequence]
+        while self.parents[run] >= 0:
+            run = self.parents[run]
+        return run
+
+
+def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -> PrefixTree:
+    """The tree of sequences that lie back to back.
+
+    Args:
+        tokens: [tokens] ids.
+        lengths: [sequences].
+        saved: least number of tokens that each shared run must save.
+    """
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    rows = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+    # Big-endian bytes sort as the tokens do, a prefix before what continues it.
+    keys = [row.astype(">u4").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    common = np.array([_common(rows[a], rows[b]) for a, b in itertools.pairwise(order)], np.int64)
+    runs: list[tuple[list[int], int, int, int]] = []  # its sequences, first and last position, parent
+    # (first and last of neighbours in `order`, tokens of theirs that are in a run, the run that ends there)
+    todo = [(0, len(order), 0, -1)]
+    while todo:
+        low, high, done, parent = todo.pop()
+        depth = int(common[low : high - 1].min()) if high - low > 1 else int(lengths[order[low]])
+        if depth > done and (high - low == 1 or (depth - done) * (high - low - 1) >= saved):
+            runs.append((order[low:high], done, depth, parent))
+            parent, done = len(runs) - 1, depth
+        if high - low > 1:
+            cuts = [low, *(low + 1 + np.flatnonzero(common[low : high - 1] == depth)).tolist(), high]
+            todo += [(a, b, done, parent) for a, b in itertools.pairwise(cuts)]
+    # In the order of the batch: without a shared run they are its sequences as they are. A parent was found first.
+    ranking = sorted(range(len(runs)), key=lambda run: (min(runs[run][0]), run))
+    rank = {run: i for i, run in enumerate(ranking)}
+    place, pieces, computed = np.empty(len(tokens), np.int64), [], 0
+    for sequences, begin, end, _ in (runs[run] for run in ranking):
+        pieces.append(np.arange(begin, end) + starts[sequences[0]])
+        for sequence in sequences:
+            place[starts[sequence] + begin : starts[sequence] + end] = np.arange(computed, computed + end - begin)
+        computed += end - begin
+    source = np.concatenate(pieces)
+    run_of = np.repeat(np.arange(len(ranking)), [len(piece) for piece in pieces])
+    return PrefixTree(
+        source,
+        place,
+        positions=source - np.repeat(starts, lengths)[source],
+        lengths=[runs[run][2] - runs[run][1] for run in ranking],
+        parents=[-1 if runs[run][3] < 0 else rank[runs[run][3]] for run in ranking],
+        last=run_of[place[ends - 1]].tolist(),
+    )
+
+
+def prefix_ids(batch: Batch) -> np.ndarray:
+    """What has to be equal in sequences that share a prefix, [tokens] ids: the tokens, and their recorded experts."""
+    if batch.experts is None:
+        return batch.tokens
+    columns = [batch.tokens.astype("<i8")[:, None].view(np.uint8), batch.experts.reshape(len(batch.tokens), -1)]
+    rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
+    return np.unique(rows.view(f"V{rows.shape[1]}")[:, 0], return_inverse=True)[1]
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common prefix."""
+    shorter = min(len(a), len(b))
+    differ = a[:shorter] != b[:shorter]
+    return int(differ.argmax()) if differ.any() else shorter

@@ -1,0 +1,65 @@
+"""A reward for structured output: the response as a JSON object, compared with that of the target."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class JsonMatch:
+    """How far a response is the JSON object of the target.
+
+    0 unless the response is one JSON object and nothing else but white space. Otherwise `form` plus (1 - form) times
+    the share of keys, of both objects together, whose values are equal; 1 means that the objects are equal. Values of
+    different JSON types differ: 1, 1.0, true and "1" are four values.
+
+    Args:
+        form: the reward of an object none of whose values is right, in [0, 1). ValueError: outside.
+    """
+
+    form: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.form < 1:
+            raise ValueError(f"form must be in [0, 1), got {self.form}")
+
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        expected, found = _object(target), _object(response)
+        if expected is None:
+            raise ValueError(f"the target {target[:60]!r} is no JSON object")
+        if found is None:
+            return 0.0
+        keys = expected.keys() | found.keys()
+        right = sum(key in expected and key in found and _same(expected[key], found[key]) for key in keys)
+        return 1.0 if right == len(keys) else self.form + (1 - self.form) * right / len(keys)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is, or None. A key that is given twice, NaN and infinities are no JSON."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key is given twice")
+        return found
+
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        found = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except (ValueError, RecursionError):  # also for numbers of thousands of digits
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
