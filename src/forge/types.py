@@ -94,7 +94,8 @@ class Completion:
     `experts`, with `generator.router_replay`, has the experts that computed each token of `prompt_ids` and `token_ids`:
     uint8 [tokens, layers with experts, experts of a token], in descending order of their gates. It is `UNKNOWN_EXPERT`
     for the last token, which was not computed, and in the last layer for prompt tokens but the last, whose feed-forward
-    there affects no drawn token. Tokens that were computed again under newer weights have the newer experts.
+    there affects no drawn token. Tokens that were computed again under newer weights have the newer experts, but in the
+    last layer.
     """
 
     text: str = ""

@@ -69,6 +69,27 @@ def test_the_engine_says_which_experts_it_took(mixture: Path):
     assert drawn(mixture)[0].experts is None
 
 
+def test_a_sample_that_is_computed_again_keeps_its_experts_of_the_last_layer(mixture: Path):
+    """An update to the same weights in its middle: nothing of what is recorded changes."""
+    state = list(AutoModelForCausalLM.from_pretrained(mixture).state_dict().items())
+    wanted = Sampling(n=3, max_tokens=50, seed=4)
+    with EmbeddedEngine(mixture, slots=8, router_replay=True, on_update="recompute") as engine:
+        expected = engine.submit([5, 9, 13], wanted).result(60)
+        updated: list[Any] = []
+
+        def update(_sample: int, _piece: Completion) -> None:
+            if not updated and engine.stats()["generated_tokens"] > before + 20:
+                updated.append(engine.update_weights(state, 1))
+
+        before = engine.stats()["generated_tokens"]
+        found = engine.submit([5, 9, 13], wanted, listener=update).result(60)
+        assert {version for completion in found for version in completion.versions} == {0, 1}
+    for one, two in zip(expected, found, strict=True):
+        assert one.experts is not None
+        assert two.experts is not None
+        np.testing.assert_array_equal(one.experts, two.experts)
+
+
 @pytest.mark.parametrize("how", ["bfloat16", "noise"])
 def test_replay_closes_the_gap_that_routing_opens(tmp_path: Path, how: str):
     """To that of a dense model of the same size, whose engine is as inexact."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import TOP_LOGPROBS, Completion, Sampling
+from ..types import TOP_LOGPROBS, UNKNOWN_EXPERT, Completion, Sampling
 from .decoder import Decoder, rounded
 from .interface import Listener
 from .weights import Weights
@@ -122,10 +122,13 @@ class Batch:
         """Use other weights from the next step on; computed prompts of waiting requests are dropped. With `cut`,
         running rows are preempted to recompute their keys and values."""
         if cut:
-            rows = [(row, self._so_far(i)) for i, row in enumerate(self.rows) if i not in self.holes]
-            for row, drawn in rows:
-                row.drawn = drawn
-            self.cut.extendleft(row for row, _ in sorted(rows, key=lambda pair: pair[0].start, reverse=True))
+            rows = [row for i, row in enumerate(self.rows) if i not in self.holes]
+            for i, row in enumerate(self.rows):
+                if i not in self.holes:
+                    drawn = self._so_far(i)
+                    drawn.experts = self._experts(i, drawn)
+                    row.drawn = drawn
+            self.cut.extendleft(sorted(rows, key=lambda row: row.start, reverse=True))
             self.rows, self.holes = [], []
         for request in waiting:
             request.prefix = None
@@ -304,7 +307,7 @@ class Batch:
         complete = []
         for i in finished.nonzero().flatten().tolist():
             row, completion = self.rows[i], self._so_far(i)
-            completion.experts = self.decoder.cache.experts(i, len(completion.prompt_ids) + len(completion.token_ids))
+            completion.experts = self._experts(i, completion)
             completion.finish = "stop" if completion.token_ids[-1] in row.request.stops else "length"
             row.request.done[row.sample] = completion
             self.holes.append(i)
@@ -331,6 +334,15 @@ class Batch:
             except Exception as error:  # the request fails, not the engine
                 if request.future.set_running_or_notify_cancel():
                     request.future.set_exception(error)
+
+    def _experts(self, i: int, completion: Completion) -> np.ndarray | None:
+        """The experts of the tokens in row i; of the last layer, which a prompt's tokens skip, as they were before the
+        sample was preempted."""
+        experts = self.decoder.cache.experts(i, len(completion.prompt_ids) + len(completion.token_ids))
+        if experts is not None and (before := self.rows[i].drawn.experts) is not None:
+            again = experts[: len(before)]
+            np.copyto(again, before, where=again == UNKNOWN_EXPERT)
+        return experts
 
     def _so_far(self, i: int) -> Completion:
         """All tokens of the sample in row i, including those before it was preempted."""
