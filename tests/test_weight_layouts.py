@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge.models import FAMILIES
 from forge.weight_layouts import (
     EMBEDDING,
     HEAD,
@@ -17,6 +18,7 @@ from forge.weight_layouts import (
     layout,
     merge_adapters,
     plain,
+    split_experts,
 )
 
 CONFIG: dict[str, Any] = {
@@ -48,18 +50,20 @@ def config(model_type: str = "qwen3", tied: bool = False, **extra: Any) -> Any:
     return SimpleNamespace(model_type=model_type, tie_word_embeddings=tied, **{**CONFIG, **extra})
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_layout_names_every_tensor_of_transformers_once(model_type: str, tied: bool, biased: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    extra = {} if model_type == "qwen2" else {"attention_bias": biased}
-    kind = AutoConfig.for_model(model_type, **CONFIG, head_dim=8, tie_word_embeddings=tied, **extra)
+    extra = {} if model_type in ("qwen2", "mistral", "phi3") else {"attention_bias": biased}
+    kind = AutoConfig.for_model(
+        model_type, **CONFIG, head_dim=8, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=None, **extra
+    )
     state = AutoModelForCausalLM.from_config(kind).state_dict()
     parts = [part for whole in layout(kind).values() for part in whole]
     assert {part.name: part.shape for part in parts} == {
-        name: tuple(tensor.shape) for name, tensor in state.items() if not follows(name, tied)
+        name: tuple(tensor.shape) for name, tensor in split_experts(state.items()) if not follows(name, tied)
     }
     assert len({part.name for part in parts}) == len(parts)
 

@@ -10,13 +10,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .hub import is_hub_id, split_revision
 from .integrity import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
 
 log = logging.getLogger(__name__)
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # the model types that trainer and engines have
+# The model types that trainer and engines have; the last two are mixtures of experts.
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text", "qwen3_moe", "olmoe")
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -42,7 +44,17 @@ def check_family(name: str) -> None:
 
 
 def _families() -> str:
-    return "a dense model of " + ", ".join(FAMILIES)
+    return "a model of " + ", ".join(FAMILIES)
+
+
+def check_classifier(config: Any) -> None:
+    """ValueError: transformers has no sequence classifier of this config's family, to be a critic or reward model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    if config.model_type not in CLASSIFIERS:
+        raise ValueError(
+            f"{config.model_type} models cannot be critics or reward models: transformers has no such head"
+        )
 
 
 def resolve_model(name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 TOP_LOGPROBS = 20  # most top logprobs of a request
+UNKNOWN_EXPERT = 255  # in place of an expert that was not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,12 @@ class Completion:
     position of `token_ids[i]`, in descending order, with their log-probabilities under that same distribution: as
     many as requested, or as are left after top-k and top-p. `token_ids[i]` need not be one of them. Episodes leave it
     out.
+
+    `experts`, with `generator.router_replay`, has the experts that computed each token of `prompt_ids` and `token_ids`:
+    uint8 [tokens, layers with experts, experts of a token], in descending order of their gates. It is `UNKNOWN_EXPERT`
+    for the last token, which was not computed, and in the last layer for prompt tokens but the last, whose feed-forward
+    there affects no drawn token. Tokens that were computed again under newer weights have the newer experts, but in the
+    last layer.
     """
 
     text: str = ""
@@ -101,6 +108,7 @@ class Completion:
     identities: dict[int, str] = field(default_factory=dict)
     sampled_by: str = ""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    experts: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.versions:
@@ -147,6 +155,7 @@ class Episode:
     Where it was played in several turns, `turns` has them; what of `reward` is not theirs came at the end. `branches`
     are the episodes that came before it where the conversation was rewritten; each one's reward is what was still to
     come when it began. `steps` has rewards within it, (tokens until its end, reward), which are part of `reward`.
+    `experts` are those of a completion, for all tokens.
 
     Call forms: `Episode(completion, reward)`,
     `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)`; for tokens that somebody else
@@ -166,6 +175,7 @@ class Episode:
     turns: tuple[Turn, ...]
     branches: tuple[Episode, ...]
     steps: tuple[tuple[int, float], ...]
+    experts: np.ndarray | None = field(default=None, compare=False)
 
     def __init__(
         self,
@@ -205,11 +215,13 @@ class Episode:
         stated, sampled_by = ({}, "") if completion is None else (completion.identities, completion.sampled_by)
         self.origins = frozenset(Origin(v, stated.get(v, ""), sampled_by) for v in {*(versions or ())})
         self.turns = self.branches = self.steps = ()
+        self.experts = None if completion is None else completion.experts
         if completion is not None:
             self.info.setdefault("finish", completion.finish)
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         self.turns = self.branches = self.steps = ()  # a checkpoint may be older than they are
+        self.experts = None
         for name, value in state[1].items():
             setattr(self, name, value)
 
@@ -239,6 +251,7 @@ class Episode:
         origins: Iterable[Origin] = (),
         text: str = "",
         info: dict[str, Any] | None = None,
+        experts: np.ndarray | None = None,
     ) -> Episode:
         """An episode of several turns. Without a turn it has no reward: there is nothing in it to learn from.
 
@@ -254,6 +267,7 @@ class Episode:
         episode = cls.__new__(cls)
         episode.tokens, episode.mask, episode.logprobs, episode.versions = tokens, mask, logprobs, versions
         episode.turns, episode.branches, episode.steps = tuple(turns), (), ()
+        episode.experts = experts
         episode.origins = frozenset(origins)
         if sum(turn.end - turn.start for turn in episode.turns) != sum(mask) or (reward is not None and not any(mask)):
             raise ValueError("the turns are not the tokens that the policy wrote, or a reward has no turn")
@@ -311,7 +325,8 @@ class Batch:
     gives the same loss and gradient. `rewards`, where all sequences are scored, has what each trained token earned:
     a step's or a turn's at its last one, an episode's at its end. `ref_logprobs` is filled in by a reference model,
     `proximal_logprobs` by the trainer where a step makes several updates: those of the policy that it starts from;
-    `values` by a critic, `returns` is what that critic should have said.
+    `values` by a critic, `returns` is what that critic should have said. `experts`, [tokens, layers, k], are those of
+    the engine, `UNKNOWN_EXPERT` where they are not known; a policy in training takes them instead of its routers' own.
 
     `unit` neighbouring sequences belong together (2: the pairs of preference data) and are never separated.
     """
@@ -328,12 +343,13 @@ class Batch:
     rewards: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    experts: np.ndarray | None = None
     origins: frozenset[Origin] = frozenset()
     unit: int = 1
 
     PER_TOKEN: ClassVar[tuple[str, ...]] = (
         *("tokens", "mask", "logprobs", "versions", "advantages", "weights"),
-        *("ref_logprobs", "proximal_logprobs", "rewards", "values", "returns"),
+        *("ref_logprobs", "proximal_logprobs", "rewards", "values", "returns", "experts"),
     )
 
     def __len__(self) -> int:

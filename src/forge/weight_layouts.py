@@ -11,10 +11,24 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .architecture import sparse_layers
+
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # where embeddings are tied, another name for EMBEDDING
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.(?P<adapter>[^.]+))?\.weight")
+# The norms of a layer, by the engine's name: of the inputs of attention and feed-forward, and of their outputs.
+PRE_NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+NORMS = {
+    "olmo2": {"attended_norm": "post_attention_layernorm", "fed_norm": "post_feedforward_layernorm"},
+    "gemma3_text": {
+        "input_norm": "input_layernorm",
+        "attended_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "fed_norm": "post_feedforward_layernorm",
+    },
+}
+STACKED = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<matrix>gate_up_proj|down_proj)")
 UNKNOWN = re.compile(r"(^|\.)(lora_|modules_to_save\.|original_module\.)")
 
 
@@ -43,35 +57,73 @@ def follows(name: str, tied: bool) -> bool:
 
 
 def layout(config: Any) -> dict[str, tuple[Part, ...]]:
-    """Every engine parameter of a Llama, Qwen2 or Qwen3 config with the plain tensors fused into it, in row order.
+    """Every engine parameter of a config of `forge.models.FAMILIES` with the plain tensors fused into it, in row order.
 
-    Matrices and their biases end in `.weight` and `.bias`. With tied embeddings there is no head.
+    Matrices and their biases end in `.weight` and `.bias`, norms in `norm`. With tied embeddings there is no head.
     """
-    C, I, D = config.hidden_size, config.intermediate_size, head_size(config)  # noqa: E741
+    C, D = config.hidden_size, head_size(config)
     H, K = config.num_attention_heads, config.num_key_value_heads
-    biased = config.model_type == "qwen2" or getattr(config, "attention_bias", False)
+    family = config.model_type
+    biased = family == "qwen2" or getattr(config, "attention_bias", False)
     table: dict[str, tuple[Part, ...]] = {"embed": (Part(EMBEDDING, config.vocab_size, (C,)),)}
     for i in range(config.num_hidden_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         attn, mlp = theirs + "self_attn.", theirs + "mlp."
-        projections = (("q_proj", H * D), ("k_proj", K * D), ("v_proj", K * D))
-        table[ours + "input_norm"] = (Part(theirs + "input_layernorm.weight", C),)
+        projections = [("q_proj", H * D), ("k_proj", K * D), ("v_proj", K * D)]
+        if family == "phi3":
+            projections = [("qkv_proj", (H + 2 * K) * D)]
+        for norm, name in NORMS.get(family, PRE_NORMS).items():
+            table[ours + norm] = (Part(f"{theirs}{name}.weight", C),)
         table[ours + "qkv.weight"] = tuple(Part(f"{attn}{x}.weight", rows, (C,)) for x, rows in projections)
         table[ours + "output.weight"] = (Part(attn + "o_proj.weight", C, (H * D,)),)
         if biased:
             table[ours + "qkv.bias"] = tuple(Part(f"{attn}{x}.bias", rows) for x, rows in projections)
-            if config.model_type != "qwen2":
+            if family != "qwen2":
                 table[ours + "output.bias"] = (Part(attn + "o_proj.bias", C),)
-        if config.model_type == "qwen3":
-            norms = (("q_norm", H), ("k_norm", K))
+        norms = (("q_norm", H), ("k_norm", K))
+        if family in ("qwen3", "qwen3_moe", "gemma3_text"):  # of each head
             table[ours + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows, (D,), True) for x, rows in norms)
-        table[ours + "mlp_norm"] = (Part(theirs + "post_attention_layernorm.weight", C),)
-        table[ours + "gate_up.weight"] = tuple(Part(f"{mlp}{x}_proj.weight", I, (C,)) for x in ("gate", "up"))
-        table[ours + "down.weight"] = (Part(mlp + "down_proj.weight", C, (I,)),)
+        elif family in ("olmo2", "olmoe"):  # of all heads together
+            table[ours + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows * D) for x, rows in norms)
+        table |= _experts(ours, mlp, config) if i in sparse_layers(config) else _dense(ours, mlp, config)
     table["norm"] = (Part("model.norm.weight", C),)
     if not config.tie_word_embeddings:
         table["head.weight"] = (Part(HEAD, config.vocab_size, (C,)),)
     return table
+
+
+def _dense(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
+    C, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    halves = [("gate_up", 2 * I)] if config.model_type == "phi3" else [("gate", I), ("up", I)]
+    return {
+        ours + "gate_up.weight": tuple(Part(f"{mlp}{x}_proj.weight", rows, (C,)) for x, rows in halves),
+        ours + "down.weight": (Part(mlp + "down_proj.weight", C, (I,)),),
+    }
+
+
+def _experts(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
+    """The experts' matrices one below the other."""
+    C, each = config.hidden_size, range(config.num_experts)
+    I = getattr(config, "moe_intermediate_size", config.intermediate_size)  # noqa: E741
+    halves = [f"{mlp}experts.{e}.{x}_proj.weight" for e in each for x in ("gate", "up")]
+    return {
+        ours + "router.weight": (Part(mlp + "gate.weight", len(each), (C,)),),
+        ours + "experts.gate_up": tuple(Part(name, I, (C,)) for name in halves),
+        ours + "experts.down": tuple(Part(f"{mlp}experts.{e}.down_proj.weight", C, (I,)) for e in each),
+    }
+
+
+def split_experts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Plain names of what transformers' models hold: experts, there stacked in two tensors a layer, one by one."""
+    for name, tensor in named:
+        match = STACKED.fullmatch(name)
+        if match is None:
+            yield name, tensor
+            continue
+        names = ("gate_proj", "up_proj") if match["matrix"] == "gate_up_proj" else ("down_proj",)
+        for expert, own in enumerate(tensor):
+            for matrix, part in zip(names, own.chunk(len(names)), strict=True):
+                yield f"{match['experts']}.{expert}.{matrix}.weight", part
 
 
 def plain(name: str) -> str:

@@ -192,8 +192,8 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     empty.write_text("")
     (tmp_path / "no-weights").mkdir()
     (tmp_path / "no-weights/config.json").write_text("{}")
-    (tmp_path / "experts").mkdir()
-    (tmp_path / "experts/config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 128}')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
     rows_ = tmp_path / "rows.jsonl"
     rows_.write_text('{"question": "abcdefghij", "answer": "b"}\n{"question": "c", "answer": "d"}\n')
     path = ["--dataset.task", "null", "--eval.problems", "0", "--dataset.path"]
@@ -219,13 +219,21 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             r"1000 GPUs are needed \(services.generator 999, services.trainer 1\) and this machine has .*"
             "lower procs or num_replicas, set colocated to true, or set with_gpus to false",
         ),
-        "a mixture of experts": (
-            ["--from_scratch", "null", "--model", str(tmp_path / "experts")],
-            "model_type 'qwen3_moe', which is unsupported: use a dense model of llama, qwen2, qwen3",
+        "an unsupported family": (
+            ["--from_scratch", "null", "--model", str(tmp_path / "other")],
+            "model_type 'mixtral', which is unsupported: use a model of llama, qwen2, qwen3, mistral",
         ),
         "an unsupported reference": (
-            ["--grpo.beta", "0.1", "--grpo.reference", str(tmp_path / "experts")],
-            "model_type 'qwen3_moe', which is unsupported",
+            ["--grpo.beta", "0.1", "--grpo.reference", str(tmp_path / "other")],
+            "model_type 'mixtral', which is unsupported",
+        ),
+        "replay of routers that are not there": (
+            ["--generator.router_replay", "true"],
+            "generator.router_replay needs a mixture of experts, this is qwen3",
+        ),
+        "a loss of routers that are not there": (
+            ["--training.router_aux_loss", "0.01"],
+            "training.router_aux_loss needs a mixture of experts, this is qwen3",
         ),
         "no held-out file": (["--dataset.task", "null", "--dataset.path", str(rows_)], "set eval.path"),
     }
@@ -243,8 +251,10 @@ CASES = [
     "unknown reward",
     "overwriting its own model",
     "more GPUs than there are",
-    "a mixture of experts",
+    "an unsupported family",
     "an unsupported reference",
+    "replay of routers that are not there",
+    "a loss of routers that are not there",
     "no held-out file",
 ]
 

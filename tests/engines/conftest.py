@@ -9,7 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    OlmoeConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from forge.types import Completion, Sampling
 
@@ -23,6 +37,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.5, 2.0],
+    "long_factor": [3.0, 4.0],
+    "partial_rotary_factor": 0.5,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-biased": (LlamaConfig, {"attention_bias": True}),
@@ -30,6 +53,24 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-yarn": (LlamaConfig, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen3-windows": (Qwen3Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "mistral": (MistralConfig, {"sliding_window": 8}),
+    "mistral-full": (MistralConfig, {"sliding_window": None, "head_dim": 16}),
+    "olmo2": (Olmo2Config, {}),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "phi3": (Phi3Config, {"pad_token_id": 0, "sliding_window": 7}),
+    "phi3-long": (
+        Phi3Config,
+        {"pad_token_id": 0, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 72},
+    ),
+    "qwen3-moe": (Qwen3MoeConfig, {"head_dim": 16, "norm_topk_prob": True} | EXPERTS),
+    "qwen3-moe-mixed": (Qwen3MoeConfig, {"head_dim": 16, "mlp_only_layers": [0]} | EXPERTS),
+    "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6, "sliding_window_pattern": 2}
+        | {"rope_parameters": {"sliding_attention": LOCAL_ROPE, "full_attention": LOCAL_ROPE | {"rope_theta": 1e6}}},
+    ),
 }
 
 Make = Callable[..., tuple[Path, PreTrainedModel]]

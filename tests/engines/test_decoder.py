@@ -106,7 +106,7 @@ def test_incomplete_folders_are_refused(make: Make, tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
-        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
     ],
@@ -117,6 +117,23 @@ def test_models_it_cannot_run_are_refused(make: Make, change: dict[str, object],
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=message):
         EmbeddedEngine(folder)
+
+
+def test_longrope_ends_where_its_long_factors_begin(make: Make) -> None:
+    folder, _ = make("phi3-long")
+    with pytest.raises(ValueError, match="max_seq_len must be 2 to 72 for this model, got 73"):
+        EmbeddedEngine(folder, max_seq_len=73)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3"])
+def test_prompts_of_many_windows_give_the_same_numbers(tmp_path: Path, family: str) -> None:
+    model = random_model(family)
+    model.config.max_position_embeddings = 400
+    model.save_pretrained(tmp_path)
+    with EmbeddedEngine(tmp_path, slots=4, prefill_tokens=90) as engine:
+        prompts = [[i * i % VOCAB for i in range(count)] for count in (130, 300, 64, 8)]
+        futures = [engine.submit(prompt, Sampling(n=2, max_tokens=20, seed=3)) for prompt in prompts]
+        assert max(error_of(model, c) for future in futures for c in future.result(60)) < 1e-4
 
 
 @pytest.mark.parametrize(

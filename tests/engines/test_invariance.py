@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from forge.engines import EmbeddedEngine
 from forge.types import Completion, Sampling
 
 pytestmark = pytest.mark.costly
 
+EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 # family, hidden size, heads, key-value heads, head size, intermediate size, vocabulary. Groups of 1 to 7 heads, sums
 # of more than 1024 products, sizes that fill no vector, products small enough for other kernels.
 MODELS = {
@@ -25,6 +36,10 @@ MODELS = {
     "single": (LlamaConfig, 64, 4, 4, 16, 100, 260),
     "wide": (Qwen3Config, 128, 8, 2, 32, 1152, 500),
     "odd": (Qwen3Config, 96, 7, 1, 32, 200, 61),
+    "windows": (partial(Gemma3TextConfig, sliding_window=40, sliding_window_pattern=2), 96, 6, 1, 32, 200, 61),
+    "joint": (Olmo2Config, 80, 5, 5, 16, 200, 61),  # norms of the whole projection
+    "experts": (partial(Qwen3MoeConfig, **EXPERTS), 96, 6, 2, 16, 200, 61),
+    "partial": (partial(Phi3Config, pad_token_id=0, rope_parameters=HALF), 96, 4, 2, 24, 200, 61),
 }
 Bits = list[tuple[list[int], list[float], list[dict[int, float]]]]
 

@@ -191,3 +191,16 @@ def test_close_fails_what_is_cut_or_draining(models: tuple[Path, dict[int, PreTr
         for future in (running, *futures):
             error = future.exception(5)
             assert error is None or "closed" in str(error)
+
+
+def test_after_a_release_rows_of_longer_sequences_are_forgotten(tmp_path: Path) -> None:
+    """The cache is shorter then, and rows that stay idle would be written behind its end."""
+    model = random_model("qwen3")
+    model.config.max_position_embeddings = 1000
+    model.save_pretrained(tmp_path)
+    with EmbeddedEngine(tmp_path, slots=16) as engine:
+        engine.submit([1] * 900, Sampling(n=16, max_tokens=2, seed=1)).result(60)
+        engine.release().result(30)
+        engine.update_weights(model.state_dict().items(), 1).result(30)
+        for completion in engine.submit([1, 2, 3], Sampling(n=9, max_tokens=20, seed=2)).result(30):
+            assert error_of(model, completion) < 1e-4

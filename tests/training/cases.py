@@ -11,10 +11,17 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    OlmoeConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from forge.data.packing import Aggregation, pack
@@ -26,10 +33,28 @@ from forge.types import Batch, Episode
 
 TOKENIZER = character_tokenizer(string.ascii_lowercase)
 VOCAB = len(TOKENIZER)
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.5, 2.0],
+    "long_factor": [3.0, 4.0],
+    "partial_rotary_factor": 0.5,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 8}),
+    "mistral": (MistralConfig, {"sliding_window": 5}),
+    "olmo2": (Olmo2Config, {}),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "phi3": (Phi3Config, {"pad_token_id": 0, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 20}),
+    "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 8, "norm_topk_prob": True, **EXPERTS}),
+    "olmoe": (OlmoeConfig, {"num_experts": 5, "num_experts_per_tok": 3, "pad_token_id": None}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 4, "sliding_window_pattern": 2},
+    ),
 }
 
 
@@ -38,20 +63,19 @@ def tiny_model(
 ) -> PreTrainedModel:
     """Random weights that make distributions far from uniform; two query heads share a key head."""
     of_family, extra = FAMILIES[family]
-    config = of_family(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        eos_token_id=TOKENIZER.eos_token_id,
-        bos_token_id=None,
-        **extra,
-        **settings,
-    )
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "eos_token_id": TOKENIZER.eos_token_id,
+        "bos_token_id": None,
+    }
+    config = of_family(**common | extra | settings)
     torch.manual_seed(0)
     model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
@@ -60,9 +84,9 @@ def tiny_model(
     return model
 
 
-def write_model(folder: Path, family: str = "qwen3", *, tied: bool = True) -> Path:
+def write_model(folder: Path, family: str = "qwen3", *, tied: bool = True, **settings: Any) -> Path:
     """A tiny model and its tokenizer in Hugging Face format."""
-    tiny_model(family, tied=tied).save_pretrained(folder)
+    tiny_model(family, tied=tied, **settings).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return folder
 

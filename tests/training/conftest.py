@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from forge.store import VersionStore
 from forge.training import checkpoint
 from tests.training import layouts, ranks
-from tests.training.cases import example, make_trainer, write_classifier, write_model
+from tests.training.cases import FAMILIES, example, make_trainer, write_classifier, write_model
 
 Outcome = Callable[[str], list[Any]]
 
@@ -38,8 +38,10 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, model: Path, untied: Path) -> dict[str, Path]:
-    """Tied with norms of heads, untied, tied with biases."""
-    return {"qwen3": model, "llama": untied, "qwen2": write_model(tmp_path_factory.mktemp("biased"), "qwen2")}
+    """Tied with norms of heads, untied, tied with biases; and the other families."""
+    others = [family for family in FAMILIES if family not in ("qwen3", "llama")]
+    written = {family: write_model(tmp_path_factory.mktemp(family), family) for family in others}
+    return {"qwen3": model, "llama": untied, **written}
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forge.training.attention import PackedLayout
 from forge.training.policy import Policy
 from forge.types import Batch
-from tests.training.cases import VOCAB, tiny_model
+from tests.training.cases import FAMILIES, VOCAB, tiny_model
 
 LENGTHS = [5, 1, 12, 3, 12, 2, 1, 9]
 
@@ -29,7 +29,7 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch(random.integers(0, VOCAB, total), np.array(lengths), mask, zeros, zeros, zeros, zeros)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [LENGTHS, [1, 2], [16]], ids=str)
 def test_packed_equals_plain_transformers(family: str, lengths: list[int]):
     model = tiny_model(family)
@@ -86,9 +86,20 @@ def _parts(layout: PackedLayout, rectangles: torch.Tensor) -> list[torch.Tensor]
     return [part.view(shape[:2]) for part, shape in zip(rectangles.split(sizes), layout.shapes, strict=True)]
 
 
-def test_a_sliding_window_is_refused_where_it_would_matter():
-    policy = Policy(tiny_model("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=0))
-    full = Policy(tiny_model("qwen2"))
-    torch.testing.assert_close(policy(batch_of([6, 4]))[0], full(batch_of([6, 4]))[0])
-    with pytest.raises(ValueError, match="7 tokens exceeds the sliding window of 6"):
-        policy(batch_of([3, 7]))
+@pytest.mark.parametrize("window", [1, 2, 6, 11])
+def test_windows_are_those_of_transformers(window: int):
+    """Sequences shorter and longer than the window, of as many whole windows and of some more."""
+    model = tiny_model("qwen2", use_sliding_window=True, sliding_window=window, max_window_layers=1)
+    batch = batch_of([1, 6, 12, 17, 17, 23])
+    expected = [
+        model(own[None]).logits[0, :-1].log_softmax(-1).gather(1, own[1:, None])[:, 0]
+        for own in torch.from_numpy(batch.tokens).split(batch.lengths.tolist())
+    ]
+    torch.testing.assert_close(Policy(model)(batch)[0], torch.cat(expected), rtol=0, atol=1e-5)
+
+
+def test_beyond_the_short_factors_of_longrope_a_sequence_is_an_error():
+    policy = Policy(tiny_model("phi3"))
+    policy(batch_of([20, 20]))
+    with pytest.raises(ValueError, match="21 tokens: beyond 20 this model's longrope is not supported"):
+        policy(batch_of([21]))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.data.packing import split
-from forge.data.prefixes import find_prefixes
+from forge.data.prefixes import SAVED, find_prefixes, prefix_ids
 from forge.training import policy as training_policy
 from forge.training.policy import Policy, ScalarModel
 from forge.types import Batch
@@ -117,6 +117,31 @@ def test_scores_and_gradients_in_float64_are_those_of_separate_sequences(family:
         torch.testing.assert_close(own_gradients[name].grad, parameter.grad, rtol=0, atol=1e-10, msg=name)
 
 
+@pytest.mark.parametrize("prompt", [3, 30, 41])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3", "olmoe"])
+def test_windows_and_experts_are_those_of_separate_sequences(family: str, prompt: int, monkeypatch):
+    """Prefixes shorter and longer than a window of 4 or 5, and 20 tokens at most with Phi-3's frequencies."""
+    prompt = min(prompt, 9) if family == "phi3" else prompt
+    rows = sampled(prompts=2, samples=4, prompt=prompt, answer=5, seed=prompt)
+    model, batch = tiny_model(family), batch_of(rows, trained=2)
+    monkeypatch.setattr(training_policy, "find_prefixes", partial(find_prefixes, saved=10**9))
+    apart = Policy(model)(batch).logprobs
+    monkeypatch.setattr(training_policy, "find_prefixes", partial(find_prefixes, saved=1))
+    shared = Policy(model)(batch).logprobs
+    assert tree_cost(batch, 1) < len(batch.tokens)
+    torch.testing.assert_close(shared, apart, rtol=0, atol=2e-5)
+
+
+def test_a_prefix_is_shared_where_the_recorded_experts_agree():
+    """The second sequence went another way from its third token on, the third one never."""
+    batch = batch_of([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 4]])
+    batch.experts = np.zeros((12, 2, 2), np.uint8)
+    batch.experts[6, 1] = 3
+    tree = find_prefixes(prefix_ids(batch), batch.lengths, 1)
+    assert tree.place.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 2, 6]
+    assert prefix_ids(batch_of([[5, 6]])).tolist() == [5, 6]
+
+
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_scalar_heads_share_prefixes_too(head: str, tmp_path, monkeypatch):
     model = ScalarModel.from_pretrained(write_classifier(tmp_path), head)  # type: ignore[arg-type]
@@ -145,5 +170,5 @@ def test_micro_batches_keep_the_samples_of_a_prompt_together(prompts, samples, p
     assert computed <= tree_cost(batch) + (cuts + prompts) * 2 * (prompt + 16)
 
 
-def tree_cost(batch: Batch) -> int:
-    return len(find_prefixes(batch.tokens, batch.lengths).source)
+def tree_cost(batch: Batch, saved: int = SAVED) -> int:
+    return len(find_prefixes(batch.tokens, batch.lengths, saved).source)

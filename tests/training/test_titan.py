@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from forge.store import VersionStore
 from forge.training import checkpoint
@@ -120,11 +120,12 @@ def test_it_refuses_what_it_does_not_have(models: dict[str, Path], settings: dic
     ("config", "says"),
     [
         (Qwen2Config(), "model_type 'qwen2'"),
+        (Gemma3TextConfig(), "model_type 'gemma3_text'"),
         (LlamaConfig(attention_bias=True), "biases"),
         (Qwen3Config(use_sliding_window=True, max_window_layers=0, sliding_window=8), "sliding-window"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'"),
     ],
-    ids=["family", "biases", "windows", "activation"],
+    ids=["family", "without hidden_act", "biases", "windows", "activation"],
 )
 def test_a_model_that_it_does_not_have_is_named(config: Any, says: str):
     with pytest.raises(ValueError, match=says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,4 +46,5 @@ class ReferenceModel(ForgeActor):
 
         with phase("reference"):
             length = self.passes.seq_len
+            batch = replace(batch, experts=None)  # those of another model
             return score(lambda part: self.policy(part, self.temperature).logprobs, batch, max_tokens=length)

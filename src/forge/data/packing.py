@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..types import Batch, Episode
-from .prefixes import PrefixTree, find_prefixes
+from ..types import UNKNOWN_EXPERT, Batch, Episode
+from .prefixes import PrefixTree, find_prefixes, prefix_ids
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
 
@@ -58,6 +58,7 @@ def pack(
         advantages=np.repeat(np.array([e.advantage for e in episodes], np.float32), lengths) * mask,
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
         rewards=_rewards(episodes),
+        experts=_experts(episodes),
         origins=frozenset().union(*(episode.origins for episode in episodes)),
         unit=unit,
     )
@@ -147,7 +148,7 @@ def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> li
     if longest > max_tokens:
         what = "a sequence" if batch.unit == 1 else f"{batch.unit} sequences that belong together, in all"
         raise ValueError(f"{what} of {longest} tokens does not fit into training.seq_len = {max_tokens}")
-    tree = find_prefixes(batch.tokens, batch.lengths)
+    tree = find_prefixes(prefix_ids(batch), batch.lengths)
     by_prompt: dict[int, list[int]] = {}
     for unit in range(len(lengths)):
         by_prompt.setdefault(tree.root(unit * batch.unit), []).append(unit)
@@ -196,6 +197,20 @@ def _rewards(episodes: Sequence[Episode]) -> np.ndarray | None:
             left -= reward
         if any(episode.mask):
             row[max(i for i, own in enumerate(episode.mask) if own)] += left
+    return np.concatenate(rows)
+
+
+def _experts(episodes: Sequence[Episode]) -> np.ndarray | None:
+    """[tokens, layers, k]: the recorded experts, unknown for episodes without; None if no episode has any."""
+    shape = next((episode.experts.shape[1:] for episode in episodes if episode.experts is not None), None)
+    if shape is None:
+        return None
+    rows = [
+        np.full((len(e.tokens), *shape), UNKNOWN_EXPERT, np.uint8) if e.experts is None else e.experts for e in episodes
+    ]
+    for number, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
+        if row.shape != (len(episode.tokens), *shape):
+            raise ValueError(f"episode {number} has {len(episode.tokens)} tokens, and experts of shape {row.shape}")
     return np.concatenate(rows)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..types import Batch
+
 SAVED = 32  # tokens that a run of its own must save: below, smaller attention calls cost more than the tokens
 
 
@@ -104,6 +106,15 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
         last=run_of[place[ends - 1]].tolist(),
         saved=saved,
     )
+
+
+def prefix_ids(batch: Batch) -> np.ndarray:
+    """What has to be equal in sequences that share a prefix, [tokens] ids: the tokens, and their recorded experts."""
+    if batch.experts is None:
+        return batch.tokens
+    columns = [batch.tokens.astype("<i8")[:, None].view(np.uint8), batch.experts.reshape(len(batch.tokens), -1)]
+    rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
+    return np.unique(rows.view(f"V{rows.shape[1]}")[:, 0], return_inverse=True)[1]
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import TOP_LOGPROBS, Completion, Sampling
+from ..types import TOP_LOGPROBS, UNKNOWN_EXPERT, Completion, Sampling
 from .decoder import Decoder, rounded
 from .interface import Listener
 from .weights import Weights
@@ -27,7 +27,7 @@ from .weights import Weights
 WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
-Prefix = tuple[Tensor, Tensor]  # keys and values, (layers, K, tokens, D) each
+Prefix = tuple[Tensor, ...]  # keys and values, (layers, K, tokens, D) each; see `Cache.read`
 
 
 @dataclass(slots=True, eq=False)
@@ -115,16 +115,20 @@ class Batch:
         for request in waiting:
             request.prefix = None
         self._docked = (None, 0)
+        self.positions.zero_()  # of idle rows, which decode as well: the new cache may be shorter
         self.decoder.release()
 
     def switch(self, weights: Weights, waiting: deque[Request], cut: bool = False) -> None:
         """Use other weights from the next step on; computed prompts of waiting requests are dropped. With `cut`,
         running rows are preempted to recompute their keys and values."""
         if cut:
-            rows = [(row, self._so_far(i)) for i, row in enumerate(self.rows) if i not in self.holes]
-            for row, drawn in rows:
-                row.drawn = drawn
-            self.cut.extendleft(row for row, _ in sorted(rows, key=lambda pair: pair[0].start, reverse=True))
+            rows = [row for i, row in enumerate(self.rows) if i not in self.holes]
+            for i, row in enumerate(self.rows):
+                if i not in self.holes:
+                    drawn = self._so_far(i)
+                    drawn.experts = self._experts(i, drawn)
+                    row.drawn = drawn
+            self.cut.extendleft(sorted(rows, key=lambda row: row.start, reverse=True))
             self.rows, self.holes = [], []
         for request in waiting:
             request.prefix = None
@@ -213,8 +217,7 @@ class Batch:
         self.prefilled += len(piece)
         self._docked = (item, done)
         if done == len(context):
-            keys, values = cache.read(cache.dock, done)
-            item.prefix = (keys.clone(), values.clone())
+            item.prefix = tuple(part.clone() for part in cache.read(cache.dock, done))
             self._docked = (None, 0)
         return len(piece)
 
@@ -226,10 +229,10 @@ class Batch:
         cache.reserve(max(map(len, prompts)), len(self.rows))
         self.decoder.prefill(prompts, [rows[0] for _, rows, _ in fresh])
         for item, rows, prompt in fresh:
-            keys, values = cache.read(rows[0], len(prompt))
-            cache.fill(rows[1:], (keys, values))
+            prefix = cache.read(rows[0], len(prompt))
+            cache.fill(rows[1:], prefix)
             if isinstance(item, Request) and item.admitted < item.sampling.n:
-                item.prefix = (keys.clone(), values.clone())
+                item.prefix = tuple(part.clone() for part in prefix)
             self.prefilled += len(prompt)
 
     def _set_rows(self, placed: dict[int, Row]) -> None:
@@ -304,6 +307,7 @@ class Batch:
         complete = []
         for i in finished.nonzero().flatten().tolist():
             row, completion = self.rows[i], self._so_far(i)
+            completion.experts = self._experts(i, completion)
             completion.finish = "stop" if completion.token_ids[-1] in row.request.stops else "length"
             row.request.done[row.sample] = completion
             self.holes.append(i)
@@ -330,6 +334,15 @@ class Batch:
             except Exception as error:  # the request fails, not the engine
                 if request.future.set_running_or_notify_cancel():
                     request.future.set_exception(error)
+
+    def _experts(self, i: int, completion: Completion) -> np.ndarray | None:
+        """The experts of the tokens in row i; of the last layer, which a prompt's tokens skip, as they were before the
+        sample was preempted."""
+        experts = self.decoder.cache.experts(i, len(completion.prompt_ids) + len(completion.token_ids))
+        if experts is not None and (before := self.rows[i].drawn.experts) is not None:
+            again = experts[: len(before)]
+            np.copyto(again, before, where=again == UNKNOWN_EXPERT)
+        return experts
 
     def _so_far(self, i: int) -> Completion:
         """All tokens of the sample in row i, including those before it was preempted."""

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 for inference: a static key-value cache, prefill of whole prompts, one-token decode steps.
+"""Decoders of `forge.models.FAMILIES` for inference: a static key-value cache, prefill of prompts, one-token steps.
 
 Letters in shapes: B active rows, N tokens, C hidden size, H heads, K key-value heads, G = H / K, D head size,
 T cache positions, V vocabulary.
@@ -7,13 +7,18 @@ T cache positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..architecture import attention_kinds, rotary_parameters, sparse_layers
+from ..types import UNKNOWN_EXPERT
 from ..weight_layouts import head_size
+from .experts import Experts
 from .weights import Layer, Weights
 
 BLOCK = 128  # cache positions in one sum over values: from 200 on, MKL may split sums depending on the length
@@ -23,28 +28,38 @@ QUERIES = 64  # prompt tokens in one attention call
 class Cache:
     """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`.
 
-    One more row after those that decode, the `dock`, is for long prompts computed in pieces.
+    One more row after those that decode, the `dock`, is for long prompts computed in pieces. With `record` there are
+    also the `choices` of experts, (layers with experts, rows, 1, T, k), `UNKNOWN_EXPERT` where they were not computed.
     """
 
-    def __init__(self, config: Any, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, config: Any, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device, record: bool = False
+    ):
         self.dock, self.longest = rows, rounded(max_seq_len, BLOCK)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         self.heads = torch.arange(heads, device=device)
-        self.first = (layers, rows + 1, heads, min(2 * BLOCK, self.longest), head_size(config))
+        self.least, size = min(2 * BLOCK, self.longest), head_size(config)
         # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
-        self.keys, self.values = (torch.zeros(self.first, dtype=dtype, device=device) for _ in range(2))
+        self.keys, self.values = (
+            torch.zeros(layers, rows + 1, heads, self.least, size, dtype=dtype, device=device) for _ in range(2)
+        )
+        self.stores = ["keys", "values"]
+        if record:
+            shape = len(sparse_layers(config)), rows + 1, 1, self.least, config.num_experts_per_tok
+            self.choices = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.uint8, device=device)
+            self.stores.append("choices")
 
     def clear(self) -> None:
         """Free all memory; the next `reserve` allocates again."""
-        shape = (*self.first[:3], 0, self.first[4])
-        self.keys, self.values = self.keys.new_zeros(shape), self.values.new_zeros(shape)
+        for name in self.stores:
+            setattr(self, name, getattr(self, name)[:, :, :, :0].clone())
 
     def reserve(self, length: int, rows: int) -> None:
         """Make room for `length` positions, keeping the first `rows` rows and the dock."""
         length, old = rounded(length, BLOCK), self.keys.shape[3]
         if length > old:
-            size = min(max(length, 2 * old, self.first[3]), self.longest)
-            for name in ("keys", "values"):
+            size = min(max(length, 2 * old, self.least), self.longest)
+            for name in self.stores:
                 before = getattr(self, name)
                 after = before.new_zeros(*before.shape[:3], size, before.shape[4])
                 for kept in (slice(rows), slice(self.dock, None)):
@@ -61,16 +76,29 @@ class Cache:
             flat = cache[layer].view(-1, cache.shape[-1])
             flat.index_copy_(0, index, new.reshape(-1, cache.shape[-1]))
 
-    def read(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """A view of one row's first positions, for `fill`."""
-        return self.keys[:, row, :, :length], self.values[:, row, :, :length]
+    def write_choices(self, rows: Tensor, positions: Tensor, choices: Sequence[Tensor]) -> None:
+        """Record the experts of tokens, (N, k) for each layer with experts; of layers left out they are unknown."""
+        if "choices" in self.stores:
+            self.choices[:, rows, 0, positions] = UNKNOWN_EXPERT
+            if choices:
+                self.choices[: len(choices), rows, 0, positions] = torch.stack(list(choices)).byte()
 
-    def fill(self, rows: Sequence[int], prefix: tuple[Tensor, Tensor]) -> None:
-        """Copy a prefix, keys and values of (layers, K, T, D), into each of `rows`."""
-        length = prefix[0].shape[2]
-        for row in rows:
-            self.keys[:, row, :, :length] = prefix[0]
-            self.values[:, row, :, :length] = prefix[1]
+    def experts(self, row: int, tokens: int) -> np.ndarray | None:
+        """The recorded experts of a row's tokens, of which all but the last are in the cache: `Completion.experts`."""
+        if "choices" not in self.stores:
+            return None
+        known = self.choices[:, row, 0, : tokens - 1].transpose(0, 1)
+        return F.pad(known, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
+
+    def read(self, row: int, length: int) -> tuple[Tensor, ...]:
+        """A view of one row's first positions in each store, for `fill`."""
+        return tuple(getattr(self, name)[:, row, :, :length] for name in self.stores)
+
+    def fill(self, rows: Sequence[int], prefix: tuple[Tensor, ...]) -> None:
+        """Copy a prefix, from `read`, into each of `rows`."""
+        for name, part in zip(self.stores, prefix, strict=True):
+            for row in rows:
+                getattr(self, name)[:, row, :, : part.shape[2]] = part
 
 
 class Decoder:
@@ -82,14 +110,31 @@ class Decoder:
     """
 
     def __init__(
-        self, config: Any, weights: Weights, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: Any,
+        weights: Weights,
+        rows: int,
+        max_seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        record: bool = False,
     ):
         self.weights = weights
         self.device = device
-        self.cache = Cache(config, rows, max_seq_len, dtype, device)
+        self.cache = Cache(config, rows, max_seq_len, dtype, device, record)
         self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         self.eps = config.rms_norm_eps
-        self.cos, self.sin = rotary_tables(config, max_seq_len, dtype, device)
+        # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
+        by_layer = attention_kinds(config)
+        self.kinds = list(dict.fromkeys(by_layer))
+        self.kind_of = [self.kinds.index(kind) for kind in by_layer]
+        self.rotary: dict[str | None, Rotary | None] = {None: None}
+        for key in {kind.rotary for kind in by_layer} - {None}:
+            self.rotary[key] = rotary_tables(config, key or "", max_seq_len, dtype, device)
+        gemma = config.model_type == "gemma3_text"
+        self.act = partial(F.gelu, approximate="tanh") if gemma else F.silu
+        self.scale = config.query_pre_attn_scalar**-0.5 if gemma else self.D**-0.5
+        self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if gemma else None
         self.row_ids = torch.arange(rows, device=device)
         self.steps = torch.arange(self.cache.longest, device=device)
         # Attention lengths are multiples of this. MKL rounds differently below 16, and PyTorch multiplies matrices of
@@ -115,22 +160,28 @@ class Decoder:
         """
         rows, cache, G = len(tokens), self.cache, self.H // self.K
         index = cache.index(self.row_ids[:rows], positions)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        unseen = self.steps[:length] > positions[:, None]
-        bias = torch.zeros(unseen.shape, dtype=cos.dtype, device=self.device).masked_fill_(unseen, -torch.inf)
-        bias = bias.repeat_interleave(self.K, 0)[:, None]
-        x = F.embedding(tokens, self.weights.embed)
+        rotations, biases = self._rotations(positions), []
+        for _, window in self.kinds:
+            unseen = self.steps[:length] > positions[:, None]
+            if window is not None:
+                # An idle row may be beyond `length`: it sees something, as a NaN of it would stay in the cache.
+                unseen |= self.steps[:length] <= (positions[:, None] - window).clamp(max=length - 2)
+            biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
+        x = self._embed(tokens)
+        choices: list[Tensor] = []
         for i, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, x, cos, sin)
+            kind = self.kind_of[i]
+            q, k, v = self._qkv(layer, x, rotations[kind])
             cache.write(i, index, k, v)
             # Rows and heads are one batch dimension, without a copy; the heads of a group share its keys.
             keys, values = (c[i].flatten(0, 1)[: rows * self.K, :length] for c in (cache.keys, cache.values))
             q = q.reshape(rows * self.K, G, self.D)
-            probs = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self.D**-0.5).softmax(-1)
+            probs = torch.baddbmm(biases[kind], q, keys.transpose(1, 2), alpha=self.scale).softmax(-1)
             out = torch.bmm(probs[..., : self.block], values[:, : self.block])
             for at in range(self.block, length, self.block):
                 out.baddbmm_(probs[..., at : at + self.block], values[:, at : at + self.block])
-            self._finish_layer(layer, x, out.view(rows, -1))
+            self._finish_layer(layer, x, out.view(rows, -1), choices)
+        cache.write_choices(self.row_ids[:rows], positions, choices)
         return self.weights.head(F.rms_norm(x, x.shape[-1:], self.weights.norm, self.eps))
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], start: int = 0) -> None:
@@ -144,28 +195,34 @@ class Decoder:
         prompt = torch.arange(len(prompts)).repeat_interleave(lengths)
         positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths)[prompt] + start
         blocks = self._blocks(prompt, positions, torch.tensor(rows), lengths + start)
-        index = self.cache.index(torch.tensor(rows)[prompt].to(self.device), positions.to(self.device))
+        at_rows = torch.tensor(rows)[prompt].to(self.device)
+        index = self.cache.index(at_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
         real, count = len(tokens), rounded(len(tokens), 64)
         tokens, positions = F.pad(tokens, (0, count - real)), F.pad(positions, (0, count - real)).to(self.device)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        x = F.embedding(tokens, self.weights.embed)
+        rotations = self._rotations(positions)
+        x = self._embed(tokens)
+        choices: list[Tensor] = []
         last = len(self.weights.layers) - 1
         for i, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, x, cos, sin)
+            kind = self.kind_of[i]
+            q, k, v = self._qkv(layer, x, rotations[kind])
             self.cache.write(i, index, k[:real], v[:real])
             if i == last:
+                self.cache.write_choices(at_rows, positions[:real], [chosen[:real] for chosen in choices])
                 return
             attended = q.new_zeros(count, self.H * self.D)
             for block in blocks:
-                size, length = block.mask.shape
+                size, length = block.masks[kind].shape
                 queries = q.new_zeros(block.prompts * size, self.H, self.D).index_copy_(0, block.place, q[block.tokens])
                 queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
                 keys, values = (c[i, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
-                out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=block.mask, enable_gqa=True)
+                out = F.scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=block.masks[kind], scale=self.scale, enable_gqa=True
+                )
                 out = out.transpose(1, 2).reshape(-1, self.H * self.D)
                 attended.index_copy_(0, block.tokens, out[block.place])
-            self._finish_layer(layer, x, attended)
+            self._finish_layer(layer, x, attended, choices)
 
     def _blocks(self, prompt: Tensor, positions: Tensor, rows: Tensor, ends: Tensor) -> list[_Block]:
         """Split prompt tokens into attention calls of `queries` positions of every prompt that reaches them, or all.
@@ -182,30 +239,66 @@ class Decoder:
             inside = ((positions >= begin) & (positions < begin + size)).nonzero().flatten()
             reaching = ends > begin
             place = (reaching.cumsum(0) - 1)[prompt[inside]] * size + positions[inside] - begin
-            seen = self.steps[: begin + size] <= self.steps[begin : begin + size, None]
-            mask = torch.zeros(seen.shape, dtype=self.cos.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
+            keys, queries = self.steps[: begin + size], self.steps[begin : begin + size, None]
+            masks = []
+            for _, window in self.kinds:
+                unseen = keys > queries
+                if window is not None:
+                    unseen |= keys <= queries - window
+                masks.append(bias_of(unseen, self.cache.keys.dtype))
             chosen = rows[reaching].tolist()
             stride = chosen[1] - chosen[0] if len(chosen) > 1 else 1
             # Evenly spaced rows, the usual case, are a view.
             even = stride > 0 and chosen == list(range(chosen[0], chosen[-1] + 1, stride))
             where = slice(chosen[0], chosen[-1] + 1, stride) if even else chosen
-            blocks.append(_Block(inside.to(self.device), place.to(self.device), len(chosen), where, mask))
+            blocks.append(_Block(inside.to(self.device), place.to(self.device), len(chosen), where, masks))
         return blocks
 
-    def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.weights.embed)
+        return x if self.embed_scale is None else x * self.embed_scale
+
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None] | None]:
+        """Of each kind of attention: cosines and sines (N, 1, D) of these positions, and the order of `Rotary`."""
+        of = {
+            key: rotary and (rotary.cos[positions][:, None], rotary.sin[positions][:, None], rotary.order)
+            for key, rotary in self.rotary.items()
+        }
+        return [of[kind.rotary] for kind in self.kinds]
+
+    def _qkv(
+        self, layer: Layer, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor | None] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x (N, C) -> q (N, H, D), k and v (N, K, D), rotated."""
-        qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.input_norm, self.eps)).view(len(x), -1, self.D)
+        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), -1, self.D)
         qk, v = qkv.split([self.H + self.K, self.K], 1)
-        if layer.qk_norm is not None:
+        if layer.qk_norm is not None and layer.qk_norm.dim() == 2:
             qk = F.rms_norm(qk, (self.D,), None, self.eps) * layer.qk_norm
-        qk = (qk * cos).addcmul_(qk.roll(self.D // 2, -1), sin)
+        elif layer.qk_norm is not None:
+            sizes = [self.H * self.D, self.K * self.D]
+            parts = zip(qk.flatten(1).split(sizes, 1), layer.qk_norm.split(sizes), strict=True)
+            qk = torch.cat([self._norm(part, norm) for part, norm in parts], 1).view(qk.shape)
+        if rotation is not None:
+            cos, sin, order = rotation
+            turned = qk.roll(self.D // 2, -1) if order is None else qk[..., order]
+            qk = (qk * cos).addcmul_(turned, sin)
         return qk[:, : self.H], qk[:, self.H :], v
 
-    def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor) -> None:
-        """Output projection and MLP, added to the residual stream x (N, C) in place."""
-        x += layer.output(attended)
-        gate, up = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.mlp_norm, self.eps)).chunk(2, -1)
-        x += layer.down(F.silu(gate).mul_(up))
+    def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor, choices: list[Tensor]) -> None:
+        """Output projection and feed-forward, added to the residual stream x (N, C) in place. A mixture appends the
+        experts of each token to `choices`, (N, k)."""
+        x += self._norm(layer.output(attended), layer.attended_norm)
+        h, ffn = self._norm(x, layer.mlp_norm), layer.feed_forward
+        if isinstance(ffn, Experts):
+            out, chosen = ffn(h, self.act)
+            choices.append(chosen)
+        else:
+            gate, up = ffn.gate_up(h).chunk(2, -1)
+            out = ffn.down(self.act(gate).mul_(up))
+        x += self._norm(out, layer.fed_norm)
+
+    def _norm(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else F.rms_norm(x, x.shape[-1:], norm, self.eps)
 
 
 class _Block(NamedTuple):
@@ -213,7 +306,7 @@ class _Block(NamedTuple):
     place: Tensor  # (n,): their positions among the block's queries, prompt after prompt
     prompts: int
     rows: Any  # index of the prompts' cache rows
-    mask: Tensor  # (queries of a prompt, keys)
+    masks: list[Tensor]  # of each kind of attention, (queries of a prompt, keys)
 
 
 def rounded(count: int, to: int) -> int:
@@ -221,19 +314,34 @@ def rounded(count: int, to: int) -> int:
     return -(-count // to) * to
 
 
-def rotary_tables(config: Any, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (length, D) each, with transformers' own frequencies for scaled variants.
+def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:
+    """-inf where `unseen`, else 0; of its shape."""
+    return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -torch.inf)
 
-    The first half of the sines is negated: rotation is then x * cos + roll(x, D / 2) * sin.
-    """
+
+class Rotary(NamedTuple):
+    """Rotation is x * cos + turned * sin, where `turned` is roll(x, D / 2), or x[order] where only a part rotates."""
+
+    cos: Tensor  # (length, D)
+    sin: Tensor  # (length, D), the first half of the rotating part negated
+    order: Tensor | None  # (D,)
+
+
+def rotary_tables(config: Any, key: str, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+    """The tables of one entry of `rotary_parameters`, with transformers' own frequencies for scaled variants."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope, D = config.rope_parameters, head_size(config)
+    rope, D = rotary_parameters(config)[key], head_size(config)
     if rope["rope_type"] == "default":
-        frequencies, scale = 1.0 / rope["rope_theta"] ** (torch.arange(0, D, 2).float() / D), 1.0
+        R = int(D * rope.get("partial_rotary_factor", 1.0))
+        frequencies, scale = 1.0 / rope["rope_theta"] ** (torch.arange(0, R, 2).float() / R), 1.0
     else:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=key or None)
     angles = torch.outer(torch.arange(length).float(), frequencies.float())
     cos, sin = angles.cos() * scale, angles.sin() * scale
-    tables = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-    return tables[0].to(device, dtype), tables[1].to(device, dtype)
+    cos, sin, R = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), 2 * len(frequencies)
+    order = None
+    if R < D:
+        cos, sin = F.pad(cos, (0, D - R), value=1.0), F.pad(sin, (0, D - R))
+        order = torch.cat([torch.arange(R).roll(R // 2), torch.arange(R, D)]).to(device)
+    return Rotary(cos.to(device, dtype), sin.to(device, dtype), order)

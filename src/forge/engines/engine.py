@@ -26,7 +26,7 @@ Order = tuple[Weights | Literal["release", "restore"], "Future[None]"]
 
 
 class EmbeddedEngine:
-    """An `Engine` for Llama, Qwen2 or Qwen3 checkpoints in this process.
+    """An `Engine` for checkpoints of `forge.models.FAMILIES` in this process.
 
     All callers share one batch, which runs in a thread of its own. A request starts as soon as rows of the batch are
     free; its prompt is computed once for all samples.
@@ -65,7 +65,9 @@ class EmbeddedEngine:
         self.eos = load_eos(folder, config)
         self.on_update = how.on_update
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
-        decoder = Decoder(config, weights, rounded(how.slots, WIDTH), self.max_seq_len, self.dtype, self.device)
+        how.check(config)
+        rows, record = rounded(how.slots, WIDTH), how.router_replay
+        decoder = Decoder(config, weights, rows, self.max_seq_len, self.dtype, self.device, record)
         self._batch = Batch(decoder, how.slots, prefill_tokens)
         self._waiting: deque[Request] = deque()
         self._orders: deque[Order] = deque()  # accepted by the thread, still pending

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..architecture import longest
 from ..types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def check_length(config: Any, max_seq_len: int | None) -> int:
     Raises:
         ValueError: less than two tokens, or more than the model's limit.
     """
-    limit = config.max_position_embeddings
+    limit = longest(config)
     length = min(limit, LONGEST) if max_seq_len is None else max_seq_len
     if not 2 <= length <= limit:
         raise ValueError(f"max_seq_len must be 2 to {limit} for this model, got {max_seq_len}")

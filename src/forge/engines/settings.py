@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from ..architecture import sparse_layers
 from ..config import Section
 
 
@@ -24,14 +25,24 @@ class EngineSettings(Section):
     """Running sequences at a weight update: they `continue` under the new weights with the keys and values
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
     ([weights.md](weights.md))."""
+    router_replay: bool = False
+    """Of a mixture of experts: completions carry the experts of each token, and the trainer computes with them
+    ([mixtures.md](mixtures.md)). Needs `embedded`."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, by their names there."""
 
     def _check(self) -> None:
+        if self.router_replay and self.engine != "embedded":
+            raise ValueError(f"generator.router_replay needs generator.engine: embedded, it is {self.engine}")
         if self.vllm and self.engine != "vllm":
             raise ValueError(
                 f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"
             )
+
+    def check(self, config: Any) -> None:
+        """ValueError: a setting that a model of this transformers config does not have."""
+        if self.router_replay and not sparse_layers(config):
+            raise ValueError(f"generator.router_replay needs a mixture of experts, this is {config.model_type}")
 
     def over(self, procs: int) -> EngineSettings:
         """The settings for one model over `procs` processes: vLLM's tensor parallelism.

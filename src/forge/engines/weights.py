@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..architecture import rotary_parameters
 from ..models import FAMILIES
-from ..weight_layouts import EMBEDDING, HEAD, Part, follows, layout
+from ..types import UNKNOWN_EXPERT
+from ..weight_layouts import EMBEDDING, HEAD, Part, follows, layout, split_experts
+from .experts import Experts
+from .linear import Linear, pack
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others: silu
+NORMS = ("input_norm", "attended_norm", "mlp_norm", "fed_norm", "qk_norm")
 ALIGNMENT = 64  # bytes
 
 Place = tuple[str, tuple[int, ...], int]  # name, shape, first byte
@@ -30,14 +35,22 @@ def load_config(folder: Path) -> Any:
         ValueError: a model with an unsupported feature.
     """
     config = read_config(folder)
-    rope = config.rope_parameters or {}
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    family, act = config.model_type, getattr(config, "hidden_activation", None) or config.hidden_act
+    types = set(getattr(config, "layer_types", None) or [])
+    ropes = rotary_parameters(config).values()
+    rope_types = {rope.get("rope_type", "default") for rope in ropes} - set(ROPE_TYPES)
+    partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes)
     for fits, what in (
-        (layer_types == {"full_attention"}, "sliding-window layers"),
-        (config.hidden_act == "silu", f"hidden_act {config.hidden_act!r}"),
+        (types <= {"full_attention", "sliding_attention"}, f"layer_types {sorted(types)}"),
+        (act == ACTIVATIONS.get(family, "silu"), f"hidden_act {act!r}"),
         (not getattr(config, "mlp_bias", False), "mlp_bias"),
-        (rope.get("rope_type", "default") in ROPE_TYPES, f"rope_type {rope.get('rope_type')!r}"),
-        (rope.get("partial_rotary_factor", 1.0) == 1.0, "a partial rotary embedding"),
+        (not rope_types, f"rope_type {next(iter(rope_types), None)!r}"),
+        (not partial, "a partial rotary embedding"),
+        (getattr(config, "clip_qkv", None) is None, "clip_qkv"),
+        (getattr(config, "num_experts", 0) <= UNKNOWN_EXPERT, f"{getattr(config, 'num_experts', 0)} experts"),
+        (not getattr(config, "use_bidirectional_attention", False), "attention in both directions"),
+        (not getattr(config, "attn_logit_softcapping", None), "attn_logit_softcapping"),
+        (not getattr(config, "final_logit_softcapping", None), "final_logit_softcapping"),
     ):
         if not fits:
             raise ValueError(f"{folder}: the embedded engine does not support {what}")
@@ -94,41 +107,31 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A weight (out, in) for `Linear`: in float32 on a CPU repacked for oneDNN, else unchanged.
-
-    PyTorch's default, MKL, uses AVX-512 on Intel's processors only: on AMD's oneDNN takes less than half the time, with
-    the same result up to rounding.
-    """
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return torch.ops.mkldnn._reorder_linear_weight(weight)
-    return weight
-
-
 @dataclass(slots=True)
-class Linear:
-    """A matrix product: x (N, in) -> (N, out)."""
+class FeedForward:
+    """C: hidden size, I: intermediate size."""
 
-    weight: Tensor  # (out, in), after `pack`
-    bias: Tensor | None = None  # (out,)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.weight.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+    gate_up: Linear  # C -> 2I
+    down: Linear  # I -> C
 
 
 @dataclass(slots=True)
 class Layer:
-    """One transformer block. C: hidden size, H: heads, K: key-value heads, D: head size, I: intermediate size."""
+    """One transformer block. C: hidden size, H: heads, K: key-value heads, D: head size.
 
-    input_norm: Tensor  # (C,)
+    Norms of the inputs of attention and feed-forward, and of their outputs, are None where a family has none there.
+    """
+
     qkv: Linear  # C -> (H + 2K) * D
-    qk_norm: Tensor | None  # (H + K, D): the q norm for each head, then the k norm for each key-value head
     output: Linear  # H * D -> C
-    mlp_norm: Tensor  # (C,)
-    gate_up: Linear  # C -> 2I
-    down: Linear  # I -> C
+    feed_forward: FeedForward | Experts
+    input_norm: Tensor | None  # (C,)
+    attended_norm: Tensor | None  # (C,)
+    mlp_norm: Tensor | None  # (C,)
+    fed_norm: Tensor | None  # (C,)
+    # (H + K, D): the q norm for each head, then the k norm for each key-value head. ((H + K) * D,): the norms of all
+    # heads together.
+    qk_norm: Tensor | None
 
 
 class Weights:
@@ -153,6 +156,7 @@ class Weights:
         """
         self.version, self.identity = version, identity
         table, tied = layout(config), config.tie_word_embeddings
+        shifted = config.model_type == "gemma3_text"  # its norms multiply by 1 + weight
         filling: dict[str, Tensor] = {}
         left = {whole: len(parts) for whole, parts in table.items()}
         done: dict[str, Tensor] = {}
@@ -163,6 +167,8 @@ class Weights:
                     rows = sum(part.rows for part in parts)
                     filling[whole] = torch.empty(rows, *parts[0].inner, dtype=dtype, device=device)
                 first = sum(part.rows for part in parts[:i])
+                if shifted and whole.endswith("norm"):
+                    tensor = tensor.float() + 1
                 filling[whole][first : first + parts[i].rows] = tensor
                 left[whole] -= 1
                 if not left[whole]:
@@ -174,17 +180,22 @@ class Weights:
         def linear(name: str) -> Linear:
             return Linear(done[f"{name}.weight"], done.get(f"{name}.bias"))
 
+        def feed_forward(at: str) -> FeedForward | Experts:
+            if f"{at}.router.weight" not in done:
+                return FeedForward(linear(f"{at}.gate_up"), linear(f"{at}.down"))
+            by_expert = (done.pop(f"{at}.experts.{name}").chunk(config.num_experts) for name in ("gate_up", "down"))
+            gate_up, down = ([Linear(pack(weight)) for weight in weights] for weights in by_expert)
+            k, normalised = config.num_experts_per_tok, config.norm_topk_prob
+            return Experts(linear(f"{at}.router"), gate_up, down, k, normalised)
+
         self.embed, self.norm = done["embed"], done["norm"]
         self.head = Linear(pack(self.embed)) if tied else linear("head")
         self.layers = [
             Layer(
-                input_norm=done[f"{at}.input_norm"],
                 qkv=linear(f"{at}.qkv"),
-                qk_norm=done.get(f"{at}.qk_norm"),
                 output=linear(f"{at}.output"),
-                mlp_norm=done[f"{at}.mlp_norm"],
-                gate_up=linear(f"{at}.gate_up"),
-                down=linear(f"{at}.down"),
+                feed_forward=feed_forward(at),
+                **{name: done.get(f"{at}.{name}") for name in NORMS},
             )
             for at in (f"layers.{i}" for i in range(config.num_hidden_layers))
         ]
@@ -199,7 +210,7 @@ def checked(
         ValueError: an unknown or duplicate name, a wrong shape or, after the last tensor, a missing one.
     """
     places = {part.name: (whole, i) for whole, parts in table.items() for i, part in enumerate(parts)}
-    for name, tensor in named:
+    for name, tensor in split_experts(named):
         if follows(name, tied):
             continue
         if name not in places:

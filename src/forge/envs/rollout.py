@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from random import Random
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..types import Completion, Episode, Origin, Turn
 from .dialogue import Dialogue
 from .environment import Environment, InfrastructureError, Message, Step
@@ -91,6 +93,7 @@ class _Branch:
         self.versions: list[int] = []
         self.turns: list[Turn] = []
         self.origins: set[Origin] = set()
+        self.experts: np.ndarray | None = None
         self.observe(prompt)
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -110,6 +113,11 @@ class _Branch:
         self.logprobs += completion.logprobs
         self.versions += completion.versions
         self.turns.append(Turn(start, len(self.tokens), completion.version, completion.finish))
+        if completion.experts is not None:
+            experts = completion.experts.copy()
+            if self.experts is not None:  # all but its last token's, which is known only now
+                experts[: len(self.experts) - 1] = self.experts[:-1]
+            self.experts = experts
         known = completion.identities
         self.origins |= {Origin(v, known.get(v, ""), completion.sampled_by) for v in {*completion.versions}}
 
@@ -221,6 +229,7 @@ class _Played:
                     origins=branch.origins,
                     text=text,
                     info=dict(info),
+                    experts=branch.experts,
                 )
             )
             to_come -= branch.reward

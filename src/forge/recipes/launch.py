@@ -22,7 +22,7 @@ from ..controller.processes import VISIBLE, visible_gpus
 from ..data.config import DatasetConfig, RowsConfig
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
-from ..models import build_small_model, check_family, resolve_model
+from ..models import build_small_model, check_classifier, check_family, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
@@ -243,12 +243,16 @@ def check_model(cfg: Any, model: str) -> None:
 
     config = AutoConfig.from_pretrained(model)
     cfg.trainer.check_model(config)
+    cfg.training.check(config)
     generator = getattr(cfg, "generator", None)
     if generator is not None and generator.engine == "embedded" and getattr(cfg.eval, "accuracy", True):
         load_config(Path(model))
+        generator.check(config)
     cfg.parallelism.check(config)
-    if critic := cfg.others().get("critic.model"):
-        cfg.parallelism.check(AutoConfig.from_pretrained(resolve_model(critic)))
+    for scalar in cfg.scalar(model):
+        config = AutoConfig.from_pretrained(resolve_model(scalar))
+        check_classifier(config)
+        cfg.parallelism.check(config)
 
 
 def local(paths: list[str]) -> list[str]:

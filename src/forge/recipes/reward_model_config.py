@@ -46,6 +46,9 @@ class RewardModelConfig(TrainingRecipe):
     reward_model: RewardModelSettings = RewardModelSettings()
     services: Services = Services()
 
+    def scalar(self, model: str) -> list[str]:
+        return [model]
+
     def _check(self) -> None:
         super()._check()
         self.check_offline()

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from ..algorithms import Algorithm, Correction, load_algorithm
 from ..algorithms.base import OwnLoss
+from ..architecture import longest
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
@@ -134,6 +135,9 @@ class RLConfig(RecipeConfig):
     def others(self) -> dict[str, str]:
         named = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
         return {key: name for key, name in named.items() if name is not None}
+
+    def scalar(self, model: str) -> list[str]:
+        return [self.critic.model or model] if self.load_algorithm().needs_critic else []
 
     def starts_reference(self, algorithm: Algorithm) -> bool:
         """Whether the run has a reference model of its own."""
@@ -297,10 +301,10 @@ class RLConfig(RecipeConfig):
         from transformers import AutoConfig
 
         self.episode.dialogue(model)
-        longest = self.generator.max_seq_len or min(LONGEST, AutoConfig.from_pretrained(model).max_position_embeddings)
-        if self.limits()["max_tokens"] > longest:
+        most = self.generator.max_seq_len or min(LONGEST, longest(AutoConfig.from_pretrained(model)))
+        if self.limits()["max_tokens"] > most:
             raise ConfigError(
-                f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {longest} "
+                f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {most} "
                 "tokens that generators take: lower it, or raise generator.max_seq_len as far as the model allows"
             )
 

@@ -306,6 +306,10 @@ class TrainingRecipe(Section):
         """Further models that the recipe reads, by the key that names them; they must share the model's tokens."""
         return {}
 
+    def scalar(self, model: str) -> list[str]:
+        """The models that get a scalar head, of a run that trains `model`."""
+        return []
+
     @property
     def files(self) -> list[str]:
         """All that is read and may be a file of this machine, models aside."""

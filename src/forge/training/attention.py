@@ -95,9 +95,7 @@ def packed_attention(
 
     With context parallelism the tokens are this rank's and `layout` is that of all tokens: all-to-alls exchange
     tokens for heads and back (Jacobs et al. 2023, DeepSpeed Ulysses).
-
-    Raises:
-        ValueError: a sequence is longer than the model's sliding window.
+    With `sliding_window` a token sees itself and the `sliding_window` - 1 tokens before.
     """
     ranks, counts = context.size, []
     if ranks > 1:
@@ -110,9 +108,7 @@ def packed_attention(
         counts = [x.shape[1] for x in chunks]
         mine = _Exchange.apply(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in mine.split(counts, dim=1))
-    longest, window = max(width + before for _, width, before in layout.shapes), kwargs.get("sliding_window")
-    if window is not None and longest > window:
-        raise ValueError(f"a sequence of {longest} tokens exceeds the sliding window of {window}: not supported")
+    window = kwargs.get("sliding_window")
     groups = query.shape[1] // key.shape[1]
     query = query[0].transpose(0, 1).index_select(0, layout.queries)
     key, value = (x[0].transpose(0, 1).index_select(0, layout.keys) for x in (key, value))
@@ -123,16 +119,46 @@ def packed_attention(
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in parts)
         if groups > 1:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        seen = None
-        if before:
-            seen = torch.ones(width, before + width, dtype=torch.bool, device=q.device).tril(before)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling)
+        if window is not None and before + width > window:
+            o = _windowed(q, k, v, window, scaling)
+        else:
+            seen = _seen(width, before, before + width, q.device) if before else None
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling)
         rectangles.append(o.transpose(1, 2).flatten(0, 1))
     out = torch.cat(rectangles).index_select(0, layout.scatter)  # [tokens, heads, head_dim]
     if ranks > 1:
         mine = _Exchange.apply(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
         out = mine.transpose(0, 1).flatten(1, 2)
     return out[None], None
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
+    """Causal attention to the last `window` tokens: q [rows, heads, width, head_dim], k and v with a prefix before.
+
+    Linear in the width: the queries of each `window` tokens attend to those and to the `window` before.
+    """
+    width, before = q.shape[2], min(k.shape[2] - q.shape[2], window)
+    k, v = (x[:, :, x.shape[2] - width - before :] for x in (k, v))
+    count = min(width, window)
+    k0, v0 = (x[:, :, : before + count] for x in (k, v))
+    seen = _seen(count, before, window, q.device)
+    first = F.scaled_dot_product_attention(q[:, :, :count], k0, v0, attn_mask=seen, scale=scale)
+    if width == count:
+        return first
+    # [rows, pieces, heads, window, head_dim]
+    own = (q, k[:, :, before:], v[:, :, before:])
+    q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, (-1, window)).transpose(1, 2) for x in own)
+    k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
+    seen = _seen(window, window, window, q.device)
+    rest = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=seen, scale=scale)
+    rest = rest.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat([first, rest], dim=2)[:, :, :width]
+
+
+def _seen(width: int, before: int, window: int, device: torch.device) -> Tensor:
+    """[width, before + width]: whether a query sees a key, where `before` keys come before the first query."""
+    query, key = torch.arange(width, device=device)[:, None], torch.arange(-before, width, device=device)
+    return (key <= query) & (key > query - window)
 
 
 AttentionInterface.register(NAME, packed_attention)

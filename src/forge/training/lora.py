@@ -38,12 +38,13 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     inner = {name: module for name, module in linear.items() if name.startswith("model.")}
     there = sorted({name.rpartition(".")[2] for name in inner})
-    if unknown := sorted(set(settings.layers) - set(there)):
+    layers = settings.layers(there)
+    if unknown := sorted(set(layers) - set(there)):
         raise ValueError(f"lora.targets: the model has no linear layers {unknown}; its linear layers are {there}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == SCORE)
     for name, module in inner.items():
-        if name.rpartition(".")[2] not in settings.layers:
+        if name.rpartition(".")[2] not in layers:
             continue
         seed, like = zlib.crc32(name.encode()), {"device": module.weight.device, "dtype": module.weight.dtype}
         a = nn.utils.skip_init(FastLinear, module.in_features, settings.rank, bias=False, **like)

@@ -20,11 +20,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..data.prefixes import find_prefixes
-from ..models import quiet_loading
-from ..types import Batch
+from ..architecture import longrope_limit, sparse_layers
+from ..data.prefixes import find_prefixes, prefix_ids
+from ..models import check_classifier, quiet_loading
+from ..types import UNKNOWN_EXPERT, Batch
 from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks
+from .experts import Routers
 from .linear import ROWS, at_least_float32, speed_up, token_logprobs
 from .lora import SCORE, add_adapters
 from .settings import LoraSettings, Parallelism
@@ -59,6 +61,8 @@ class OwnTokens(NamedTuple):
     layout: of the whole pack.
     at: [read], indices of this rank's tokens whose states are read.
     labels: [read], the token ids that they are read for.
+    experts: [own, layers, k], those to replay, if any.
+    real: number of own tokens that are not padding.
     counts: number of states that each rank reads.
     order: [all that is read], of each token with mask True the index of its state in the order of ranks.
     """
@@ -69,6 +73,8 @@ class OwnTokens(NamedTuple):
     layout: PackedLayout
     at: Tensor
     labels: Tensor
+    experts: Tensor | None
+    real: int
     counts: list[int]
     order: Tensor
 
@@ -76,13 +82,19 @@ class OwnTokens(NamedTuple):
 def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
     """This rank's share of a batch, whose states are read `lag` tokens before those with mask True."""
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
-    tree = find_prefixes(batch.tokens, batch.lengths)
+    tree = find_prefixes(prefix_ids(batch), batch.lengths)
     surplus = -len(tree.source) % lcm(ROWS, sequence.size)
     lengths = tree.lengths + [1] * surplus  # padding: untrained sequences of one token
     parents = tree.parents + [-1] * surplus
     tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, surplus))
     positions = F.pad(torch.from_numpy(tree.positions), (0, surplus))
     own = tokens.chunk(sequence.size)[sequence.rank]
+    first = sequence.rank * len(own)
+    real = min(max(len(tree.source) - first, 0), len(own))
+    experts = None
+    if batch.experts is not None:
+        experts = torch.from_numpy(batch.experts[tree.source[first : first + real]]).long().to(device)
+        experts = F.pad(experts, (0, 0, 0, 0, 0, len(own) - real), value=UNKNOWN_EXPERT)
     trained = np.flatnonzero(batch.mask)
     read = torch.from_numpy(tree.place[trained - lag])
     rank = read // len(own)
@@ -93,8 +105,10 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
         tokens.chunk(context.size)[context.rank].to(device),
         positions.chunk(context.size)[context.rank].to(device),
         PackedLayout.of(lengths, device, parents),
-        (read[mine] - sequence.rank * len(own)).to(device),
+        (read[mine] - first).to(device),
         torch.from_numpy(batch.tokens[trained])[mine].to(device),
+        experts,
+        real,
         torch.bincount(rank, minlength=sequence.size).tolist(),
         torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))).to(device),
     )
@@ -106,6 +120,7 @@ class PackedModel(nn.Module):
 
     model: PreTrainedModel
     ranks: Ranks | None = None  # None: one process, on the model's device
+    routers: Routers | None = None  # of a policy that is a mixture of experts
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -125,6 +140,11 @@ class PackedModel(nn.Module):
         """The backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
         ranks = self.ranks or Ranks(0, 1, next(self.model.parameters()).device, None)
         own = own_tokens(batch, lag, ranks)
+        limit, length = longrope_limit(self.model.config), int(batch.lengths.max())
+        if limit and length > limit:
+            raise ValueError(f"a sequence of {length} tokens: beyond {limit} this model's longrope is not supported")
+        if self.routers is not None:
+            self.routers.begin(own.experts, own.real)
         hidden = self.model.model(
             input_ids=own.tokens[None],
             position_ids=own.positions[None],
@@ -137,6 +157,11 @@ class PackedModel(nn.Module):
 
 class Policy(PackedModel):
     """A causal language model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if sparse_layers(model.config):
+            self.routers = Routers(model)
 
     @classmethod
     def from_pretrained(
@@ -180,6 +205,7 @@ class ScalarModel(PackedModel):
             ValueError: a classifier of several classes, or weights other than the head are missing.
         """
         classes = AutoConfig.from_pretrained(path)
+        check_classifier(classes)
         if any("SequenceClassification" in name for name in classes.architectures or ()) and classes.num_labels != 1:
             raise ValueError(f"{path} has {classes.num_labels} classes: a {head} model has one scalar per token")
         with quiet_loading():
@@ -281,7 +307,7 @@ def build(
     if compile:
         for layer in layers:
             # A checkpointed layer does not trace across the graph break of its attention, only the parts around it.
-            parts = (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp)
+            parts = [part for name, part in layer.named_children() if name != "self_attn"]
             for part in parts if gradient_checkpointing else (layer,):
                 part.compile(dynamic=True)
     policy.ranks = ranks

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from ..architecture import sparse_layers
 from ..config import Section
-from ..models import FAMILIES
 
+SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # those with tensor parallelism
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+FUSED = ("qkv_proj", "gate_up_proj")  # as Phi-3 has them
 
 
 class OptimizerSettings(Section):
@@ -71,6 +75,9 @@ class PassSettings(Section):
     """Passes of a step over its batch: a step makes `mini_batches` * `epochs` updates. Policy versions count steps."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    router_aux_loss: float = Field(0.0, ge=0)
+    """Of a mixture of experts: weight of the loss that balances its experts' load ([mixtures.md](mixtures.md)). A
+    model's own is `router_aux_loss_coef` in its config.json."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimiser in host memory; layers come to the GPU to compute. Needs a GPU."""
     compile: bool = False
@@ -80,6 +87,14 @@ class PassSettings(Section):
         super()._check()
         if self.weights_dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError("training.weights_dtype bfloat16 needs training.dtype bfloat16")
+
+    def check(self, config: Any) -> None:
+        """ValueError: a setting that a policy of this transformers config does not have."""
+        experts = sparse_layers(config)
+        if self.compile and experts:
+            raise ValueError(f"training.compile does not support mixtures of experts, this is {config.model_type}")
+        if self.router_aux_loss and not experts:
+            raise ValueError(f"training.router_aux_loss needs a mixture of experts, this is {config.model_type}")
 
 
 class LoraSettings(Section):
@@ -91,12 +106,13 @@ class LoraSettings(Section):
     alpha: PositiveFloat = 32.0
     """The update is scaled by alpha / rank."""
     targets: list[str] | None = Field(None, min_length=1)
-    """Names of linear layers, without the path to them; null: all of attention and feed-forward."""
+    """Names of linear layers, without the path to them; null: all of attention and feed-forward, but experts."""
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The names of the linear layers that get an adapter."""
-        return TARGETS if self.targets is None else tuple(self.targets)
+    def layers(self, there: Iterable[str]) -> tuple[str, ...]:
+        """The names of the linear layers that get an adapter, in a model that has those of `there`."""
+        if self.targets is not None:
+            return tuple(self.targets)
+        return tuple(name for name in (*TARGETS, *FUSED) if name in there)
 
 
 class Parallelism(Section):
@@ -154,8 +170,8 @@ class Parallelism(Section):
         """ValueError: a transformers config of an unsupported family, or with a size that is not a multiple."""
         tensor, context = self.tensor_parallel_degree, self.context_parallel_degree
         family, biased = config.model_type, getattr(config, "attention_bias", False)
-        if tensor > 1 and family not in FAMILIES:
-            known = ", ".join(FAMILIES)
+        if tensor > 1 and family not in SPLIT_BY_NAME:
+            known = ", ".join(SPLIT_BY_NAME)
             raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {known}")
         if tensor > 1 and (getattr(config, "mlp_bias", False) or (biased and family != "qwen2")):
             raise ValueError("parallelism.tensor_parallel_degree: a bias of o_proj or down_proj is not supported")

@@ -184,12 +184,17 @@ class Metrics:
 
     _sums: dict[str, Tensor] = field(default_factory=dict)  # [2]: the sum, the number of terms
     _maxima: dict[str, Tensor] = field(default_factory=dict)
+    load: Tensor = field(default_factory=lambda: torch.zeros(()))  # of experts, see `experts.load_metrics`
 
     def add(self, name: str, values: Tensor) -> None:
         """Add every element of `values` to the mean of this name."""
         total = values.detach().double().sum()
         both = torch.stack([total, torch.full_like(total, values.numel())])
         self._sums[name] = self._sums[name] + both if name in self._sums else both
+
+    def add_load(self, load: Tensor) -> None:
+        """Add the load of experts over all ranks' micro-batches, [2, layers, E]."""
+        self.load = load if not self.load.dim() else self.load + load
 
     @torch.no_grad()
     def add_micro_batch(

@@ -71,7 +71,8 @@ def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
             kind: Any = type(module)
             module.__class__ = _with_local_parameters(Whole if name in TABLES else Local, kind)
     for layer in model.model.layers:
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        sandwich = getattr(layer, "pre_feedforward_layernorm", None)  # Gemma's other norms are of own tokens
+        for norm in (layer.input_layernorm, sandwich or layer.post_attention_layernorm):
             norm.register_forward_hook(lambda _module, _inputs, output: gather_tokens(output, tensor))
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
             last.register_forward_hook(lambda _module, _inputs, output: scatter_tokens(output, tensor))

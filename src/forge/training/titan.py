@@ -184,6 +184,8 @@ class TitanPolicy(nn.Module):
         folder: the Hugging Face checkpoint that it was read from.
     """
 
+    routers: None = None  # as `policy.PackedModel` has them of a mixture of experts
+
     def __init__(self, model: Decoder, folder: Path, ranks: Ranks) -> None:
         super().__init__()
         self.model, self.ranks = model, ranks

@@ -36,7 +36,7 @@ def check_model(config: Any) -> None:
             set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"},
             "sliding-window layers",
         ),
-        (config.hidden_act == "silu", f"hidden_act {config.hidden_act!r}"),
+        (getattr(config, "hidden_act", None) == "silu", f"hidden_act {getattr(config, 'hidden_act', None)!r}"),
     ):
         if not fits:
             raise ValueError(f"trainer.backend titan does not support {what}: take fsdp")

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import AutoConfig
 
 from ..data.packing import split
 from ..types import Batch
 from ..weight_layouts import adapters, merge_adapters
 from .distributed import Ranks
+from .experts import balance, load_metrics
 from .policy import Backend, Head, TokenScores, TokenValues, build, resolve_dtype
 from .settings import LoraSettings, OptimizerSettings, PassSettings
 from .step import Loss, Metrics, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
@@ -64,6 +66,10 @@ class PolicyTrainer:
         self.dtype = resolve_dtype(passes.dtype, ranks.device)
         self.head, self.offloaded = head, False
         self.lora = None if lora is None else LoraSettings(**lora)
+        if head == "policy":
+            passes.check(AutoConfig.from_pretrained(model))
+        elif head == "reward" and passes.router_aux_loss:
+            raise ValueError("training.router_aux_loss is of policies: a reward model has none")
         self.policy = build(
             model,
             head,
@@ -92,7 +98,8 @@ class PolicyTrainer:
             updates, and the means of `loss.metrics`. For a policy also means over trained tokens: entropy and kl (to
             the reference, k3) of all updates; ratio and ratio_deviation (|ratio - 1|, its maximum is
             ratio_max_deviation) of the first epoch; on_policy, the share of tokens sampled by the version in training;
-            and engine_difference, the mean |log ratio| between engine and trainer on those, under equal weights.
+            and engine_difference, the mean |log ratio| between engine and trainer on those, under equal weights. For a
+            mixture of experts also those of `experts.load_metrics`; its `router_aux_loss` is not a part of the loss.
 
         Raises:
             FloatingPointError: the loss or gradient of an update is not finite. That update is not applied; earlier
@@ -109,8 +116,10 @@ class PolicyTrainer:
             for part in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
                 updates.append(self._update(part, loss, rate, metrics, epoch == 0, first=not updates))
         self.step += 1
+        routers = self.policy.routers
         return {
             **metrics.reduce(self.ranks),
+            **(load_metrics(metrics.load, routers.layers, routers.k) if routers else {}),
             "loss": sum(update["loss"] for update in updates) / len(updates),
             "grad_norm": sum(update["grad_norm"] for update in updates) / len(updates),
             "learning_rate": rate,
@@ -181,12 +190,15 @@ class PolicyTrainer:
         micro_batches = parts[data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in micro_batches:
+        for turn, micro in enumerate(micro_batches):
             output = self._forward(micro)
             inputs = loss_inputs(micro, output)
             value = micro_batch_loss(loss, micro, inputs, output)
-            value.backward()
             total += value.detach()
+            if self.policy.routers is not None:
+                tokens = sum(len(of_rank[turn].tokens) for of_rank in parts if of_rank[turn].mask.any())
+                value = value + how.router_aux_loss * tokens / len(part.tokens) * self._balance(micro, metrics)
+            value.backward()
             current = None
             if isinstance(output, TokenScores):
                 current = torch.from_numpy(micro.versions[micro.mask] == self.step).to(self.ranks.device)
@@ -211,6 +223,17 @@ class PolicyTrainer:
         mixed = self.dtype != torch.float32 and self.ranks.mesh is None
         with torch.autocast(self.ranks.device.type, self.dtype) if mixed else nullcontext():
             return self.policy(batch, self.temperature)
+
+    def _balance(self, micro: Batch, metrics: Metrics) -> Tensor:
+        """This rank's share of the routers' loss of a micro-batch of all ranks; notes the load of experts."""
+        routers = self.policy.routers
+        assert routers is not None
+        own = routers.take() * bool(micro.mask.any())  # else it stands in for a missing one
+        everyone = own.detach().double()
+        if self.ranks.sequence.group is not None:
+            dist.all_reduce(everyone, group=self.ranks.sequence.group)
+        metrics.add_load(self.ranks.sum(everyone))
+        return balance(own, everyone, routers.k)
 
     def _score(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
         if (self.head == "policy") != (kind is TokenScores):
