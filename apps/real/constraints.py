@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
@@ -53,7 +54,7 @@ class FollowsConstraints:
     def __call__(self, prompt: str, response: str, target: str) -> float:
         rules, text = json.loads(target), response.strip()
         words = re.findall(r"[\w']+", text.lower())
-        if len(words) < 3 or 2 * max(map(words.count, words)) >= len(words):
+        if len(words) < 3 or 2 * max(Counter(words).values()) >= len(words):
             return 0.0
         met = {
             "most_words": lambda most: len(words) <= most,
