@@ -16,6 +16,7 @@ from .stream import RowStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TURNS = {"train_on": "assistant", "thoughts": "keep"}  # settings of conversations, and their defaults
 Marked = tuple[list[int], list[bool]]  # tokens, and the mask of those that are trained
 
 
@@ -45,16 +46,15 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
     def begin(self, row: Row) -> None:
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
-        given = {**self._chosen, **({"train_on": "last"} if self.settings.train_on == "last" else {})}
+        given = {**self._chosen, **{n: self.settings[n] for n, usual in _TURNS.items() if self.settings[n] != usual}}
         if self._messages_field is None and self._text_field is None and "prompt_field" not in self._chosen:
             self._messages_field = next((name for name in MESSAGE_FIELDS if name in row), None)
         if self._text_field is not None:
             check_effects(given, (), "plain text")
         elif self._messages_field is not None:
-            check_effects(given, ("chat_template", "chat_options", "train_on"), "conversations")
-            self._chat = ChatFormat(
-                self.tokenizer, self._chosen.get("chat_template", True), self._chosen.get("chat_options")
-            )
+            check_effects(given, ("chat_template", "chat_options", *_TURNS), "conversations")
+            template, options = self._chosen.get("chat_template", True), self._chosen.get("chat_options")
+            self._chat = ChatFormat(self.tokenizer, template, options, self.settings.thoughts)
         else:
             check_effects(given, PROMPT_FIELDS, "prompts with answers")
             if self.settings.target_field is None:
