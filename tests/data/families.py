@@ -12,11 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 ROOT = Path(os.environ.get("FORGE_TOKENIZERS", Path(__file__).parents[2] / "build/tokenizers"))
 MISSING = "" if (ROOT / "mistral").is_dir() else f"no tokenizers in {ROOT}: make test-tokenizers fetches them"
 
-# Mistral's maker renders in Python, and ships no template. This writes what its code does, without a system prompt.
+# Mistral's maker renders in Python, and ships no template. This writes what its code does for one question, without a
+# system prompt; of several it moves the tools to the last.
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'user' %}"
-    "{% if loop.last and tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% if loop.first and tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "[INST]{{ m.content }}[/INST]"
     "{% elif m.role == 'tool' %}"
     '[TOOL_RESULTS]{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id or "call00000" }}"}'

@@ -14,7 +14,6 @@ from typing import Any
 
 from forge.data.chat import ChatFormat
 from forge.data.prompts import PromptFormat
-from forge.data.special_tokens import SpecialTokens
 from forge.envs import Dialogue, Environment, Step, rollout, schema_of
 from forge.envs.calls import syntax_of
 from forge.serve.requests import parse
@@ -222,18 +221,23 @@ def tools(family: Family) -> str:
 
 
 class Talking(Environment):
-    """Says what it draws: other languages, special tokens, spaces at both ends, nothing."""
+    """Says what it draws: other languages, special tokens, spaces at both ends, nothing; to a call it answers as a
+    tool."""
 
-    def __init__(self, words: list[str], turns: int) -> None:
-        self.words, self.turns = words, turns
+    def __init__(self, words: list[str], turns: int, tools: tuple = ()) -> None:
+        self.words, self.turns, self.tools = words, turns, tools
 
     async def reset(self, task: Any, *, seed: int) -> Step:
-        self.random, self.heard = random.Random(seed), []
-        return Step((user(self._text()),))
+        self.random, self.heard = random.Random(seed), 0
+        return Step((user(self._text()),), tools=self.tools)
 
     async def step(self, action: Any) -> Step:
-        self.heard.append(action.text)
-        return Step(terminated=True) if len(self.heard) == self.turns else Step((user(self._text()),))
+        self.heard += 1
+        if self.heard == self.turns:
+            return Step(terminated=True)
+        if action.calls:
+            return Step(({"role": "tool", "name": "search", "content": self._text()},))
+        return Step((user(self._text()),))
 
     def _text(self) -> str:
         draw = self.random.choice
@@ -243,54 +247,101 @@ class Talking(Environment):
 class Sampling:
     """A policy: `route` is its endpoint. It remembers what it was given and what it sampled."""
 
-    def __init__(self, family: Family, words: list[str], dialogue: Dialogue, seed: int) -> None:
-        self.family, self.words, self.dialogue, self.random = family, words, dialogue, random.Random(seed)
-        self.generate, self.seen = self, []
+    def __init__(self, encode: Any, words: list[str], turns: list[list[int]], stop: int, seed: int) -> None:
+        self.encode, self.words, self.turns, self.stop = encode, words, turns, stop
+        self.random, self.generate, self.seen = random.Random(seed), self, []
 
     async def route(self, prompt: list[int], *, max_tokens: int, stop_token_ids: Any, seed: int) -> Completion:
-        draw, encode = self.random.choice, self.family.tokenizer
-        kind = self.random.randrange(4)
+        draw = self.random.choice
+        kind, cut = self.random.randrange(4), self.random.random() < 0.2
         if kind == 0:  # tokens that no tokenizer would write
-            ids = [self.random.randrange(1000, len(encode) - 2000) for _ in range(self.random.randrange(6))]
-            ids = [token for token in ids if token not in stop_token_ids]
+            ids = [self.random.randrange(1000, len(self.encode) - 2000) for _ in range(self.random.randrange(6))]
+            ids = [*(token for token in ids if token not in stop_token_ids), self.stop]
+        elif kind == 1:
+            ids = list(draw(self.turns))
         else:
-            thought = f"<think>\n{draw(self.words)}\n</think>\n\n" if kind == 1 else self.family.empty
-            ids = encode(thought + draw(self.words) + draw(ENDS), add_special_tokens=False)["input_ids"]
-        cut = self.random.random() < 0.2
-        ids = [*ids, *([] if cut and ids else [self.dialogue.stop_ids[0]])]
+            thought = f"<think>\n{draw(self.words)}\n</think>\n\n" if kind == 2 else ""
+            text = thought + draw(self.words) + draw(ENDS)
+            ids = [*self.encode(text, add_special_tokens=False)["input_ids"], self.stop]
+        ids = ids[:-1] if cut and len(ids) > 1 else ids
         self.seen.append((list(prompt), ids))
-        finish = "length" if cut else "stop"
-        return Completion(
-            prompt_ids=tuple(prompt), token_ids=ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish=finish
-        )
+        given = {"prompt_ids": tuple(prompt), "token_ids": ids, "finish": "length" if cut else "stop"}
+        return Completion(logprobs=[-1.0] * len(ids), versions=[0] * len(ids), **given)
+
+
+def written(family: Family, *messages: dict) -> list[list[int]]:
+    """Turns of the assistant as the template writes them."""
+    chat = ChatFormat(family.tokenizer, thoughts="keep")
+    marked = [chat.encode([user("hi"), message]) for message in messages]
+    return [[token for token, one in zip(*each, strict=True) if one] for each in marked]
 
 
 def episodes(family: Family, count: int = EPISODES) -> str:
-    """Tokens that are trained are those that the policy was given and sampled, over many episodes of three turns."""
+    """Tokens that are trained are those that the policy was given and sampled, over many episodes of three turns; and
+    between its turns are the special tokens of the template only."""
     tokenizer, dialogue = family.tokenizer, Dialogue(family.tokenizer)
+    offered = TOOLS if ChatFormat(tokenizer).writer.form() is not None else ()
     names = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     words = [*SAID, *random.Random(0).sample(names, min(8, len(names))), family.stops[0], "<think>", "</think>"]
-    control = SpecialTokens(tokenizer).ids
+    turns = written(family, *(calling("search", {"query": w}) for w in SAID if offered), said("a"), said("b"))
+    control = {n for n, t in tokenizer.added_tokens_decoder.items() if t.special or re.match("<[|｜]", str(t))}
+
+    def special(tokens: list[int]) -> tuple[int, ...]:
+        return tuple(token for token in tokens if token in control)
+
+    answers = [user("hi"), *([{"role": "tool", "name": "search", "content": "hi"}] if offered else [])]
+    honest = {special(dialogue.extend([], [answer], offered)) for answer in answers}
+    honest |= {between[1:] for between in honest}
+
+    async def play(seed: int) -> None:
+        policy = Sampling(tokenizer, words, turns, dialogue.stop_ids[0], seed)
+        how = {"dialogue": dialogue, "seed": seed, "max_turns": 3, "max_tokens": 1 << 20}
+        episode = await rollout(policy, Talking(words, 3, offered), None, **how)
+        tokens: list[int] = []
+        expected: list[bool] = []
+        for prompt, ids in policy.seen:
+            assert prompt[: len(tokens)] == tokens, "a prompt does not begin with what was said before"
+            assert not tokens or special(prompt[len(tokens) :]) in honest, tokenizer.decode(prompt[len(tokens) :])
+            expected += [False] * (len(prompt) - len(tokens)) + [True] * len(ids)
+            tokens = [*prompt, *ids]
+        assert (list(episode.tokens), list(episode.mask)) == (tokens, expected)
+        assert len(policy.seen) == 3
+        assert not episode.branches
 
     async def all_of_them() -> None:
         for seed in range(count):
-            policy = Sampling(family, words, dialogue, seed)
-            how = {"dialogue": dialogue, "seed": seed, "max_turns": 3, "max_tokens": 1 << 20}
-            episode = await rollout(policy, Talking(words, 3), None, **how)
-            tokens: list[int] = []
-            expected: list[bool] = []
-            for prompt, ids in policy.seen:
-                assert prompt[: len(tokens)] == tokens, "a prompt does not begin with what was said before"
-                expected += [False] * (len(prompt) - len(tokens)) + [True] * len(ids)
-                tokens = [*prompt, *ids]
-            assert (list(episode.tokens), list(episode.mask)) == (tokens, expected)
-            assert len(policy.seen) == 3
-            assert not episode.branches
-            between = [t for t, one in zip(tokens, expected, strict=True) if not one and t in control]
-            assert len(between) <= 40
+            await play(seed)
 
     asyncio.run(all_of_them())
     return f"{count:,}"
+
+
+def branches(family: Family) -> str:
+    """With `thoughts: template` the policy reads what the template makes of the conversation in every turn."""
+    tokenizer, dialogue = family.tokenizer, Dialogue(family.tokenizer, thoughts="template")
+    answers = written(family, *(said(f"<think>\n{word}\n</think>\n\n{word}") for word in SAID[:4]))
+    most = 0
+
+    async def play(seed: int) -> int:
+        policy = Sampling(tokenizer, [], answers, 0, seed)
+        policy.random = random.Random(seed)
+        policy.random.randrange = lambda *_: 1  # type: ignore[method-assign]
+        policy.random.random = lambda: 1.0  # type: ignore[method-assign]
+        how = {"dialogue": dialogue, "seed": seed, "max_turns": 3, "max_tokens": 1 << 20}
+        episode = await rollout(policy, Talking(SAID, 3), None, **how)
+        form, talk = ChatFormat(tokenizer), []
+        for message, (prompt, ids) in zip(
+            [m for m in episode.info["messages"] if m["role"] == "user"], policy.seen, strict=True
+        ):
+            talk.append(message)
+            assert tokenizer.decode(prompt) == form.render(talk, add_generation_prompt=True)
+            talk.append(dialogue.said(dialogue.read(ids)))
+        return len(episode.branches)
+
+    for seed in range(20):
+        most = max(most, asyncio.run(play(seed)))
+    assert most == 2 or not family.empty
+    return f"{most + 1} branches in 3 turns" if most else "never needed"
 
 
 def supervised(family: Family) -> str:
@@ -336,6 +387,7 @@ CHECKS = {
     "mask": mask,
     "thoughts": thoughts,
     "episodes": episodes,
+    "thoughts: template": branches,
     "same tokens in SFT": supervised,
     "tool calls": tools,
     "special tokens inert": inert,
