@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 Schema = Mapping[str, Any]
@@ -13,9 +14,7 @@ Found = tuple[str, list[tuple[str, Any]], list[str]]  # the text without calls, 
 _DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", re.compile("<｜tool▁calls▁(?:begin|end)｜>"))
 _XML = ("<tool_call>", "</tool_call>", re.compile(r"(?!)"))
 _MISTRAL, _NAMED = "[TOOL_CALLS]", "[ARGS]"
-_GLM = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _MESSAGE = re.compile(r"([^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)<\|message\|>(.*)\Z", re.DOTALL)
 
 
@@ -35,7 +34,7 @@ def glm(text: str, tools: Mapping[str, Schema]) -> Found:
 
     def read(inner: str) -> tuple[str, Any]:
         name = inner.partition("<arg_key>")[0].strip()
-        return name, _typed(_GLM.findall(inner), tools.get(name, {}))
+        return name, _typed(_pairs(inner, "<arg_key>", "</arg_key>", "</arg_value>"), tools.get(name, {}))
 
     return _between(text, *_XML, read)
 
@@ -47,7 +46,10 @@ def qwen_xml(text: str, tools: Mapping[str, Schema]) -> Found:
         if (found := _FUNCTION.match(inner)) is None:
             raise ValueError("it must hold <function=name> ... </function>")
         name = found[1].strip()
-        return name, _typed(_PARAMETER.findall(found[2]), tools.get(name, {}))
+        pairs = _pairs(found[2], "<parameter=", ">", "</parameter>")
+        return name, _typed(
+            [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs], tools.get(name, {})
+        )
 
     return _between(text, *_XML, read)
 
@@ -113,6 +115,19 @@ def _between(text: str, begin: str, end: str, frame: re.Pattern[str], read: Call
     return frame.sub("", "".join(left)), calls, errors
 
 
+def _pairs(text: str, begin: str, middle: str, end: str) -> list[tuple[str, str]]:
+    """The names and values between tags. ValueError: one is not closed."""
+    pairs, at = [], text.find(begin)
+    while at >= 0:
+        cut, last = text.find(middle, at), text.find(end, at)
+        if not 0 <= cut < last:
+            raise ValueError(f"an argument is not closed by {end}")
+        value = text[cut + len(middle) : last].lstrip() if middle != ">" else text[cut + 1 : last]
+        pairs.append((text[at + len(begin) : cut], value.removeprefix("<arg_value>")))
+        at = text.find(begin, last)
+    return pairs
+
+
 def _typed(pairs: list[tuple[str, str]], function: Schema) -> dict[str, Any]:
     """Arguments of text in the types of their parameters: what is no string is JSON, where it can be read as that."""
     properties = function.get("parameters", {}).get("properties", {})
@@ -121,8 +136,6 @@ def _typed(pairs: list[tuple[str, str]], function: Schema) -> dict[str, Any]:
         name = name.strip()
         values[name] = text
         if properties.get(name, {}).get("type") != "string":
-            try:
+            with suppress(ValueError, RecursionError):
                 values[name] = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
     return values
