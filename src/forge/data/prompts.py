@@ -6,6 +6,7 @@ import random
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -192,7 +193,8 @@ def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
         template = source.get("chat_template", settings.chat_template)
         if template:
             options = source.get("chat_options", settings.chat_options)
-            found |= dict.fromkeys(ChatFormat(tokenizer, template, options).stop_ids)
+            with suppress(ValueError):  # it renders prompts only
+                found |= dict.fromkeys(ChatFormat(tokenizer, template, options).stop_ids)
     return tuple(found)
 
 
