@@ -103,3 +103,20 @@ def test_rows_of_several_turns_with_thoughts_are_supervised_data(tmp_path):
     )
     with pytest.raises(ValueError, match="set train_on: last"):
         SupervisedDataset(str(path), thoughts="template", **settings)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_conversation_offers_the_tools_of_its_row(tmp_path, as_text):
+    template = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + CHATML
+    rows = []
+    for tools in ([{"function": {"name": "add"}}], [{"function": {"name": "find"}}], None):
+        rows.append({"messages": said("a", "b"), "tools": json.dumps(tools) if as_text else tools})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    settings = {"tokenizer": byte_pairs(), "chat_template": template, "epochs": 1, "shuffle": False}
+    found = [byte_pairs().decode(episode.tokens) for episode in SupervisedDataset(str(path), **settings)]
+    talk = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
+    assert found == [f"[add]{talk}", f"[find]{talk}", talk]
+    path.write_text(json.dumps({"messages": said("a", "b"), "tools": "add"}))
+    with pytest.raises(ValueError, match="row 1: the tools of a conversation are not JSON"):
+        SupervisedDataset(str(path), **settings)

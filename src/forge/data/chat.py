@@ -7,6 +7,7 @@ tokenized in pieces, so that the tokens are those of inference.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -89,6 +90,7 @@ class ChatFormat:
     ) -> None:
         limit_templates()
         self.tokenizer, self.options, self.thoughts = tokenizer, dict(options or {}), thoughts
+        self._own = not isinstance(template, str)
         if isinstance(template, str):
             if "{" not in template:
                 file = Path(template).expanduser()
@@ -102,12 +104,33 @@ class ChatFormat:
             raise ValueError(
                 "the tokenizer has no chat template: use a chat model's, or set chat_template to a jinja template"
             )
-        else:
-            self.template = tokenizer.get_chat_template(tools=self.options.get("tools"))
         self._special = SpecialTokens(tokenizer)
+        self._checked: set[tuple] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._own:
+            self.template = self.tokenizer.get_chat_template(tools=self.options.get("tools"))
         self.writer = Writer(self.template, self._render)
         self.turns = Turns(self.render, self.writer, self._special)
-        self._checked: set[tuple] = set()
+
+    def with_tools(self, tools: Any) -> ChatFormat:
+        """The format of a conversation that offers these tools, a list of schemas in OpenAI's format or its JSON text;
+        without tools it is this one. ValueError: they are neither."""
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools or "null")
+            except ValueError as error:
+                raise ValueError(f"the tools of a conversation are not JSON: {error}") from None
+        if not tools:
+            return self
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
+        _ = self._backend  # shared by all
+        offering = copy.copy(self)
+        offering.options = {**self.options, "tools": tools}
+        offering._begin()
+        return offering
 
     def render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The text of a conversation. ValueError: the template raises an error, or has no place for tool calls."""

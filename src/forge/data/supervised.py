@@ -24,9 +24,9 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
     """An iterator of `Episode`: its mask is True on the trained tokens, its advantage is 1.
 
     The first row decides the form of all: plain text with `text_field`, of which all tokens after the first are
-    trained; a conversation with `messages_field`, or a field messages or conversations (see `forge.data.chat`); else a
-    prompt with its answer, as a conversation with `chat_template`, closed by eos without one. Tokens after the last
-    trained one are dropped.
+    trained; a conversation with `messages_field`, or a field messages or conversations (see `forge.data.chat`), which
+    offers the tools in a field tools; else a prompt with its answer, as a conversation with `chat_template`, closed by
+    eos without one. Tokens after the last trained one are dropped.
 
     Settings are the fields of `forge.data.config.SupervisedConfig`. A setting without effect on the form of the rows
     is an error; `chat_template` and `chat_options` also apply to conversations.
@@ -66,7 +66,8 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         if self._format is not None:
             self._format.check(*self._format.render(row))
         elif self._chat is not None:
-            self._chat.check(messages(row, str(self._messages_field)), train_on=self.settings.train_on)
+            talk = messages(row, str(self._messages_field))
+            self._chat.with_tools(row.get("tools")).check(talk, train_on=self.settings.train_on)
         else:
             plain(row, str(self._text_field))
 
@@ -89,7 +90,8 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         if self._format is not None:
             return self._format.answered(*self._format.render(row))
         if self._chat is not None:
-            return self._chat.encode(messages(row, str(self._messages_field)), train_on=self.settings.train_on)
+            talk = messages(row, str(self._messages_field))
+            return self._chat.with_tools(row.get("tools")).encode(talk, train_on=self.settings.train_on)
         tokens = document(plain(row, str(self._text_field)), self.tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)
 
