@@ -13,7 +13,7 @@ from tests.data.families import FAMILIES, MISSING, Family
 from tests.data.family_checks import CHECKS
 
 PAGE = Path(__file__).with_name("conversations.md")
-BEGIN, END = "<!-- made by make_conversations.py -->\n", "<!-- end of what is made -->\n"
+BEGIN, END = "<!-- made by make_conversations.py -->\n", "<!-- end of the table -->\n"
 
 
 def source(family: Family) -> str:
