@@ -60,6 +60,8 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             check_effects(self._given, ("chat_template", "chat_options", "prompt_field"), "conversations")
             template, options = self._given.get("chat_template", True), self._given.get("chat_options")
             self._chat = ChatFormat(self.tokenizer, template, options, how.thoughts)
+        elif how.thoughts != "keep":
+            check_effects({"thoughts": how.thoughts}, (), "no conversations")
         elif self._prompt_field is not None or "prompt_template" in self._given:
             names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
             self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in names})
