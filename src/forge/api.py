@@ -189,12 +189,14 @@ def generate(
     if chat:
         from transformers import AutoTokenizer
 
-        from .data.template_limits import limit_templates
+        from .data.chat import ChatFormat
 
-        limit_templates()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        messages = [[{"role": "user", "content": text}] for text in texts]
-        inputs = [tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=False) for m in messages]
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        form = ChatFormat(tokenizer)
+        rendered = [form.render([{"role": "user", "content": t}], add_generation_prompt=True) for t in texts]
+        # As tokens: the template has written bos already.
+        inputs = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
+        sampling.setdefault("stop_token_ids", form.stop_ids)
 
     async def work(policy: Any) -> list[Any]:
         return await asyncio.gather(*(policy.generate.route(prompt, **sampling) for prompt in inputs))

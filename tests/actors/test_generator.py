@@ -40,3 +40,14 @@ def test_its_process_ends_and_another_answers(model):
         assert len({*after}) == 2
 
     run(main())
+
+
+def test_it_stops_at_the_tokens_that_it_was_started_with(model):
+    async def main():
+        policy = await Generator.options().as_service(model, slots=4, max_tokens=16, stop_token_ids=tuple(range(3, 30)))
+        completion = await policy.generate.route("abc>", seed=1, temperature=5.0)
+        assert (completion.finish, len(completion.token_ids)) == ("stop", 1)
+        several = await policy.generate.route("abc>", seed=1, temperature=5.0, stop_token_ids=())
+        assert len(several.token_ids) > 1
+
+    run(main())

@@ -277,3 +277,9 @@ def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
 def test_a_task_has_no_fields_to_choose():
     with pytest.raises(ValueError, match="leave chosen_field and rejected_field out"):
         prefer(task="apps.toys.numbers:Add", chosen_field="answer")
+
+
+def test_thoughts_are_of_conversations(jsonl):
+    path = jsonl({"prompt": "a", "chosen": "b", "rejected": "c"})
+    with pytest.raises(ValueError, match="thoughts would do nothing"):
+        PreferenceDataset(path, tokenizer=TOKENIZER, thoughts="template")

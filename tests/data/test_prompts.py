@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.data.prompts import supervised
+from forge.data.config import DatasetConfig
+from forge.data.prompts import stop_ids, supervised
 from forge.data.rewards import MathReward
 from forge.data.tokenizer import character_tokenizer
 from tests.data.rows import ROWS, TOKENIZER, make
@@ -136,3 +137,16 @@ def test_gsm8k():
     for sample in data.held_out(200):
         assert len(sample.prompt.token_ids) <= 300
         assert MathReward()(str(sample.prompt), f"The answer is {sample.target}.", sample.target) == 1.0
+
+
+def test_answers_end_where_the_templates_of_their_prompts_end_a_turn():
+    tokenizer = character_tokenizer()
+    ends = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role == 'assistant' }}{% endfor %}"
+    own = "{% for m in messages %}{{ m.content }}{{ '<unk>' if m.role == 'assistant' }}{% endfor %}"
+    pad, eos, unk = range(3)
+    assert stop_ids(DatasetConfig(path="x"), tokenizer) == ()
+    assert stop_ids(DatasetConfig(path="x", chat_template=ends), tokenizer) == (pad, eos)
+    sources = [{"path": "x"}, {"path": "y", "chat_template": own}, {"path": "z", "chat_template": False}]
+    assert stop_ids(DatasetConfig(sources=sources, chat_template=ends), tokenizer) == (pad, eos, unk)
+    only_prompts = "{{ messages[0].content }}{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}"
+    assert stop_ids(DatasetConfig(path="x", chat_template=only_prompts), tokenizer) == ()

@@ -32,7 +32,7 @@ class Generator(ForgeActor):
     Args:
         model: Hugging Face folder or hub id to start from (version 0), and what adapters are merged into.
         store: where new versions come from; None for a policy that never changes.
-        temperature, top_p, top_k, max_tokens: defaults of `generate`.
+        temperature, top_p, top_k, max_tokens, stop_token_ids: defaults of `generate`.
         settings: fields of `forge.engines.EngineSettings`: engine, slots, max_seq_len, dtype, on_update, vllm.
     """
 
@@ -45,6 +45,7 @@ class Generator(ForgeActor):
         top_p: float = 1.0,
         top_k: int = 0,
         max_tokens: int = 128,
+        stop_token_ids: Sequence[int] = (),
         **settings: Any,
     ) -> None:
         self.model, self.reach, self.settings = model, store, EngineSettings(**settings)
@@ -52,7 +53,8 @@ class Generator(ForgeActor):
         # Updates under way, requested so far, and the latest of them that was loaded.
         self.updating = self.asked = self.loaded = 0
         self.loading = threading.Lock()
-        self.defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
+        self.defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        self.defaults |= {"max_tokens": max_tokens, "stop_token_ids": tuple(stop_token_ids)}
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:

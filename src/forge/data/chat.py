@@ -7,6 +7,7 @@ tokenized in pieces, so that the tokens are those of inference.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .files import Row
+from .special_tokens import SpecialTokens
 from .template_limits import limit_templates
+from .turns import Rewritten, Turns, Writer, thought_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Span = tuple[int, int]
 TrainOn = Literal["assistant", "last"]
+Thoughts = Literal["keep", "template"]
 
 MESSAGE_FIELDS = ("messages", "conversations")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -66,6 +70,12 @@ class ChatFormat:
         tokenizer: for `encode` a fast one, which knows the characters of its tokens.
         template: True is the tokenizer's chat template; else the text of a jinja template, or a file with it.
         options: further arguments of the template, such as enable_thinking.
+        thoughts: of earlier turns, which many templates leave out once later messages follow. "keep": each turn stays
+            as it was when it was the last, so that all are trained (`forge.data.turns`); "template": what the template
+            makes of them, an error in `encode` where it trains such turns.
+
+    Attributes:
+        turns: where turns end (`forge.data.turns.Turns`).
 
     Raises:
         ValueError, FileNotFoundError: there is no template.
@@ -76,9 +86,11 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         template: bool | str = True,
         options: Mapping[str, Any] | None = None,
+        thoughts: Thoughts = "template",
     ) -> None:
         limit_templates()
-        self.tokenizer, self.options = tokenizer, dict(options or {})
+        self.tokenizer, self.options, self.thoughts = tokenizer, dict(options or {}), thoughts
+        self._own = not isinstance(template, str)
         if isinstance(template, str):
             if "{" not in template:
                 file = Path(template).expanduser()
@@ -92,13 +104,41 @@ class ChatFormat:
             raise ValueError(
                 "the tokenizer has no chat template: use a chat model's, or set chat_template to a jinja template"
             )
-        else:
-            self.template = tokenizer.get_chat_template(tools=self.options.get("tools"))
-        self._special = set(tokenizer.all_special_ids)
+        self._special = SpecialTokens(tokenizer)
         self._checked: set[tuple] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._own:
+            self.template = self.tokenizer.get_chat_template(tools=self.options.get("tools"))
+        self.writer = Writer(self.template, self._render)
+        self.turns = Turns(self.render, self.writer, self._special)
+
+    def with_tools(self, tools: Any) -> ChatFormat:
+        """The format of a conversation that offers these tools, a list of schemas in OpenAI's format or its JSON text;
+        without tools it is this one. ValueError: they are neither."""
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools or "null")
+            except ValueError as error:
+                raise ValueError(f"the tools of a conversation are not JSON: {error}") from None
+        if not tools:
+            return self
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
+        _ = self._backend  # shared by all
+        offering = copy.copy(self)
+        offering.options = {**self.options, "tools": tools}
+        offering._begin()
+        return offering
 
     def render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation. ValueError: the template raises an error."""
+        """The text of a conversation. ValueError: the template raises an error, or has no place for tool calls."""
+        # What others wrote ends no turn and begins none; an assistant may write special tokens, such as those of calls.
+        plain = (m if m["role"] == "assistant" else self._special.inert_values(m) for m in conversation)
+        return self._render(list(map(self.writer.message, plain)), add_generation_prompt=add_generation_prompt)
+
+    def _render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         options = {**self.options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         return self._safely(
             lambda: str(self.tokenizer.apply_chat_template(list(conversation), chat_template=self.template, **options))
@@ -131,14 +171,37 @@ class ChatFormat:
             start = len(self._context(conversation, turns[0], text)) if turns[0] else 0
             spans = [(max(start, begin), end) for begin, end in self._marked(conversation) if end > start]
         else:
-            closers = {end for token, (_, end) in zip(tokens, offsets, strict=True) if token in self._special}
-            spans = [self._answer(conversation, turn, text, closers) for turn in turns]
+            closers = {end for token, (_, end) in zip(tokens, offsets, strict=True) if token in self._special.ids}
+            changed: Rewritten | None = None
+            try:
+                spans = [self._answer(conversation, turn, text, closers) for turn in turns]
+            except Rewritten as error:
+                changed = error
+            if self.thoughts == "keep" and (changed or any(thought_of(conversation[i])[0] not in text for i in turns)):
+                try:
+                    text, found = self.turns.kept(conversation)
+                except Rewritten as error:
+                    raise changed or error from None
+                spans = [found[turn] for turn in turns]
+                encoding = self._backend.encode(text, add_special_tokens=False)
+                tokens, offsets = encoding.ids, encoding.offsets
+            elif changed:
+                raise changed
         return tokens, [any(begin < last and end > first for first, last in spans) for begin, end in offsets]
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a turn: of text, with tool calls, and eos."""
+        ends = [self.turns.closer, self.turns.closer_of_calls]
+        ids = [self.tokenizer.convert_tokens_to_ids(end) for end in ends if end]
+        eos = self.tokenizer.eos_token_id
+        return tuple(dict.fromkeys(ids if eos is None else [*ids, eos]))  # type: ignore[arg-type]
 
     def check(self, conversation: Sequence[Message], *, train_on: TrainOn = "assistant", since: int = 0) -> None:
         """`encode`, once for every kind of conversation. ValueError as there."""
         # The rendering of a turn depends on the roles around it, and on thoughts, which templates may remove.
-        kind = (train_on, since, *((m["role"], "</think>" in m["content"]) for m in conversation))
+        said = ((m["role"], bool(thought_of(m)[0]), len(m.get("tool_calls") or ())) for m in conversation)
+        kind = (train_on, since, *said)
         if kind not in self._checked:
             self.encode(conversation, train_on=train_on, since=since)
             self._checked.add(kind)
@@ -165,7 +228,7 @@ class ChatFormat:
                 "begin"
             )
             remedy = _REWRITES if turn + 1 < len(conversation) else alone
-            raise ValueError(f"message {turn + 1}: the chat template renders its context differently {remedy}")
+            raise Rewritten(f"message {turn + 1}: the chat template renders its context differently {remedy}")
         return context
 
     def _answer(self, conversation: Sequence[Message], turn: int, text: str, closers: set[int]) -> Span:
@@ -174,14 +237,18 @@ class ChatFormat:
         context = self._context(conversation, turn, text)
         upto = text if turn == len(conversation) - 1 else self.render(conversation[: turn + 1])
         if not text.startswith(upto) or not upto.startswith(context):
-            raise ValueError(f"message {turn + 1}: the chat template renders it differently {_REWRITES}")
+            raise Rewritten(f"message {turn + 1}: the chat template renders it differently {_REWRITES}")
         answer = upto[len(context) :]
         if answer == conversation[turn]["content"]:
             raise ValueError(
                 f"message {turn + 1}: the chat template writes nothing after an assistant's turn, so the policy would "
                 "not learn to end it: use a template that closes it, as with {{ eos_token }}"
             )
-        # Generation stops at a special token. Many templates add a line break after it, which is not generated.
+        # Generation stops at a special token. Many templates add a line break after it, and some the header of the next
+        # turn, which are not generated.
+        closer, rest = self.turns.ending(conversation, turn)
+        if closer and answer.endswith(closer + rest):
+            return len(context), len(upto) - len(rest)
         closed = len(context) + len(answer.rstrip())
         return len(context), closed if closed in closers else len(upto)
 

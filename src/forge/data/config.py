@@ -112,7 +112,10 @@ class SupervisedConfig(RowsConfig):
     text_field: str | None = None
     """Column of plain text, all of which is trained."""
     train_on: Literal["assistant", "last"] = "assistant"
-    """Of a conversation, all turns of the assistant, or the last; templates that rewrite earlier turns need `last`."""
+    """Of a conversation, all turns of the assistant, or the last."""
+    thoughts: Literal["keep", "template"] = "keep"
+    """Of earlier turns of a conversation, where the chat template leaves them out: `keep` trains each turn as it was
+    when it was the last; with `template` such a conversation is an error, except with `train_on: last`."""
     weight_field: str | None = None
     """A number of each row that multiplies its share of the loss; rows of weight 0 are skipped and counted."""
     epochs: PositiveInt | None = None
@@ -138,6 +141,9 @@ class PreferencesConfig(RowsConfig):
     """Column of the preferred answer; pairs of equal answers are skipped and counted."""
     rejected_field: str = "rejected"
     """Column of the other."""
+    thoughts: Literal["keep", "template"] = "keep"
+    """Of earlier turns of a conversation, where the chat template leaves them out: `keep` trains each turn as it was
+    when it was the last; with `template` such a conversation is an error."""
     epochs: PositiveInt | None = None
     """Passes over the data; null: endless."""
     max_tokens: PositiveInt | None = None

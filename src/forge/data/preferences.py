@@ -52,14 +52,16 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         self.check()
 
     def begin(self, row: Row) -> None:
+        how = self.settings
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
         self._prompt_field = self._given.get("prompt_field") or next((n for n in QUESTION_FIELDS if n in row), None)
         if self._made_by is None and isinstance(row.get(self._fields[0]), list):
             check_effects(self._given, ("chat_template", "chat_options", "prompt_field"), "conversations")
-            self._chat = ChatFormat(
-                self.tokenizer, self._given.get("chat_template", True), self._given.get("chat_options")
-            )
+            template, options = self._given.get("chat_template", True), self._given.get("chat_options")
+            self._chat = ChatFormat(self.tokenizer, template, options, how.thoughts)
+        elif how.thoughts != "keep":
+            check_effects({"thoughts": how.thoughts}, (), "no conversations")
         elif self._prompt_field is not None or "prompt_template" in self._given:
             names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
             self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in names})

@@ -6,13 +6,14 @@ import random
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from ..types import Prompt, Sample
 from .chat import ChatFormat, Message
-from .config import DatasetConfig
+from .config import DatasetConfig, RowsConfig
 from .files import Row
 from .stream import RowStream
 
@@ -182,6 +183,19 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         text, target = self._format.render(row)
         text, ids = self._format.encode(text)
         return Sample(Prompt(text, ids, index), target) if self.fits(len(ids)) else None
+
+
+def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end answers to prompts of these settings: those that end a turn in their chat templates. Empty
+    without one, where eos alone ends an answer."""
+    found: dict[int, None] = {}
+    for source in settings.sources or [{}]:
+        template = source.get("chat_template", settings.chat_template)
+        if template:
+            options = source.get("chat_options", settings.chat_options)
+            with suppress(ValueError):  # it renders prompts only
+                found |= dict.fromkeys(ChatFormat(tokenizer, template, options).stop_ids)
+    return tuple(found)
 
 
 def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:

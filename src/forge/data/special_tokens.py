@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # What other models' special tokens look like: <|im_end|>, </s>, <start_of_turn>, [/INST], <<SYS>>.
 _LIKE_SPECIAL = re.compile(r"<(?=[|｜/!<]*[A-Za-z_｜|][^<>\n]{0,64}>)|\[(?=/?[A-Z][A-Z_]{2,32}\])")
+_CONTROL = re.compile(r"<[|｜][^\s<>]+[|｜]>")
 _PASSES = 8
 
 
@@ -37,7 +38,21 @@ class SpecialTokens:
         words = sorted((re.escape(text) for text in texts if len(text) > 1), key=len, reverse=True)
         # The tokenizer finds those that are `normalized` in the normalized text, which is often in lower case.
         case = re.IGNORECASE if any(token.normalized for token in added.values()) else 0
+        self._special = re.compile("|".join(words) or r"(?!)", case)
+        # DeepSeek's tokens of roles are not marked as special, and begin a turn all the same.
+        more = {str(token) for token in tokenizer.added_tokens_decoder.values() if _CONTROL.fullmatch(str(token))}
+        words = sorted({*words, *map(re.escape, more)}, key=len, reverse=True)
         self._pattern = re.compile("|".join(words) or r"(?!)", case)
+
+    def find(self, text: str) -> tuple[re.Match[str], str] | None:
+        """The first special token in a text, and all that follow each other from there."""
+        first = self._special.search(text)
+        if first is None:
+            return None
+        end = first.end()
+        while following := self._special.match(text, end):
+            end = following.end()
+        return first, text[first.start() : end]
 
     def inert(self, text: str) -> str:
         """The text with a space in each special token, so that none is one."""

@@ -16,6 +16,7 @@ from .stream import RowStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TURNS = {"train_on": "assistant", "thoughts": "keep"}  # settings of conversations, and their defaults
 Marked = tuple[list[int], list[bool]]  # tokens, and the mask of those that are trained
 
 
@@ -23,9 +24,9 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
     """An iterator of `Episode`: its mask is True on the trained tokens, its advantage is 1.
 
     The first row decides the form of all: plain text with `text_field`, of which all tokens after the first are
-    trained; a conversation with `messages_field`, or a field messages or conversations (see `forge.data.chat`); else a
-    prompt with its answer, as a conversation with `chat_template`, closed by eos without one. Tokens after the last
-    trained one are dropped.
+    trained; a conversation with `messages_field`, or a field messages or conversations (see `forge.data.chat`), which
+    offers the tools in a field tools; else a prompt with its answer, as a conversation with `chat_template`, closed by
+    eos without one. Tokens after the last trained one are dropped.
 
     Settings are the fields of `forge.data.config.SupervisedConfig`. A setting without effect on the form of the rows
     is an error; `chat_template` and `chat_options` also apply to conversations.
@@ -45,16 +46,15 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
     def begin(self, row: Row) -> None:
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
-        given = {**self._chosen, **({"train_on": "last"} if self.settings.train_on == "last" else {})}
+        given = {**self._chosen, **{n: self.settings[n] for n, usual in _TURNS.items() if self.settings[n] != usual}}
         if self._messages_field is None and self._text_field is None and "prompt_field" not in self._chosen:
             self._messages_field = next((name for name in MESSAGE_FIELDS if name in row), None)
         if self._text_field is not None:
             check_effects(given, (), "plain text")
         elif self._messages_field is not None:
-            check_effects(given, ("chat_template", "chat_options", "train_on"), "conversations")
-            self._chat = ChatFormat(
-                self.tokenizer, self._chosen.get("chat_template", True), self._chosen.get("chat_options")
-            )
+            check_effects(given, ("chat_template", "chat_options", *_TURNS), "conversations")
+            template, options = self._chosen.get("chat_template", True), self._chosen.get("chat_options")
+            self._chat = ChatFormat(self.tokenizer, template, options, self.settings.thoughts)
         else:
             check_effects(given, PROMPT_FIELDS, "prompts with answers")
             if self.settings.target_field is None:
@@ -66,7 +66,8 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         if self._format is not None:
             self._format.check(*self._format.render(row))
         elif self._chat is not None:
-            self._chat.check(messages(row, str(self._messages_field)), train_on=self.settings.train_on)
+            talk = messages(row, str(self._messages_field))
+            self._chat.with_tools(row.get("tools")).check(talk, train_on=self.settings.train_on)
         else:
             plain(row, str(self._text_field))
 
@@ -89,7 +90,8 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         if self._format is not None:
             return self._format.answered(*self._format.render(row))
         if self._chat is not None:
-            return self._chat.encode(messages(row, str(self._messages_field)), train_on=self.settings.train_on)
+            talk = messages(row, str(self._messages_field))
+            return self._chat.with_tools(row.get("tools")).encode(talk, train_on=self.settings.train_on)
         tokens = document(plain(row, str(self._text_field)), self.tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)
 

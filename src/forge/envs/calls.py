@@ -1,8 +1,11 @@
-"""Parse tool calls in three syntaxes. Parsing never raises: malformed calls become `Action.errors`.
+"""Parse tool calls in the syntax of each family of models. Parsing never raises: malformed calls become
+`Action.errors`. Thoughts, which end with `</think>`, hold no calls.
 
 - "hermes" (Qwen, Hermes): `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`
 - "llama3": the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several of them separated by `;`
 - "plain": `add(a=1, b=2)` anywhere in the text; of a tool with one parameter also `search(any text)`
+- "mistral", "deepseek", "harmony" (gpt-oss), "glm" (GLM 4.5 and later), "qwen_xml" (Qwen3-Coder): see
+  `forge.envs.markup`
 """
 
 from __future__ import annotations
@@ -14,17 +17,27 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from . import markup
 from .environment import Action, ToolCall
 
 # Python warns of odd syntax as it parses, once for each place: a turn could fill the log.
 warnings.filterwarnings("ignore", module="<model output>")
 
-Syntax = Literal["hermes", "llama3", "plain"]
+Syntax = Literal["hermes", "llama3", "plain", "mistral", "deepseek", "harmony", "glm", "qwen_xml"]
 SYNTAXES: tuple[str, ...] = get_args(Syntax)
 Schema = Mapping[str, Any]
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
+# What only the templates of a syntax hold, the more special ones first.
+_SIGNS: dict[str, Syntax] = {
+    **{"<|channel|>": "harmony", "<arg_key>": "glm", "<function=": "qwen_xml", "<tool_call>": "hermes"},
+    **{"tool▁call": "deepseek", "[TOOL_CALLS]": "mistral", "ipython": "llama3", "python_tag": "llama3"},
+}
+_MARKED = {
+    **{"mistral": markup.mistral, "deepseek": markup.deepseek, "harmony": markup.harmony},
+    **{"glm": markup.glm, "qwen_xml": markup.qwen_xml},
+}
 _MOST = 64  # calls of one turn
 _LONGEST = 1 << 16  # characters of one call
 _SCANNED = 1 << 18  # characters of one turn that are searched for closing brackets
@@ -36,17 +49,40 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
     Args:
         tools: schemas of the available tools in OpenAI's format; without tools nothing is a call.
     """
-    if not tools:
+    schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if syntax == "harmony":
+        content, calls, errors = _marked(text, syntax, schemas)  # its thoughts have a form of their own
+        calls, errors = (calls, errors) if tools else ([], [])
+    elif not tools:
         return Action(text, text.strip(), truncated=truncated)
-    read = {"hermes": _hermes, "llama3": _llama3, "plain": _plain}[syntax]
-    content, calls, errors = read(text, {tool["function"]["name"]: tool["function"] for tool in tools})
+    else:
+        thought, closed, rest = text.partition("</think>")
+        thought, rest = (thought + closed, rest) if closed else ("", text)
+        if syntax in _MARKED:
+            content, calls, errors = _marked(rest, syntax, schemas)
+        else:
+            content, calls, errors = {"hermes": _hermes, "llama3": _llama3, "plain": _plain}[syntax](rest, schemas)
+        content = thought + content
     if len(calls) > _MOST:
         errors.append(f"more than {_MOST} calls in one turn: the rest was left out")
     numbered = (ToolCall(call.name, call.arguments, call.id or f"call_{n}") for n, call in enumerate(calls[:_MOST]))
     return Action(text, content.strip(), tuple(numbered), tuple(errors), truncated)
 
 
+def syntax_of(template: str) -> Syntax:
+    """The syntax of a chat template's text."""
+    return next((name for sign, name in _SIGNS.items() if sign in template), "plain")
+
+
 Read = tuple[str, list[ToolCall], list[str]]
+
+
+def _marked(text: str, syntax: str, tools: Mapping[str, Schema]) -> Read:
+    content, found, errors = _MARKED[syntax](text, tools)
+    calls: list[ToolCall] = []
+    for name, arguments in found[: _MOST + 1]:
+        _from_json(json.dumps({"name": name or None, "arguments": arguments or {}}), "arguments", calls, errors)
+    return content, calls, errors
 
 
 def _hermes(text: str, tools: Mapping[str, Schema]) -> Read:

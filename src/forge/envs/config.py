@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -29,6 +29,11 @@ class EpisodeConfig(Section):
     """True: the tokenizer's chat template; or `plain`, `chatml`, `llama3`, a jinja template or its file."""
     syntax: Syntax | None = None
     """How tool calls are written; null: found out from the template."""
+    chat_options: dict[str, Any] | None = None
+    """Further arguments of the chat template, such as enable_thinking."""
+    thoughts: Literal["keep", "template"] = "keep"
+    """Of earlier turns: `keep` leaves them in the context, as they were sampled; `template` does what the template
+    does, and each turn that thereby changes the context begins a new branch of the episode."""
 
     def _check(self) -> None:
         if self.template is False:
@@ -49,4 +54,5 @@ class EpisodeConfig(Section):
 
         from .dialogue import Dialogue
 
-        return Dialogue(AutoTokenizer.from_pretrained(model), self.template, self.syntax)  # type: ignore[arg-type]
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        return Dialogue(tokenizer, self.template, self.syntax, self.chat_options, self.thoughts)

@@ -10,17 +10,15 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..data.chat import ChatFormat
-from ..data.special_tokens import SpecialTokens, whole
-from .calls import SYNTAXES, Schema, Syntax, read_action
+from ..data.chat import ChatFormat, Thoughts
+from ..data.special_tokens import SpecialTokens
+from ..data.turns import Rewritten
+from .calls import SYNTAXES, Schema, Syntax, read_action, syntax_of
 from .environment import Action, Message
 from .templates import TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_MARK = "\x02answer\x03"
-_ASKED: tuple[Message, ...] = ({"role": "user", "content": "ask"}, {"role": "assistant", "content": _MARK})
 
 
 class Dialogue:
@@ -34,6 +32,12 @@ class Dialogue:
             template, or a file with it.
         syntax: of tool calls, see `forge.envs.calls`; None infers it from the template.
         options: further arguments of the template.
+        thoughts: of earlier turns, which many templates leave out once a question follows. "keep": turns stay in the
+            context as they were sampled; "template": the context is what the template makes of the conversation, and
+            where that changes what was said, `rewrites` is true and a new branch begins.
+
+    Attributes:
+        stop_ids: tokens at which generation stops: those that end a turn in this template, and eos.
 
     Raises:
         ValueError: there is no template; it does not end a turn with a special token, or rewrites earlier messages.
@@ -45,6 +49,7 @@ class Dialogue:
         template: bool | str = True,
         syntax: Syntax | None = None,
         options: Mapping[str, Any] | None = None,
+        thoughts: Thoughts = "keep",
     ) -> None:
         if syntax is not None and syntax not in SYNTAXES:
             raise ValueError(f"the syntax of tool calls must be one of {', '.join(SYNTAXES)}, not {syntax!r}")
@@ -55,21 +60,21 @@ class Dialogue:
                 tokenizer, chosen, {**self._options, **({"tools": json.loads(tools)} if tools else {})}
             )
         )
-        source = self._chat("").template
-        inferred: Syntax = "llama3" if "ipython" in source or "python_tag" in source else "plain"
-        self.syntax: Syntax = syntax or ("hermes" if "<tool_call>" in source else inferred)
+        self._rewriting = thoughts == "template"
+        self.syntax: Syntax = syntax or syntax_of(self._chat("").template)
         self._special = SpecialTokens(tokenizer)
-        text = self._render(_ASKED, (), more=False)
-        after = self._encode(text[text.index(_MARK) + len(_MARK) :]) if _MARK in text else []
-        if not after or after[0] not in self._special.ids:
+        turns = self._chat("").turns
+        if not turns.closer or not turns.plain_tail.startswith(turns.closer):
             raise ValueError(
                 "the chat template does not end an assistant's turn with a special token, so generation would not stop "
                 "there: take another, such as chatml, or one that writes {{ eos_token }} after it"
             )
-        self._closer = after[0]
-        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self._closer, *eos]))
-        self._between([{"role": "user", "content": "more"}], ())
+        self.stop_ids: tuple[int, ...] = self._chat("").stop_ids
+        # A turn may end otherwise once others follow. An eos that is none of these does not end it for the template.
+        ends = [turns.closer, turns.closer_of_calls]
+        self._closers = {int(tokenizer.convert_tokens_to_ids(end)) for end in ends if end}  # type: ignore[arg-type]
+        if not self._rewriting:
+            self._closers.add(self._between([{"role": "user", "content": "more"}], ())[0])
 
     def initial(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """The tokens before the policy's first turn. ValueError: no messages, or the template fails."""
@@ -94,7 +99,29 @@ class Dialogue:
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("an episode continues with at least one message, of the user or of tools")
         between = self._between(list(map(self._plain, messages)), tools)
-        return between[1:] if tokens and tokens[-1] == self._closer else between
+        return between[1:] if tokens and tokens[-1] in self._closers else between
+
+    def rewrites(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> bool:
+        """Whether the template renders a conversation differently from the tokens that the policy read and sampled.
+        Always false where thoughts are kept.
+
+        Args:
+            messages: the whole conversation, with the policy's turns as `said` gives them.
+        """
+        if not self._rewriting:
+            return False
+        text = self._render(list(map(self._plain, messages)), tools)
+        return not text.startswith(str(self._tokenizer.decode(list(tokens), skip_special_tokens=False)))
+
+    def said(self, action: Action) -> Message:
+        """A turn of the policy as a message, its tool calls in OpenAI's format."""
+        if not action.calls or action.errors or self._chat("").writer.form() is None:
+            return {"role": "assistant", "content": action.content if self.syntax == "harmony" else action.text}
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in action.calls
+        ]
+        return {"role": "assistant", "content": action.content, "tool_calls": calls}
 
     def read(self, tokens: Sequence[int], tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
         """The action in the tokens of one turn."""
@@ -113,16 +140,15 @@ class Dialogue:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _plain(self, message: Message) -> Message:
-        return {**message, "content": self._special.inert(whole(message["content"]))}
+        return dict(self._special.inert_values(message))
 
     def _between(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The tokens from the end of an assistant's turn to the next one's beginning."""
-        before, after = self._render(_ASKED, tools, more=False), self._render([*_ASKED, *messages], tools)
-        said = before.index(_MARK) + len(_MARK)
-        tokens = self._encode(after[said:])
-        if not after.startswith(before[:said]) or tokens[:1] != [self._closer]:
+        try:
+            return self._encode(self._chat(json.dumps(list(tools)) if tools else "").turns.following(messages))
+        except Rewritten as error:
             raise ValueError(
                 "the chat template rewrites earlier turns once later ones follow, so tokens could not stay as they "
-                "were sampled: set the template to chatml, llama3 or another that keeps them"
-            )
-        return tokens
+                "were sampled: set the template to chatml, llama3 or another that keeps them, or thoughts to template "
+                f"({error})"
+            ) from None

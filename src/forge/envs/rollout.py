@@ -45,7 +45,8 @@ async def rollout(
     """Play an episode of `env` on `task`.
 
     The episode's tokens are those that the policy was given and sampled, in one array that only grows; a conversation
-    that the environment rewrites begins a new branch (`Episode.branches` has the earlier ones). `info` has "stop", why
+    that the environment rewrites, or the chat template with `thoughts="template"`, begins a new branch
+    (`Episode.branches` has the earlier ones). `info` has "stop", why
     it ended ("terminated" or "truncated" by the environment, "max_turns", "max_tokens", "infrastructure"), "messages",
     and "environment", the info of its last step. The reward is the sum of the steps', however the episode ended; None
     if the environment failed or could not score a step.
@@ -133,6 +134,7 @@ class _Played:
         self.dialogue, self.max_tokens, self.step_timeout, self.random = dialogue, max_tokens, step_timeout, random
         self.branches = [_Branch([])]
         self.messages: list[Message] = []
+        self.context: list[Message] = []  # those that the policy reads: from the last rewriting on
         self.scored, self.stop, self.error, self.attempts = True, "", "", 0
         self.calls = self.unread_calls = 0
         self.info: Mapping[str, Any] = {}
@@ -159,6 +161,7 @@ class _Played:
             raise ValueError(f"{name}.reset gave an episode that has already ended")
         tools = step.tools
         self.messages += step.messages
+        self.context += step.messages
         branch = self.branches[0] = _Branch(self.dialogue.initial(step.messages, tools))
         for _ in range(max_turns):
             room = self.max_tokens - len(branch.tokens)
@@ -176,6 +179,7 @@ class _Played:
             self.calls += len(action.calls)
             self.unread_calls += len(action.errors)
             self.messages.append({"role": "assistant", "content": action.text})
+            self.context.append(self.dialogue.said(action))
             step = await self._answer(env.step(action), f"{name}.step")
             self.info = step.info
             if step.reward is None:
@@ -188,8 +192,9 @@ class _Played:
             self.messages += step.messages
             if step.done:
                 return "terminated" if step.terminated else "truncated"
-            if step.rewritten:
-                branch = _Branch(self.dialogue.initial(step.messages, tools))
+            self.context = [*([] if step.rewritten else self.context), *step.messages]
+            if step.rewritten or self.dialogue.rewrites(branch.tokens, self.context, tools):
+                branch = _Branch(self.dialogue.initial(self.context, tools))
                 self.branches.append(branch)
             else:
                 branch.observe(self.dialogue.extend(branch.tokens, step.messages, tools))

@@ -160,6 +160,12 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
         from ..web import bind
 
         at = bind(cfg.serve.host, cfg.serve.port)
+    if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
+        from transformers import AutoTokenizer
+
+        from ..data.prompts import stop_ids
+
+        sampling["stop_token_ids"] = stop_ids(cfg.dataset, AutoTokenizer.from_pretrained(job.model))  # type: ignore
     policy = await options.as_service(job.model, store=job.store, **sampling, **cfg.generator)
     if at is not None:
         from transformers import AutoTokenizer

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
+from ..data.chat import ChatFormat
 from ..data.special_tokens import SpecialTokens, whole
 from ..data.template_limits import limit_templates
 from ..plugin import nearest
@@ -99,6 +101,9 @@ def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
     prompts = [_messages(body, tokenizer)] if chat else _prompts(body.get("prompt"), tokenizer)
     top = _logprobs(body, chat)
     sampling = _sampling(body, chat, top or 0)
+    if chat:  # a model's own eos is often not what ends a turn
+        stops = (*sampling.stop_token_ids, *_ends_of_turns(tokenizer, str(tokenizer.chat_template)))
+        sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stops)))
     if len(prompts) * sampling.n > MOST:
         raise BadRequest(f"{len(prompts)} prompts of {sampling.n} samples are more than {MOST} in one request", "n")
     return Job(
@@ -163,6 +168,15 @@ def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
 
 def _token_ids(ids: Any) -> bool:
     return isinstance(ids, list | tuple) and all(type(token) is int for token in ids)
+
+
+@lru_cache(8)
+def _ends_of_turns(tokenizer: Any, template: str) -> tuple[int, ...]:
+    """The tokens that end a turn in the tokenizer's template, by which they are cached; none if it renders no turn."""
+    try:
+        return ChatFormat(tokenizer).stop_ids
+    except ValueError:
+        return ()
 
 
 def _messages(body: dict[str, Any], tokenizer: Any) -> list[int]:

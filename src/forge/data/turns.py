@@ -1,0 +1,276 @@
+"""Turns of the assistant in a chat template: where they end, and conversations that keep their thoughts.
+
+Many templates leave the thoughts of earlier turns out, so that no single text holds what the policy read and wrote in
+each of its turns. `kept` joins the pieces instead: each turn as the template writes it while it is the last, and
+between two turns what the template puts there. Of one turn this is the template's own text. Environments continue
+their episodes with the same pieces, so that conversations and episodes have the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .special_tokens import SpecialTokens
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+Render = Callable[..., str]  # (messages, add_generation_prompt=) -> text
+
+MARK = "\ue000answer\ue001"  # private characters, which JSON leaves as they are
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_OPENED = re.compile(r"<think>\s*\Z")  # a generation prompt that begins the thought
+_OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+
+
+class Rewritten(ValueError):
+    """The template renders a turn, or what precedes it, differently once later messages follow."""
+
+
+def thought_of(message: Mapping[str, Any]) -> tuple[str, str]:
+    """The thought of a message and the rest of its content; the thought is "" where there is none."""
+    for name in THOUGHTS:
+        if isinstance(message.get(name), str):
+            return message[name].strip("\n"), message["content"] or ""
+    thought, closed, rest = (message["content"] or "").partition("</think>")
+    if not closed:
+        return "", message["content"] or ""
+    return thought.strip().removeprefix("<think>").strip("\n"), rest.lstrip("\n")
+
+
+class Writer:
+    """Writes the thoughts and tool calls of messages in the form that a template reads.
+
+    Args:
+        source: text of the template.
+        render: its rendering of messages as they are.
+    """
+
+    def __init__(self, source: str, render: Render) -> None:
+        self._render = render
+        self._named = [n for n in THOUGHTS if re.search(rf"""\.{n}\b|["']{n}["']""", source)]
+        self._splits = "</think>" in source
+        self._forms: dict[tuple[bool, bool], bool | None] = {}
+
+    def message(self, message: Message) -> Message:
+        """ValueError: the template has no place for the tool calls of the message, or not beside its text."""
+        calls = message.get("tool_calls")
+        given = [name for name in THOUGHTS if isinstance(message.get(name), str)]
+        inside = self._named and not self._splits and "</think>" in (message["content"] or "")
+        if message["role"] != "assistant" or not (calls or given or inside):
+            return message
+        message = dict(message)
+        if given or inside:
+            thought, content = thought_of(message)
+            for name in given:
+                del message[name]
+            if self._named:
+                message |= {self._named[0]: thought, "content": content}
+            else:
+                message["content"] = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
+        if calls:
+            as_text = self.form(bool(message["content"]), len(calls) > 1)
+            if as_text is None:
+                what = "tool calls" if self.form() is None else f"{len(calls)} tool calls beside the text of a message"
+                raise ValueError(f"the chat template has no place for {what}: take one that writes them")
+            message["tool_calls"] = [_call(call, as_text) for call in calls]
+        return message
+
+    def form(self, with_text: bool = False, several: bool = False) -> bool | None:
+        """Whether the template reads arguments as JSON text; None: it has no place for tool calls."""
+        if (with_text, several) not in self._forms:
+            self._forms[with_text, several] = next(
+                (f for f in (False, True) if self._writes(f, with_text, several)), None
+            )
+        return self._forms[with_text, several]
+
+    def _writes(self, as_text: bool, with_text: bool, several: bool) -> bool:
+        names = ["qzname", "qzother"][: 1 + several]
+        calls = [_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in names]
+        said = {"role": "assistant", "content": "qztext" if with_text else "", "tool_calls": calls}
+        try:
+            text = self._render([{"role": "user", "content": "ask"}, said])
+        except ValueError:
+            return False
+        twice = '\\"qzkey' in text  # JSON within JSON
+        return all(name + "0" in text for name in names) and not twice and ("qztext" in text) == with_text
+
+    def marked(self, message: Message, mark: str = MARK) -> Message:
+        """The message with a mark as the last thing in its turn, and without thoughts."""
+        message = {name: value for name, value in message.items() if name not in THOUGHTS}
+        calls = message.pop("tool_calls", None)
+        if not calls or self.form(several=len(calls) > 1) is None:
+            return {**message, "content": mark}
+        plain = [_call({**_call(call, False), "arguments": {}}, False) for call in calls]
+        plain[-1]["function"]["arguments"] = {"mark": mark}
+        return {**message, "content": "", "tool_calls": plain}
+
+
+def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    """A call in OpenAI's format, which also has what templates ask for: a type, and an id of nine characters."""
+    function = dict(call.get("function") or {"name": call["name"], "arguments": call.get("arguments", {})})
+    arguments = call["arguments"] if "arguments" in call else function.get("arguments", {})
+    if isinstance(arguments, str) and not as_text:
+        with suppress(ValueError):  # what is no JSON stays the text that it is
+            arguments = json.loads(arguments)
+    elif as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    rest = {name: value for name, value in call.items() if name not in ("name", "arguments")}
+    return {"id": "call00000", "type": "function", **rest, "function": {**function, "arguments": arguments}}
+
+
+def after_mark(text: str, mark: str = MARK) -> str:
+    """The text after the only mark. Rewritten: it is gone."""
+    _, found, after = text.rpartition(mark)
+    if not found:
+        raise Rewritten("the chat template leaves out or changes what the assistant wrote")
+    return after
+
+
+class Turns:
+    """The turns of conversations in one template.
+
+    Args:
+        render: of the template; the messages are those of `writer`.
+        writer: of the template.
+        special: the tokenizer's special tokens.
+    """
+
+    def __init__(self, render: Render, writer: Writer, special: SpecialTokens) -> None:
+        self._render, self._writer, self._special = render, writer, special
+
+    @cached_property
+    def plain_tail(self) -> str:
+        """What the template writes after a last turn of text. ValueError: it renders no such turn."""
+        return self.tail([{"role": "user", "content": "ask"}, {"role": "assistant", "content": ""}], 1)
+
+    @cached_property
+    def closer(self) -> str:
+        """The special token that ends a turn of text; "" if none does."""
+        found = self._special.find(self.plain_tail)
+        return "" if found is None else found[0][0]
+
+    @cached_property
+    def closer_of_calls(self) -> str:
+        """The special token that ends a turn with a tool call; "" if the template writes no calls."""
+        if self._writer.form() is None:
+            return ""
+        call = {"role": "assistant", "content": "", "tool_calls": [{"name": "tool", "arguments": {}}]}
+        return self.ending([{"role": "user", "content": "ask"}, call], 1)[0]
+
+    def end(self, text: str) -> Span | None:
+        """The token that ends a turn in the text that follows its words; None: there is none.
+
+        It is the one that ends a turn of text, or of a turn with tool calls the first special token.
+        """
+        found = self._special.find(text)
+        if found is None:
+            return None
+        first, run = found
+        # Calls may end in special tokens of their own, before the one that ends the turn.
+        if self.closer not in run:
+            return first.span()
+        start = first.start() + run.index(self.closer)
+        return start, start + len(self.closer)
+
+    def tail(self, conversation: Sequence[Message], turn: int) -> str:
+        """What the template writes after the words of a turn that is the last message."""
+        said = self._writer.marked(conversation[turn])
+        return after_mark(self._render([*conversation[:turn], said]))
+
+    def ending(self, conversation: Sequence[Message], turn: int) -> tuple[str, str]:
+        """The token that ends a turn that is the last message, and the text that follows; "" if there is none."""
+        tail = self.tail(conversation, turn)
+        found = self.end(tail)
+        return ("", "") if found is None else (tail[slice(*found)], tail[found[1] :])
+
+    def between(self, conversation: Sequence[Message], turn: int, later: Sequence[Message], more: bool) -> str:
+        """The text from the token that ends a turn on, that token included, with later messages; `more`: up to the
+        beginning of the next turn."""
+        said = [*conversation[:turn], self._writer.marked(conversation[turn]), *later]
+        return after_mark(self._render(said, add_generation_prompt=more))
+
+    def following(self, messages: Sequence[Message]) -> str:
+        """The text from the token that ends a turn up to the next turn, for any turn that these messages follow.
+
+        Raises:
+            Rewritten: it depends on the turn, or what precedes the turn changes once messages follow.
+        """
+        names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
+        several = len(names) > 1 and self._writer.form(several=True) is not None
+        calls = [{"function": {"name": name, "arguments": {}}} for name in names[: None if several else 1]]
+        asked: list[Message] = [{"role": "user", "content": "ask"}]
+        asked.append({"role": "assistant", "content": "", "tool_calls": calls})
+        context = self._render(asked[:1], add_generation_prompt=True)
+        said = [asked[0], self._writer.marked(asked[1]), *messages]
+        text = self._render(said, add_generation_prompt=True)
+        found = self.end(after := after_mark(text))
+        if found is None or not text.startswith(_OPENING.sub("", context)):
+            raise Rewritten("the chat template renders what precedes a turn differently once messages follow")
+        return after[found[0] :]
+
+    def kept(self, conversation: Sequence[Message]) -> tuple[str, dict[int, Span]]:
+        """The text of a conversation with all its thoughts, and the characters of each turn.
+
+        Raises:
+            Rewritten: the template changes more than thoughts once later messages follow.
+            ValueError: it does not end turns with a special token, or the conversation begins with the assistant.
+        """
+        turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
+        if not turns or turns[0] == 0:
+            raise ValueError("a conversation begins with a message that the assistant answers")
+        pieces = [self._render(conversation[: turns[0]], add_generation_prompt=True)]
+        for turn, following in zip(turns, [*turns[1:], len(conversation)], strict=True):
+            more = following < len(conversation)
+            piece = self.between(conversation, turn, conversation[turn + 1 : following], more)
+            if (end := self.end(piece)) is None:
+                raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
+            pieces.append(piece[end[1] :])
+        self._compare(conversation, turns, pieces)
+        text, spans = pieces[0], {}
+        for turn, piece in zip(turns, pieces[1:], strict=True):
+            begin = len(text)
+            text += self._answer(conversation, turn)
+            spans[turn] = (begin, len(text))
+            text += piece
+        return text, spans
+
+    def _answer(self, conversation: Sequence[Message], turn: int) -> str:
+        """What the policy is to write in its turn, with the token that ends it."""
+        context = self._render(conversation[:turn], add_generation_prompt=True)
+        whole, (closer, rest) = self._render(conversation[: turn + 1]), self.ending(conversation, turn)
+        if not closer or not whole.endswith(closer + rest):
+            raise Rewritten(f"message {turn + 1}: the end of its turn depends on what it says")
+        words = whole[: len(whole) - len(closer + rest)]
+        thought, _ = thought_of(conversation[turn])
+        if words.startswith(context):
+            answer = words[len(context) :]
+            if thought and thought.strip() not in answer:
+                answer = f"<think>\n{thought}\n</think>\n\n{answer}"
+        elif opened := _OPENED.search(context):
+            begun = context[: opened.start()]
+            if not words.startswith(begun):
+                raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
+            thought += "\n" if thought else ""
+            answer = f"{thought}</think>\n\n{words[len(begun) :].removeprefix('</think>').lstrip()}"
+        else:
+            raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers begin")
+        return answer + closer
+
+    def _compare(self, conversation: Sequence[Message], turns: list[int], pieces: list[str]) -> None:
+        """Rewritten: what the whole conversation has between the turns are other texts than the pieces."""
+        marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
+        said = [self._writer.marked(m, marks[i]) if i in marks else m for i, m in enumerate(conversation)]
+        rest = self._render(said)
+        for turn, piece in zip(turns, pieces, strict=False):
+            words, found, rest = rest.partition(marks[turn])
+            if not found or not words.startswith(_OPENING.sub("", piece)):
+                raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
+            if (end := self.end(rest)) is None:
+                raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
+            rest = rest[end[1] :]

@@ -1,0 +1,114 @@
+"""Tool calls between tags, as families write them that have no tokenizer here, and whatever else a model may write."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.envs import schema_of
+from forge.envs.calls import SYNTAXES, read_action, syntax_of
+
+
+def search(query: str, most: int = 3) -> str:
+    """Search."""
+    return query
+
+
+TOOLS = (schema_of(search),)
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+BROKEN = {
+    "deepseek": DEEPSEEK.format('function<｜tool▁sep｜>search\n```json\n{"query": \n```'),
+    "glm": "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>a</tool_call>",
+    "qwen_xml": "<tool_call>\n<function=search>\n<parameter=query>\na\n</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS][{"name": "search"',
+    "harmony": '<|channel|>commentary to=functions.search<|message|>{"query',
+    "hermes": '<tool_call>\n{"name": "search"\n</tool_call>',
+    "llama3": '{"name": "search"',
+}
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        ("deepseek", DEEPSEEK.format('function<｜tool▁sep｜>search\n```json\n{"query": "a\\n", "most": 2}\n```')),
+        ("deepseek", DEEPSEEK.format('search<｜tool▁sep｜>{"query": "a\\n", "most": 2}')),
+        (
+            "glm",
+            "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>a\n</arg_value>\n<arg_key>most</arg_key>\n"
+            "<arg_value>2</arg_value>\n</tool_call>",
+        ),
+        (
+            "qwen_xml",
+            "<tool_call>\n<function=search>\n<parameter=query>\na\n\n</parameter>\n<parameter=most>\n2\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+        ("mistral", '[TOOL_CALLS][{"name": "search", "arguments": {"query": "a\\n", "most": 2}}]'),
+        ("mistral", '[TOOL_CALLS]search[ARGS]{"query": "a\\n", "most": 2}'),
+        ("harmony", '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query":"a\\n","most":2}'),
+        ("harmony", ' to=functions.search<|channel|>commentary json<|message|>{"query": "a\\n", "most": 2}<|call|>'),
+    ],
+)
+def test_a_call_in_the_syntax_of_each_family(syntax, text):
+    plan = "<|channel|>analysis<|message|>a plan<|end|><|start|>assistant" if syntax == "harmony" else "a plan</think>"
+    action = read_action(plan + text, syntax, TOOLS)
+    assert [(call.name, call.arguments) for call in action.calls] == [("search", {"query": "a\n", "most": 2})]
+    assert action.errors == ()
+    assert action.content.removeprefix("<think>\n").replace("\n", "") == "a plan</think>"
+
+
+@pytest.mark.parametrize("syntax", BROKEN)
+def test_a_broken_call_is_an_error_for_the_policy(syntax):
+    action = read_action(BROKEN[syntax], syntax, TOOLS)
+    assert len(action.errors) == 1
+    assert action.calls == ()
+
+
+def test_what_is_thought_is_not_called():
+    call = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
+    action = read_action(f"<think>\nmaybe {call}\n</think>\n\nno", "hermes", TOOLS)
+    assert (action.calls, action.content) == ((), f"<think>\nmaybe {call}\n</think>\n\nno")
+    analysis = f"<|channel|>analysis<|message|>{call}<|end|><|start|>assistant<|channel|>final<|message|>no"
+    assert read_action(analysis, "harmony", TOOLS).content == f"<think>\n{call}\n</think>\n\nno"
+
+
+def test_without_tools_nothing_is_a_call():
+    text = '<|channel|>commentary to=functions.search<|message|>{"query": "a"}'
+    assert read_action(text, "harmony").calls == ()
+    assert read_action("[TOOL_CALLS][]", "mistral").content == "[TOOL_CALLS][]"
+
+
+@pytest.mark.parametrize(
+    ("template", "syntax"),
+    [
+        ("<|start|>assistant<|channel|>final", "harmony"),
+        ("<tool_call>{{ name }}<arg_key>", "glm"),
+        ("<tool_call>\n<function=", "qwen_xml"),
+        ("<tool_call>\n{", "hermes"),
+        ("<｜tool▁calls▁begin｜>", "deepseek"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("ipython", "llama3"),
+        ("{{ content }}", "plain"),
+    ],
+)
+def test_the_syntax_of_a_template(template, syntax):
+    assert syntax_of(template) == syntax
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<function=search>", "</function>", "<parameter=query>", "</parameter>", "[ARGS]"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "<|channel|>", "analysis", "to=search"),
+    *("<|message|>", "<|end|>", "<|call|>", "<|start|>assistant", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    *("<｜tool▁sep｜>", "search", "\n```json\n", "```", "</think>", "[", "{", '"', "}", "]", " ", "\n", "[[[", "1e999"),
+    '{"name": "search", "arguments": {"query": "a"}}',
+]
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@given(st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
+def test_any_text_is_read(syntax, text):
+    action = read_action(text, syntax, TOOLS)
+    assert all(isinstance(call.name, str) and isinstance(call.arguments, dict) for call in action.calls)
+    assert json.dumps([call.arguments for call in action.calls]) or action.errors
