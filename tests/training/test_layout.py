@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.recipes.launch import check_model
-from forge.recipes.schema import TrainerConfig
+from forge.recipes.schema import TrainerConfig, TrainingConfig
 from forge.training import checkpoint
 from forge.training.attention import repeats
 from forge.training.distributed import Group, Ranks, join
@@ -81,7 +81,7 @@ def test_a_model_that_cannot_be_divided(model: Path):
         ({"tensor_parallel_degree": 4}, "num_key_value_heads = 2 is no multiple of tensor_parallel_degree = 4"),
         ({"context_parallel_degree": 3}, r"num_attention_heads = 4 is no multiple of .* \* .* = 3"),
     ):
-        cfg = SimpleNamespace(trainer=TrainerConfig(), parallelism=Parallelism(**degrees), others=dict)
+        cfg = SimpleNamespace(trainer=TrainerConfig(), training=TrainingConfig(), parallelism=Parallelism(**degrees))
         with pytest.raises(ValueError, match=message):
             check_model(cfg, str(model))
     with pytest.raises(ValueError, match="intermediate_size = 47"):
