@@ -116,7 +116,7 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
 
 
 class PackedModel(nn.Module):
-    """A transformers model over packed batches. A trainer uses only `forward`, `named_weights`, `save` and the
+    """A transformers model over packed batches. A trainer uses only `forward`, `named_weights`, `save_config` and the
     parameters."""
 
     model: PreTrainedModel
@@ -133,9 +133,9 @@ class PackedModel(nn.Module):
         """(Hugging Face name, this rank's part), a DTensor if sharded; of tied parameters the first."""
         return self.model.named_parameters()
 
-    def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
-        """Write full weights, by the names of `named_weights`, and the configuration."""
-        self.model.save_pretrained(folder, state_dict=weights)
+    def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
+        """Write all but weights and tokenizer in Hugging Face format."""
+        self.model.save_pretrained(folder, state_dict={})
 
     def states(self, batch: Batch, lag: int) -> tuple[Tensor, OwnTokens, Ranks]:
         """The backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
@@ -255,14 +255,14 @@ class ScalarModel(PackedModel):
             values = at_least_float32(states) @ at_least_float32(score.weight)[0]
         return TokenValues(*gather_scores((values,), own.counts, ranks.sequence, own.order))
 
-    def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
-        """Write a sequence classifier of one class, with a padding id, by which transformers finds the last token."""
+    def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
+        """Also with a padding id, by which transformers finds a sequence's last token."""
         config = self.model.config
         if config.pad_token_id is None:
             # If the tokenizer has none either: eos, which the classifier then skips as padding.
             eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
             config.pad_token_id = eos if words.pad_token_id is None else words.pad_token_id
-        super().save(folder, weights, words)
+        super().save_config(folder, words)
 
 
 def load(path: str | Path, head: Head, **how: Any) -> Policy | ScalarModel:
