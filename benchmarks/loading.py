@@ -1,8 +1,9 @@
 """Peak host memory of each rank while a model is loaded, published and exported: gloo, CPU, float32.
 
-Usage: python benchmarks/loading.py [layers]
+Usage: python benchmarks/loading.py [layers] [folder]
 
-The model is a random Llama of width 2048; 16 layers are 0.94B parameters. Each phase has its own peak of the resident
+The model is a random Llama of width 2048; 16 layers are 0.94B parameters. It stays in the folder, if one is given, and
+is written only if the folder has none. Each phase has its own peak of the resident
 set, interpreter and libraries included, the largest of the ranks. The bound is a rank's shard and the largest tensor,
 both in float32, and 500 MB.
 """
@@ -33,8 +34,8 @@ WIDTH, VOCABULARY, MARGIN = 2048, 32768, 500
 LAYOUTS = {"1": (1, 1), "shard 2": (2, 1), "tensor 2": (1, 2), "shard 4": (4, 1), "shard 2 x tensor 2": (2, 2)}
 
 
-def write_model(folder: Path, layers: int) -> int:
-    """Write the model and a tokenizer; returns the number of parameters."""
+def write_model(folder: Path, layers: int) -> None:
+    """Write the model and a tokenizer."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
@@ -50,7 +51,6 @@ def write_model(folder: Path, layers: int) -> int:
         parameter.data.uniform_(-0.02, 0.02)
     model.save_pretrained(folder)
     character_tokenizer(PRINTABLE).save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def measured(work: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -75,13 +75,15 @@ def rank(number: int, shards: int, tensor: int, folder: Path, model: Path, store
     results.put(found)
 
 
-def main(layers: int) -> None:
+def main(layers: int, kept: str | None) -> None:
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as place:
-        model = Path(place) / "model"
-        made = context.Pool(1)
-        parameters = made.apply(write_model, (model, layers))
-        made.terminate()
+        model = Path(kept or place) / "model"
+        if not (model / "tokenizer.json").exists():
+            writer = context.Process(target=write_model, args=(model, layers))
+            writer.start()
+            writer.join()
+        parameters = sum(file.stat().st_size for file in model.glob("*.safetensors")) // 4
         print(f"{parameters / 1e9:.2f}B parameters, {parameters * 4 / 1e6:.0f} MB")
         print("| layout | bound | before | load | publish | export | load s | publish s | export s |")
         print("|---|---|---|---|---|---|---|---|---|")
@@ -106,4 +108,4 @@ def main(layers: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 16)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 16, sys.argv[2] if len(sys.argv) > 2 else None)
