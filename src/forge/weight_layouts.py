@@ -113,15 +113,16 @@ def _experts(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
     }
 
 
-def split_experts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Plain names of what transformers' models hold: experts, there stacked in two tensors a layer, one by one."""
+def split_experts(named: Iterable[tuple[str, Tensor]], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Plain names of what transformers' models hold: experts, there stacked in two tensors a layer, one by one, of
+    which these begin with the `first`."""
     for name, tensor in named:
         match = STACKED.fullmatch(name)
         if match is None:
             yield name, tensor
             continue
         names = ("gate_proj", "up_proj") if match["matrix"] == "gate_up_proj" else ("down_proj",)
-        for expert, own in enumerate(tensor):
+        for expert, own in enumerate(tensor, first):
             for matrix, part in zip(names, own.chunk(len(names)), strict=True):
                 yield f"{match['experts']}.{expert}.{matrix}.weight", part
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from ..files import sync
 from ..integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
+from ..weight_layouts import split_experts
 from .checkpoint_reader import Planner, Reader, dump_plain, load_plain
 from .distributed import Ranks
 from .trainer import PolicyTrainer
+from .weight_files import write_weights
 
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
@@ -313,12 +316,15 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise FileExistsError(f"{folder} exists and is not a model: choose another folder")
-    weights = {name: tensor.cpu().clone() for name, tensor in trainer.export_weights()}
-    if trainer.ranks.rank == 0:
+    weights = split_experts(trainer.export_weights())
+    if trainer.ranks.rank != 0:
+        deque(weights, maxlen=0)  # takes part in gathering each
+    else:
         aside = folder.with_name(folder.name + UNFINISHED)
         shutil.rmtree(aside, ignore_errors=True)
         words = AutoTokenizer.from_pretrained(tokenizer)
-        trainer.policy.save(aside, weights, words)
+        trainer.policy.save_config(aside, words)
+        write_weights(aside, split_experts(trainer.export_weights(meta=True)), weights)
         words.save_pretrained(aside)
         files = [path for path in aside.rglob("*") if path.is_file()]  # chat templates may have a folder
         for path in aside.rglob("*"):

@@ -46,7 +46,8 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
     for name, module in inner.items():
         if name.rpartition(".")[2] not in layers:
             continue
-        seed, like = zlib.crc32(name.encode()), {"device": module.weight.device, "dtype": module.weight.dtype}
+        device = "cpu" if module.weight.is_meta else module.weight.device  # `loading.fill` reads the layer alone
+        seed, like = zlib.crc32(name.encode()), {"device": device, "dtype": module.weight.dtype}
         a = nn.utils.skip_init(FastLinear, module.in_features, settings.rank, bias=False, **like)
         b = nn.utils.skip_init(FastLinear, settings.rank, module.out_features, bias=False, **like)
         nn.init.kaiming_uniform_(a.weight, math.sqrt(5), generator=torch.Generator().manual_seed(seed))

@@ -28,6 +28,7 @@ from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks
 from .experts import Routers
 from .linear import ROWS, at_least_float32, speed_up, token_logprobs
+from .loading import fill, on_meta
 from .lora import SCORE, add_adapters
 from .settings import LoraSettings, Parallelism
 from .tensor_parallel import parallelize
@@ -115,7 +116,7 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
 
 
 class PackedModel(nn.Module):
-    """A transformers model over packed batches. A trainer uses only `forward`, `named_weights`, `save` and the
+    """A transformers model over packed batches. A trainer uses only `forward`, `named_weights`, `save_config` and the
     parameters."""
 
     model: PreTrainedModel
@@ -132,9 +133,9 @@ class PackedModel(nn.Module):
         """(Hugging Face name, this rank's part), a DTensor if sharded; of tied parameters the first."""
         return self.model.named_parameters()
 
-    def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
-        """Write full weights, by the names of `named_weights`, and the configuration."""
-        self.model.save_pretrained(folder, state_dict=weights)
+    def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
+        """Write all but weights and tokenizer in Hugging Face format."""
+        self.model.save_pretrained(folder, state_dict={})
 
     def states(self, batch: Batch, lag: int) -> tuple[Tensor, OwnTokens, Ranks]:
         """The backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
@@ -165,10 +166,20 @@ class Policy(PackedModel):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        gradient_checkpointing: bool = False,
+        meta: bool = False,
     ) -> Policy:
-        """Load weights in `dtype` from a folder or a hub id (see `forge.models.resolve_model`)."""
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        """Load weights in `dtype` from a folder or a hub id (see `forge.models.resolve_model`). With `meta` those that
+        `loading.fill` can read are left on the meta device."""
+        built = on_meta(AutoModelForCausalLM, path, dtype) if meta else None
+        if built is not None:
+            model = built[0]
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return cls(model)
@@ -194,9 +205,16 @@ class ScalarModel(PackedModel):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, head: Head, *, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False
+        cls,
+        path: str | Path,
+        head: Head,
+        *,
+        dtype: torch.dtype = torch.float32,
+        gradient_checkpointing: bool = False,
+        meta: bool = False,
     ) -> ScalarModel:
-        """Load weights in `dtype` of a sequence classifier, or of a causal language model's backbone.
+        """Load weights in `dtype` of a sequence classifier, or of a causal language model's backbone; `meta` as in
+        `Policy.from_pretrained`.
 
         A new head is 0 for a critic, and for a reward model has variance 1 / (dim + 1) (Stiennon et al. 2020), equal on
         every rank and in every run.
@@ -208,13 +226,19 @@ class ScalarModel(PackedModel):
         check_classifier(classes)
         if any("SequenceClassification" in name for name in classes.architectures or ()) and classes.num_labels != 1:
             raise ValueError(f"{path} has {classes.num_labels} classes: a {head} model has one scalar per token")
-        with quiet_loading():
-            model, found = AutoModelForSequenceClassification.from_pretrained(
-                path, num_labels=1, dtype=dtype, attn_implementation="eager", output_loading_info=True
-            )
-        if missing := sorted(found["missing_keys"] - {SCORE}):
-            raise ValueError(f"{path} lacks {len(missing)} weights of a {head} model, {missing[0]!r} among them")
-        if found["missing_keys"]:
+        kind = AutoModelForSequenceClassification
+        built = on_meta(kind, path, dtype, new={SCORE}, num_labels=1) if meta else None
+        if built is not None:
+            model, missing = built
+        else:
+            with quiet_loading():
+                model, found = kind.from_pretrained(
+                    path, num_labels=1, dtype=dtype, attn_implementation="eager", output_loading_info=True
+                )
+            missing = found["missing_keys"]
+        if others := sorted(missing - {SCORE}):
+            raise ValueError(f"{path} lacks {len(others)} weights of a {head} model, {others[0]!r} among them")
+        if missing:
             score = model.get_parameter(SCORE).data
             spread = 0.0 if head == "value" else (score.shape[1] + 1) ** -0.5
             score.copy_(torch.randn(score.shape, generator=torch.Generator().manual_seed(0)) * spread)
@@ -231,18 +255,18 @@ class ScalarModel(PackedModel):
             values = at_least_float32(states) @ at_least_float32(score.weight)[0]
         return TokenValues(*gather_scores((values,), own.counts, ranks.sequence, own.order))
 
-    def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
-        """Write a sequence classifier of one class, with a padding id, by which transformers finds the last token."""
+    def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
+        """Also with a padding id, by which transformers finds a sequence's last token."""
         config = self.model.config
         if config.pad_token_id is None:
             # If the tokenizer has none either: eos, which the classifier then skips as padding.
             eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
             config.pad_token_id = eos if words.pad_token_id is None else words.pad_token_id
-        super().save(folder, weights, words)
+        super().save_config(folder, words)
 
 
 def load(path: str | Path, head: Head, **how: Any) -> Policy | ScalarModel:
-    """The model of a folder or hub id with this head; `how` is `dtype` and `gradient_checkpointing`.
+    """The model of a folder or hub id with this head; `how` is `dtype`, `gradient_checkpointing` and `meta`.
 
     Raises:
         ValueError: an unknown head, or a model that does not suit it.
@@ -270,6 +294,8 @@ def build(
 ) -> Policy | ScalarModel | TitanPolicy:
     """The model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
 
+    Where there is a mesh, each rank reads only its part of the weights (see `loading.on_meta`).
+
     Args:
         backend: "fsdp" is a transformers model with this library's parallelisation, "titan" TorchTitan's.
         seq_len: of the longest sequence.
@@ -296,7 +322,7 @@ def build(
         )
     if backend != "fsdp":
         raise ValueError(f"trainer.backend must be fsdp or titan, got {backend!r}")
-    policy = load(path, head, dtype=weights_dtype, **common)
+    policy = load(path, head, dtype=weights_dtype, meta=ranks.mesh is not None, **common)
     degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
     degrees.check(policy.model.config)
     if lora is not None:
@@ -321,6 +347,7 @@ def build(
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    fill(policy.model, path, torch.device("cpu") if cpu_offload else ranks.device)
     sum_gradients(policy)
     return policy
 

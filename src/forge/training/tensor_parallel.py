@@ -64,7 +64,9 @@ def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
                 local = parameter.detach()
                 if isinstance(placement, Shard):
                     local = local.chunk(tensor.size, placement.dim)[tensor.rank].contiguous().clone()
-                divided = DTensor.from_local(local.to(ranks.device), mesh, [placement], run_check=False)
+                if not local.is_meta:  # else `loading.fill` follows
+                    local = local.to(ranks.device)
+                divided = DTensor.from_local(local, mesh, [placement], run_check=False)
                 done[parameter] = nn.Parameter(divided, parameter.requires_grad)
             setattr(module, key, done[parameter])
         if own:

@@ -206,13 +206,13 @@ class TitanPolicy(nn.Module):
         """(Hugging Face name, this rank's part), a DTensor where it is sharded; of tied parameters the first."""
         return ((plain_name(name), parameter) for name, parameter in self.model.named_parameters())
 
-    def save(self, folder: Path, weights: dict[str, Tensor], words: PreTrainedTokenizerBase) -> None:
-        """Write whole weights, under the names of `named_weights`, and the configuration."""
+    def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
+        """Write all but weights and tokenizer in Hugging Face format."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         if self.generation is not None:
             model.generation_config = self.generation
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder, state_dict={})
 
 
 def build_titan(

@@ -151,10 +151,13 @@ class PolicyTrainer:
             if parameter.requires_grad
         }
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name, adapters merged. Every rank must iterate; all get the same."""
+    def export_weights(self, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by Hugging Face name, adapters merged, each gathered as it comes. Every rank must iterate; all
+        get the same. With `meta` only their names, shapes and dtypes, of which one rank may ask."""
 
         def whole(tensor: Tensor) -> Tensor:
+            if meta:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if not isinstance(tensor, DTensor):
                 return tensor
             there: Any = tensor.to(self.ranks.device)  # gathered on the device, also if offloaded
