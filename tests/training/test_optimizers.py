@@ -63,7 +63,9 @@ def exact_weights(trainer: PolicyTrainer) -> dict[str, Tensor]:
     for name, parameter in trainer.policy.named_parameters():
         state = trainer.optimizer.state[parameter]
         weight = whole(parameter.detach())
-        found[name] = join_bits(weight, whole(state["remainder"])) if "remainder" in state else weight.float().clone()
+        found[name] = weight.float().clone()
+        if "remainder" in state:
+            found[name] = join_bits(weight, whole(state["remainder"].int()))  # gloo gathers no int16
     return found
 
 
