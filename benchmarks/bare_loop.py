@@ -78,7 +78,7 @@ def bare(cfg: Any) -> Clock:
     dataset = load_data(tokenizer, seed=cfg.seed, **cfg.dataset)
     score = load_reward(cfg.reward.functions[0])
     loss = cfg.load_algorithm()
-    optimizer = OptimizerSettings(**cfg.training.optimizer())
+    optimizer = OptimizerSettings(**cfg.training.optimizer_settings())
     trainer = PolicyTrainer(cfg.model, join(), optimizer, temperature=algo.temperature, **cfg.training.trainer())
     with EmbeddedEngine(cfg.model, slots=cfg.generator.slots) as engine:
         for step in range(cfg.training.steps):

@@ -161,6 +161,39 @@ def test_the_memory_that_a_run_states(config, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "stated"),
+    [
+        # 2 of weights, 2 of gradients, 8 of moments and 2 of the weights' low bits
+        (["bfloat16", "adamw", "float32"], "AdamW 1 MB in float32, together 14 bytes a parameter: 1.4 MB in bfloat16"),
+        (["bfloat16", "adamw", "bfloat16"], "AdamW 0.4 MB: 0.8 MB in bfloat16"),
+        (["float32", "adamw", "bfloat16"], "AdamW 0.4 MB in bfloat16, together 12 bytes a parameter: 1.2 MB"),
+        # a half of all parameters has one moment
+        (["float32", "muon", "null"], "Muon and AdamW 0.6 MB in float32, together 14 bytes a parameter: 1.4 MB"),
+        (["bfloat16", "muon", "float32"], "Muon and AdamW 0.8 MB in float32, together 12 bytes a parameter: 1.2 MB"),
+    ],
+)
+def test_the_memory_of_other_optimisers(config, tmp_path, overrides, stated):
+    layers = {"model.layers.0.mlp.up_proj.weight": torch.zeros(500, 100), "model.layers.0.norm.weight": torch.zeros(50)}
+    save_file({"model.embed_tokens.weight": torch.zeros(500, 100), **layers}, tmp_path / "model.safetensors")
+    names = ("weights_dtype", "optimizer", "optimizer_dtype")
+    settings = [part for n, value in zip(names, overrides, strict=True) for part in (f"--training.{n}", value)]
+    assert stated in memory_report(read(config, *settings), str(tmp_path))[1]
+
+
+def test_eight_bits_need_torchao_and_whole_rows(config, tmp_path, monkeypatch):
+    eight = ("--training.optimizer", "adamw8bit")
+    monkeypatch.setattr("forge.training.settings.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="adamw8bit needs torchao: pip install"):
+        read(config, *eight)
+    monkeypatch.setattr("forge.training.settings.find_spec", lambda name: name)
+    save_file({"a": torch.zeros(1000, 100)}, tmp_path / "model.safetensors")
+    stated = memory_report(read(config, *eight), str(tmp_path))[1]
+    assert "AdamW 0.203 MB in 8 bits, together 10 bytes a parameter: 1 MB in float32" in stated
+    with pytest.raises(ConfigError, match=r"adamw8bit does not support parallelism.tensor_parallel_degree"):
+        read(config, *eight, "--trainer.procs", "2", "--parallelism.tensor_parallel_degree", "2")
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ([*NO_REFERENCE, "--async.max_policy_age", "0"], "grpo.beta does nothing: without services.ref_model"),

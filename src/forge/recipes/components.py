@@ -183,7 +183,7 @@ async def trainer(cfg: Any, job: Job, loss: Callable[..., Any], *, service: str 
     a run, such as a critic, keeps its checkpoints in a folder of its own."""
     folder = job.record.checkpoints if service == "trainer" else f"{job.record.checkpoints}/{service}"
     settings = {
-        "optimizer": cfg.training.optimizer(),
+        "optimizer": cfg.training.optimizer_settings(),
         "backend": cfg.trainer.backend,
         "parallelism": {**cfg.parallelism},
         "colocated": getattr(cfg, "colocated", False),
@@ -196,7 +196,7 @@ async def trainer(cfg: Any, job: Job, loss: Callable[..., Any], *, service: str 
 
 async def critic(cfg: Any, job: Job) -> Handle:
     """A trainer of values beside the policy's, from `critic.model` or the policy's own start."""
-    optimizer = cfg.training.optimizer() | {"learning_rate": cfg.critic.learning_rate}
+    optimizer = cfg.training.optimizer_settings() | {"learning_rate": cfg.critic.learning_rate}
     own = {"service": "critic", "report": "critic", "head": "value", "backend": "fsdp", "optimizer": optimizer}
     start = job if cfg.critic.model is None else job._replace(model=cfg.critic.model)
     return await trainer(cfg, start, ValueLoss(cfg.critic.clip), **own)

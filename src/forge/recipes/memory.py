@@ -9,17 +9,31 @@ from pathlib import Path
 from typing import Any
 
 BYTES = {"float32": 4, "bfloat16": 2}
+NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW", "adamw8bit": "AdamW"}
 
 
-def count_parameters(model: str) -> int:
-    """Parameters in the safetensors files of a folder, by their headers; 0 if there are none."""
+def count_parameters(model: str, matrices: bool = False) -> int:
+    """Parameters in the safetensors files of a folder, by their headers, or those of decoder layers' matrices alone; 0
+    if there are none."""
     total = 0
     for path in Path(model).glob("*.safetensors"):
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
-        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        shapes = {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+        if matrices:
+            shapes = {name: shape for name, shape in shapes.items() if ".layers." in name and len(shape) >= 2}
+        total += sum(map(math.prod, shapes.values()))
     return total
+
+
+def state_bytes(training: Any, matrices: float) -> float:
+    """The optimiser's state, in bytes a parameter, where this share of all parameters are matrices of layers."""
+    held, state = training.weights_dtype, training.optimizer_dtype or training.weights_dtype
+    if training.optimizer == "adamw8bit":
+        return 2 * (1 + 4 / 256)  # a scale for each block
+    moments = 2 - matrices if training.optimizer == "muon" else 2
+    return moments * BYTES[state] + (2 if (held, state) == ("bfloat16", "float32") else 0)
 
 
 def memory_report(cfg: Any, model: str) -> list[str]:
@@ -43,7 +57,13 @@ def memory_report(cfg: Any, model: str) -> list[str]:
         layout = cfg.parallelism.over(services[name].procs)
         shares = layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
         weights = count * BYTES[held] / shares
-        parts = f"weights {gb(weights)}, gradients {gb(weights)}, AdamW {gb(2 * weights)}: {gb(4 * weights)}"
+        needed = state_bytes(training, count_parameters(model, matrices=True) / count)
+        state = needed * count / shares
+        parts = f"weights {gb(weights)}, gradients {gb(weights)}, {NAMES[training.optimizer]} {gb(state)}"
+        if training.kind(held) != "adamw":
+            dtype = "8 bits" if training.optimizer == "adamw8bit" else training.optimizer_dtype or held
+            parts += f" in {dtype}, together {2 * BYTES[held] + needed:.3g} bytes a parameter"
+        parts += f": {gb(2 * weights + state)}"
         if cfg.lora is not None:
             parts = f"frozen weights {gb(weights)}, and adapters"
         where = "in host memory, " if training.cpu_offload else ""

@@ -60,7 +60,7 @@ class TrainingConfig(PassSettings, OptimizerSettings):
     """How tokens share the loss: `token_mean` (every token has the same weight), `sequence_mean` (every episode has),
     or `fixed_horizon` (a token has 1 / (episodes * horizon)); null: the algorithm's own."""
 
-    def optimizer(self) -> dict[str, Any]:
+    def optimizer_settings(self) -> dict[str, Any]:
         """Settings for `forge.training.settings.OptimizerSettings`."""
         return self.only(OptimizerSettings)
 
@@ -337,6 +337,15 @@ class TrainingRecipe(Section):
             )
         if self.trainer.backend == "titan" and (self.lora is not None or self.training.weights_dtype != "float32"):
             raise ConfigError("trainer.backend titan trains all weights: leave lora out, or set fsdp; in float32 alone")
+        if self.training.optimizer == "adamw8bit" and self.parallelism.tensor_parallel_degree > 1:
+            raise ConfigError(
+                "training.optimizer adamw8bit does not support parallelism.tensor_parallel_degree: its state cannot be "
+                "divided by columns; raise data_parallel_shard_degree"
+            )
+        try:
+            self.training.check_installed()
+        except ImportError as error:
+            raise ConfigError(str(error)) from None
 
     def check_services(self, *, idle: tuple[str, ...] = ()) -> None:
         """Check the placement of all services: those that train may have several ranks, those that hold no state

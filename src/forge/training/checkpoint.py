@@ -81,7 +81,7 @@ class Snapshot:
     def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> Snapshot:
         """The trainer's current state; every rank must call it."""
         rank, device = trainer.ranks.rank, trainer.ranks.device
-        state: dict[str, Any] = {"step": trainer.step, "rng": torch.get_rng_state()}
+        state: dict[str, Any] = {"step": trainer.step, "rng": torch.get_rng_state(), "optimizer": _optimizer(trainer)}
         if device.type != "cpu":
             state["device"] = torch.get_device_module(device).get_rng_state()
         values = {f"rank_{rank}.pt": state} | ({"extra.pt": extra or {}} if rank == 0 else {})
@@ -231,9 +231,15 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
         FileNotFoundError: there is no complete checkpoint at this path.
         DamagedFile: a file differs from its checksum.
         UnsafeCheckpoint: a file holds more than tensors, plain data and rollouts.
+        ValueError: it was written with another optimiser.
     """
     checkpoint = _complete(checkpoint)
     _check_together(checkpoint, trainer.ranks)
+    own = checkpoint / f"rank_{trainer.ranks.rank}.pt"
+    # A new rank, which the checkpoint has no random state for, keeps its own.
+    saved = load_plain(own if own.exists() else checkpoint / "rank_0.pt")
+    if (wrote := saved.get("optimizer", "adamw")) != (now := _optimizer(trainer)):
+        raise ValueError(f"{checkpoint} was written with the optimizer {wrote}, and this trainer has {now}")
     state = _state(trainer)
     reader = Reader(checkpoint)
     reader.read_metadata()  # dcp.load would hide what this raises
@@ -248,9 +254,6 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
         optim_state_dict=state["optimizer"],
         options=StateDictOptions(strict=not _frozen(trainer)),
     )
-    own = checkpoint / f"rank_{trainer.ranks.rank}.pt"
-    # A new rank, which the checkpoint has no random state for, keeps its own.
-    saved = load_plain(own if own.exists() else checkpoint / "rank_0.pt")
     trainer.step = saved["step"]
     if own.exists():
         torch.set_rng_state(saved["rng"])
@@ -278,6 +281,10 @@ def _state(trainer: PolicyTrainer) -> dict[str, Any]:
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     frozen = _frozen(trainer)
     return {"model": {name: values for name, values in weights.items() if name not in frozen}, "optimizer": optimizer}
+
+
+def _optimizer(trainer: PolicyTrainer) -> str:
+    return trainer.settings.kind(trainer.passes.weights_dtype)
 
 
 def _frozen(trainer: PolicyTrainer) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -18,12 +19,18 @@ FUSED = ("qkv_proj", "gate_up_proj")  # as Phi-3 has them
 
 
 class OptimizerSettings(Section):
-    """AdamW (Loshchilov & Hutter 2019) with a schedule over optimiser steps."""
+    """The optimiser, AdamW (Loshchilov & Hutter 2019) by default, with a schedule over optimiser steps."""
 
+    optimizer: Literal["adamw", "muon", "adamw8bit"] = "adamw"
+    """`muon`: Muon for the matrices of decoder layers, AdamW for all else, with the same learning rate; `adamw8bit`:
+    torchao's AdamW, whose moments have 8 bits ([parallelism.md](parallelism.md))."""
+    optimizer_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the optimiser's state; null: that of the weights. float32 with bfloat16 weights keeps their low bits as well:
+    no update is lost, at 14 bytes a parameter. bfloat16 with float32 weights: 12 bytes."""
     learning_rate: float = Field(1e-6, ge=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
-    """Of AdamW, on matrices only."""
+    """On matrices only."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the running mean of gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -44,6 +51,23 @@ class OptimizerSettings(Section):
     def _check(self) -> None:
         if self.schedule != "constant" and self.steps <= self.warmup_steps:
             raise ValueError(f"a {self.schedule} schedule needs steps > warmup_steps, got {self.steps}")
+        if self.optimizer_dtype is not None and self.optimizer == "adamw8bit":
+            raise ValueError("training.optimizer_dtype does nothing: the state of adamw8bit has 8 bits")
+        if self.optimizer_dtype == "bfloat16" and self.beta2 >= 1 - 1 / 256:
+            raise ValueError(
+                f"training.beta2 = {self.beta2} is too close to 1 for training.optimizer_dtype bfloat16: a mean of "
+                "squares that falls by less than 1/256 is rounded to where it was; set it below 0.996, or float32"
+            )
+
+    def check_installed(self) -> None:
+        """ImportError: torchao is missing; says what to install."""
+        if self.optimizer == "adamw8bit" and find_spec("torchao") is None:
+            raise ImportError('training.optimizer adamw8bit needs torchao: pip install "torchforge-rl[lowbit]"')
+
+    def kind(self, weights_dtype: str) -> str:
+        """The optimiser, and the dtype of its state where the weights have another."""
+        other = self.optimizer_dtype not in (None, weights_dtype)
+        return f"{self.optimizer} with {self.optimizer_dtype} state" if other else self.optimizer
 
     def scale(self, step: int) -> float:
         """Share of the peak rate at optimiser step `step` (from 0)."""
@@ -64,9 +88,9 @@ class PassSettings(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass. A CPU without bfloat16 arithmetic computes in float32 and logs it."""
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights, gradients and AdamW's two moments: 16 or 8 bytes a parameter. In bfloat16 an update below about 1/256
-    of a weight is lost to rounding: raise the learning rate, or train adapters (`lora`), which then are bfloat16 as
-    well."""
+    """Of weights, gradients and, unless `optimizer_dtype` is set, AdamW's two moments: 16 or 8 bytes a parameter. In
+    bfloat16 an update below about 1/256 of a weight is lost to rounding: set `optimizer_dtype` to float32, raise the
+    learning rate, or train adapters (`lora`), which then are bfloat16 as well."""
     gradient_accumulation_steps: PositiveInt = 1
     """Least number of micro-batches of an update on each rank."""
     mini_batches: PositiveInt = 1

@@ -25,6 +25,7 @@ from ..types import Batch
 from ..weight_layouts import adapters, merge_adapters
 from .distributed import Ranks
 from .experts import balance, load_metrics
+from .optimizers import build_optimizer
 from .policy import Backend, Head, TokenScores, TokenValues, build, resolve_dtype
 from .settings import LoraSettings, OptimizerSettings, PassSettings
 from .step import Loss, Metrics, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
@@ -36,7 +37,7 @@ class PolicyTrainer:
     Args:
         model: folder or hub id.
         ranks: from `distributed.join`.
-        optimizer: AdamW settings.
+        optimizer: which, and its settings.
         backend: "fsdp": transformers' model, sharded by this library; "titan": TorchTitan's.
         head: "policy": log-probabilities of tokens; "value" (a critic): a scalar per trained token, read before it;
             "reward": a scalar read at the token.
@@ -216,7 +217,10 @@ class PolicyTrainer:
                 f"step {self.step}: loss {loss_value}, gradient norm {norm}; the update was not applied"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):  # torchao's
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
@@ -264,18 +268,6 @@ class PolicyTrainer:
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, not on norms and biases."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True
-    )
 
 
 @torch.no_grad()

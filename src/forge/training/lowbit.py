@@ -1,0 +1,18 @@
+"""AdamW with state of 8 bits (Dettmers et al. 2021, arXiv 2110.02861). Imports torchao."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torchao.optim import AdamW8bit as Compiled
+
+
+class AdamW8bit(Compiled):
+    """torchao's, which compiles its update; on a CPU it is computed without, as compilation takes seconds per shape."""
+
+    def step(self, closure: Any = None) -> Any:
+        on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+        with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            return super().step(closure)

@@ -1,0 +1,160 @@
+"""The optimisers of a trainer: AdamW, Muon and 8-bit AdamW, with state in a dtype of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
+
+from .settings import OptimizerSettings
+
+# Muon as Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), scaled as Liu et al. 2025 (arXiv 2502.16982):
+# an update has the root mean square of AdamW's, about 0.2 of the learning rate.
+MOMENTUM, RMS = 0.95, 0.2
+COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """The optimiser of `settings`, with weight decay on matrices only, not on norms and biases.
+
+    Muon is for the matrices of decoder layers: embeddings, heads, norms and biases are AdamW's.
+
+    Raises:
+        ImportError: adamw8bit without torchao.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    inner = {name for name, p in named if settings.optimizer == "muon" and ".layers." in name and p.dim() >= 2}
+    matrices = [p for name, p in named if p.dim() >= 2 and name not in inner]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adam: Any = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
+    if settings.optimizer == "adamw8bit":
+        settings.check_installed()
+        from .lowbit import AdamW8bit
+
+        return AdamW8bit(groups, **adam)
+    state = settings.optimizer_dtype and getattr(torch, settings.optimizer_dtype)
+    if settings.optimizer == "adamw" and all(state in (None, p.dtype) for _, p in named):
+        return torch.optim.AdamW(groups, **adam, fused=True)
+    if inner:
+        first = [p for name, p in named if name in inner]
+        groups.insert(0, {"params": first, "weight_decay": settings.weight_decay, "muon": True})
+    return MixedOptimizer(groups, state, **adam)
+
+
+class MixedOptimizer(torch.optim.Optimizer):
+    """AdamW, and Muon in groups with `muon`: computed in float32, with state of any dtype.
+
+    With bfloat16 weights and float32 state, `remainder` holds what rounding took from each weight, the low 16 bits of
+    its float32 value. The two together are that value, so that no update is lost: training is that of float32 weights.
+
+    Args:
+        dtype: of the state; None: the dtype of each weight.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype | None, **adam: Any) -> None:
+        self.dtype = dtype
+        super().__init__(groups, adam | {"weight_decay": 0.0, "muon": False})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. All ranks must call this."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # torch has cast all state to the dtype of the weights.
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                if number in state_dict["state"]:
+                    self.state[parameter] = dict(state_dict["state"][number])
+
+    def _begin(self, parameter: Tensor, muon: bool) -> dict[str, Tensor]:
+        dtype = self.dtype or parameter.dtype
+        names = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")
+        state = {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
+        if not muon:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        if parameter.dtype == torch.bfloat16 and dtype == torch.float32:
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        return state
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        if not self.state[parameter]:
+            self.state[parameter] = self._begin(parameter, group["muon"])
+        state = {name: local(value) for name, value in self.state[parameter].items()}
+        weight, gradient = local(parameter), local(parameter.grad).float()
+        exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
+        moments = {name: value.float() for name, value in state.items() if name not in ("step", "remainder")}
+        rate, decay = group["lr"], group["weight_decay"]
+        if group["muon"]:
+            momentum = moments["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+            update = orthogonal(gradient.lerp(momentum, MOMENTUM), parameter)
+            exact.mul_(1 - rate * decay).add_(update, alpha=-rate * RMS * math.sqrt(max(parameter.shape[-2:])))
+        else:
+            beta1, beta2 = group["betas"]
+            how: Any = {"amsgrad": False, "maximize": False, "fused": True}
+            of_adam: Any = {"beta1": beta1, "beta2": beta2, "lr": rate, "weight_decay": decay, "eps": group["eps"]}
+            mean, square = [moments["exp_avg"]], [moments["exp_avg_sq"]]
+            adamw([exact], [gradient], mean, square, [], [state["step"]], **how, **of_adam)
+        for name, value in moments.items():
+            if state[name].dtype != value.dtype:
+                state[name].copy_(value)
+        if "remainder" in state:
+            split_bits(exact, weight, state["remainder"])
+        elif weight.dtype != exact.dtype:
+            weight.copy_(exact)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def join_bits(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 tensor that `split_bits` has written to a bfloat16 and an int16 tensor."""
+    return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+
+
+def split_bits(exact: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write a float32 tensor to `weight`, rounded to the nearest bfloat16, and its bits' distance to `remainder`."""
+    bits = exact.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    weight.view(torch.int16).copy_(high)
+    remainder.copy_(bits - (high << 16))
+
+
+def orthogonal(update: Tensor, parameter: Tensor) -> Tensor:
+    """`newton_schulz` of an update of which each rank has the part that it has of the parameter.
+
+    It needs whole matrices: each rank gathers one at a time, in bfloat16, and all compute the same.
+    """
+    half = update.bfloat16()
+    if not isinstance(parameter, DTensor):
+        return newton_schulz(half)
+    mesh, places = parameter.device_mesh, parameter.placements
+    parts = DTensor.from_local(half, mesh, places, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    copies = DTensor.from_local(newton_schulz(parts.full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return copies.redistribute(placements=places).to_local().to(update.device)
+
+
+def newton_schulz(update: Tensor) -> Tensor:
+    """A matrix, or each of a stack of experts, with all singular values near 1; in its dtype."""
+    stack = update[None] if update.dim() == 2 else update
+    x = stack.mT if stack.shape[-2] > stack.shape[-1] else stack
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if stack.shape[-2] > stack.shape[-1] else x).view(update.shape)
