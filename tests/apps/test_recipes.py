@@ -65,7 +65,7 @@ def rows(folder: Path) -> list[dict]:
     [
         pytest.param(
             [
-                *("--async.max_policy_age", "0", "--grpo.beta", "0.1", "--services.ref_model", "{}"),
+                *("--async.max_policy_age", "0", "--grpo.beta", "0.1", "--services.ref_model", "{procs: 2}"),
                 *("--trainer.procs", "2", "--trainer.hosts", "2"),
             ],
             id="lock-step",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from ..controller import ForgeActor, Options, endpoint
 from ..observability import phase
-from ..training.settings import PassSettings
+from ..training.settings import Parallelism, PassSettings
 from ..types import Batch
 
 
@@ -19,32 +21,59 @@ class ReferenceModel(ForgeActor):
     Args:
         model: Hugging Face folder or hub id.
         temperature: that of the sampler, as in the trainer.
+        parallelism: how several `procs` share the model, fields of `forge.training.settings.Parallelism`.
         settings: `seq_len` and `dtype` of `forge.training.settings.PassSettings`.
     """
 
-    def __init__(self, model: str, *, temperature: float = 1.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        temperature: float = 1.0,
+        parallelism: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         self.model, self.temperature, self.passes = model, temperature, PassSettings(**settings)
+        self.layout = Parallelism(**(parallelism or {}))
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
         if options.procs != 1:
-            raise ValueError("a reference model is one process: scale it with num_replicas instead of procs")
+            Parallelism(**(kwargs.get("parallelism") or {})).over(options.procs, f"procs = {options.procs}")
         return options, kwargs
 
     def setup(self) -> None:
         from ..training.distributed import join
-        from ..training.policy import Policy, resolve_dtype
+        from ..training.policy import build, resolve_dtype
 
-        self.device = join(self.context.replica).device  # several may see the devices of all
-        dtype = resolve_dtype(self.passes.dtype, self.device)
-        self.policy = Policy.from_pretrained(self.model).to(self.device, dtype).eval()
+        place = self.context
+        if place.world_size == 1:
+            self.ranks = join(place.replica)  # several may see the devices of all
+        else:
+            self.ranks = join(place.rank, place.world_size, place.rendezvous, self.layout)
+        dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
+        built = build(self.model, "policy", self.ranks, seq_len=self.passes.seq_len, dtype=dtype, weights_dtype=dtype)
+        self.policy = built.requires_grad_(False).eval()
+
+    def teardown(self) -> None:
+        from ..training.distributed import leave
+
+        if self.context.world_size > 1:  # else a group is that of a trainer in the same process
+            leave()
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
+        from ..training.policy import reshard
         from ..training.step import score
 
-        with phase("reference"):
-            length = self.passes.seq_len
+        with phase("reference") if self.context.rank == 0 else nullcontext():
             batch = replace(batch, experts=None)  # those of another model
-            return score(lambda part: self.policy(part, self.temperature).logprobs, batch, max_tokens=length)
+            found = score(
+                lambda part: self.policy(part, self.temperature).logprobs,
+                batch,
+                max_tokens=self.passes.seq_len,
+                ranks=self.ranks,
+            )
+            reshard(self.policy)
+            return found

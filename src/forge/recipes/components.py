@@ -211,6 +211,7 @@ async def reward(cfg: Any) -> Handle:
 
 async def reference(cfg: Any, model: str, temperature: float = 1.0) -> Handle:
     """A frozen model that scores batches."""
+    passes = {"seq_len": cfg.training.seq_len, "dtype": cfg.training.dtype}
     return await ReferenceModel.options(**cfg.placement("ref_model")).as_service(
-        model, seq_len=cfg.training.seq_len, temperature=temperature, dtype=cfg.training.dtype
+        model, temperature=temperature, parallelism={**cfg.parallelism}, **passes
     )

@@ -158,8 +158,13 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         model = resolve_model(cfg.model or str(initial))
         check_origin(folder, [model, *others], local(cfg.files))
     check_model(cfg, model)
+    reference = getattr(cfg.services, "ref_model", None)
     for key, other in zip(cfg.others(), others, strict=True):
         check_vocabulary(key, other, model)
+        if reference is not None and reference.procs > 1:
+            from transformers import AutoConfig
+
+            cfg.parallelism.check(AutoConfig.from_pretrained(other))
     cfg.check_tokenizer(model)
     cfg.check_reward()
     held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed, cfg.scorers)

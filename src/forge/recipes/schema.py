@@ -354,14 +354,14 @@ class TrainingRecipe(Section):
             placed, learns = self.services[name], name in ("trainer", "critic")
             if placed is None:
                 continue
-            if placed.procs != 1 and not learns and name != "generator":
+            if placed.procs != 1 and not learns and name not in ("generator", "ref_model"):
                 raise ConfigError(f"services.{name}.procs must be 1: scale it with num_replicas")
             if placed.num_replicas != 1 and (learns or name in ("replay_buffer", "dataset")):
                 raise ConfigError(f"services.{name}.num_replicas must be 1: its state cannot be split")
-            if learns and name not in idle:
+            if (learns or placed.procs != 1) and name not in ("generator", *idle):
                 self.parallelism.over(placed.procs, f"services.{name}.procs = {placed.procs}")
-                if self.training.cpu_offload and not placed.with_gpus:
-                    raise ConfigError(f"training.cpu_offload does nothing: services.{name} has no GPUs (with_gpus)")
+            if learns and name not in idle and self.training.cpu_offload and not placed.with_gpus:
+                raise ConfigError(f"training.cpu_offload does nothing: services.{name} has no GPUs (with_gpus)")
 
     def check_pairs(self, dataset: PreferencesConfig) -> None:
         """Check training on pairs: every pair has the same weight, and fits into one micro-batch, which bounds its
@@ -425,6 +425,10 @@ class RecipeConfig(TrainingRecipe):
                 services.generator.num_replicas > trainer.procs,
                 f"services.generator.num_replicas = {services.generator.num_replicas} is more than the trainer's procs "
                 f"= {trainer.procs}: a device has room for one generator",
+            ),
+            (
+                "ref_model" in running and services["ref_model"].procs > 1,
+                "a reference model has one process: set services.ref_model.procs to 1",
             ),
             (
                 "critic" in running and trainer.procs > 1,

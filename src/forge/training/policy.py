@@ -360,6 +360,13 @@ def sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
 
 
+def reshard(model: nn.Module) -> None:
+    """Drop what a forward pass without a backward pass leaves in place of parameters: gathered copies, in its dtype."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of the forward pass: bfloat16 only where the device computes in it."""
     if name == "bfloat16" and device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():

@@ -140,7 +140,8 @@ class LoraSettings(Section):
 
 
 class Parallelism(Section):
-    """Degrees whose product is the number of ranks, `services.trainer.procs` (and the critic's)."""
+    """Degrees whose product is the number of ranks: `services.trainer.procs`, the critic's, and that of a reference
+    model of several processes."""
 
     data_parallel_replicate_degree: int | None = None
     """Copies of the shards (HSDP); null: what the other degrees leave."""
@@ -189,6 +190,11 @@ class Parallelism(Section):
             )
         degrees = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
         return self.model_copy(update=degrees)
+
+    def shares(self, ranks: int) -> int:
+        """The parts that the weights are divided into; raises as `over` does."""
+        layout = self.over(ranks)
+        return layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
 
     def check(self, config: Any) -> None:
         """ValueError: a transformers config of an unsupported family, or with a size that is not a multiple."""

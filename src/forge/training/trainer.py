@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoConfig
 
@@ -26,7 +25,7 @@ from ..weight_layouts import adapters, merge_adapters
 from .distributed import Ranks
 from .experts import balance, load_metrics
 from .optimizers import build_optimizer
-from .policy import Backend, Head, TokenScores, TokenValues, build, resolve_dtype
+from .policy import Backend, Head, TokenScores, TokenValues, build, reshard, resolve_dtype
 from .settings import LoraSettings, OptimizerSettings, PassSettings
 from .step import Loss, Metrics, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
 
@@ -141,7 +140,7 @@ class PolicyTrainer:
     def weights(self) -> dict[str, Tensor]:
         """This rank's part of every trained parameter, by Hugging Face name: DTensors if sharded. With `lora` the
         factors, with B scaled by alpha / rank: W + B A is the layer."""
-        self._reshard()
+        reshard(self.policy)
         named = self.policy.named_weights()
         if self.lora is None:
             return {name: parameter.detach() for name, parameter in named}
@@ -248,7 +247,7 @@ class PolicyTrainer:
             raise ValueError(f"this trainer has a {has} head, which supports only {gives}")
         self.onload()
         numbers = score(lambda part: self._forward(part)[0], batch, max_tokens=self.passes.seq_len, ranks=self.ranks)
-        self._reshard()
+        reshard(self.policy)
         return numbers
 
     def _uses_proximal(self, batch: Batch, loss: Loss) -> bool:
@@ -260,14 +259,8 @@ class PolicyTrainer:
         return "proximal_logprobs" in names and getattr(loss, "correction", loss) is not None
 
     def _move(self, to: torch.device) -> None:
-        self._reshard()
+        reshard(self.policy)
         move(self.policy, self.optimizer, to, buffers=self.ranks.device if self.passes.cpu_offload else to)
-
-    def _reshard(self) -> None:
-        # A forward pass without a backward pass leaves gathered copies, in its dtype, in place of parameters.
-        for module in self.policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 @torch.no_grad()
