@@ -14,6 +14,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +23,12 @@ from torch import Tensor
 from ..types import TOP_LOGPROBS, UNKNOWN_EXPERT, Completion, Sampling
 from .decoder import Decoder, rounded
 from .interface import Listener
+from .prefixes import TOKENS, Prefix, PrefixCache
 from .weights import Weights
 
 WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
+WORTH_A_STEP = 64  # prompt tokens for which a prompt waits a step: another one that is being computed has them too
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
-
-Prefix = tuple[Tensor, ...]  # keys and values, (layers, K, tokens, D) each; see `Cache.read`
 
 
 @dataclass(slots=True, eq=False)
@@ -73,18 +74,33 @@ class Row:
         return len(self.request.prompt) + len(self.drawn.token_ids) - 1
 
 
+class Fresh(NamedTuple):
+    """A prompt to compute but for the blocks that are `found`, and its rows."""
+
+    item: Request | Row
+    rows: list[int]
+    context: list[int]
+    found: list[Prefix]
+
+    @property
+    def start(self) -> int:
+        return TOKENS * len(self.found)
+
+
 class Batch:
     """Runs requests on a decoder with `rounded(slots, WIDTH)` rows.
 
     `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
+    `prefix_bytes` bounds what is kept of computed prompts for later ones that begin with the same tokens.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, prefill_tokens: int):
+    def __init__(self, decoder: Decoder, slots: int, prefill_tokens: int, prefix_bytes: int = 0):
         self.decoder, self.slots, self.prefill_tokens = decoder, slots, prefill_tokens
+        self.known = PrefixCache(prefix_bytes)
         self.rows: list[Row] = []
         self.holes: list[int] = []
         self.cut: deque[Row] = deque()  # preempted, to be resumed before waiting requests
-        self.steps = self.generated = self.prefilled = 0
+        self.steps = self.generated = self.prefilled = self.reused = 0
         self._docked: tuple[Request | Row | None, int] = (None, 0)  # a long prompt in the dock, its tokens there
         # (first step, version, identity) of the weights, in order.
         self._drew = [(0, decoder.weights.version, decoder.weights.identity)]
@@ -114,6 +130,7 @@ class Batch:
         self.rows, self.holes = [], []
         for request in waiting:
             request.prefix = None
+        self.known.clear()
         self._docked = (None, 0)
         self.positions.zero_()  # of idle rows, which decode as well: the new cache may be shorter
         self.decoder.release()
@@ -132,6 +149,7 @@ class Batch:
             self.rows, self.holes = [], []
         for request in waiting:
             request.prefix = None
+        self.known.clear()
         self._docked = (None, 0)
         self.decoder.weights = weights
         oldest = min((row.start for row in self.rows), default=self.steps)
@@ -149,24 +167,30 @@ class Batch:
         self.holes.sort()
         free = self.holes + list(range(len(self.rows), self.slots))
         placed: dict[int, Row] = {}
-        fresh: list[tuple[Request | Row, list[int], list[int]]] = []
+        fresh: list[Fresh] = []
         stored: list[tuple[list[int], Prefix]] = []
+        coming = set[tuple[int, ...]]()  # how `fresh` prompts go on after what is known
         spent = 0
         while len(placed) < len(free) and (self.cut or waiting):
             item = self.cut[0] if self.cut else waiting[0]
             tokens = item.tokens if isinstance(item, Row) else item.prompt
-            context = list(tokens[:-1])
+            context, found = list(tokens[:-1]), list[Prefix]()
             if context and item.prefix is None:
-                if len(context) > self.prefill_tokens:
+                found = self.known.find(context)
+                left = len(context) - TOKENS * len(found)
+                common = tuple(context[: TOKENS * len(found) + WORTH_A_STEP])
+                if common in coming:
+                    break  # the next step finds what this one computes
+                if left > self.prefill_tokens or self._docked[0] is item:
                     if placed:
                         break
-                    spent = self._dock(item, context)
+                    spent = self._dock(item, context, found)
                     if item.prefix is None:
                         break
-                elif spent + len(context) > self.prefill_tokens:
+                elif spent + left > self.prefill_tokens:
                     break
                 else:
-                    spent += len(context)
+                    spent += left
             rows = free[len(placed) :]
             if isinstance(item, Row):
                 item.start, rows = self.steps, rows[:1]
@@ -179,7 +203,9 @@ class Batch:
             if item.prefix is not None:
                 stored.append((rows, item.prefix))
             elif context:
-                fresh.append((item, rows, context))
+                fresh.append(Fresh(item, rows, context, found))
+                if left >= WORTH_A_STEP and len(context) * self.decoder.cache.token_bytes <= self.known.limit:
+                    coming.add(common)
             if isinstance(item, Row):
                 self.cut.popleft()
             elif item.admitted == item.sampling.n:
@@ -191,7 +217,7 @@ class Batch:
         self.holes = self.holes[len(placed) :]
         if placed:
             for rows, prefix in stored:
-                self.decoder.cache.fill(rows, prefix)
+                self.decoder.cache.fill(rows, [prefix])
             self._prefill(fresh)
             self._set_rows(placed)
         self._compact()
@@ -205,35 +231,46 @@ class Batch:
         self._listening = [i for i, row in enumerate(self.rows) if row.request.listener]
         self._wants_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
 
-    def _dock(self, item: Request | Row, context: list[int]) -> int:
+    def _dock(self, item: Request | Row, context: list[int], found: list[Prefix]) -> int:
         """Compute the next piece of a long prompt; returns its length. The last one sets `item.prefix`."""
-        docked, done = self._docked
-        done = done if docked is item else 0
-        piece = context[done : done + self.prefill_tokens]
         cache = self.decoder.cache
+        docked, done = self._docked
+        if docked is not item:
+            done = TOKENS * len(found)
+            cache.reserve(done, len(self.rows))
+            cache.fill([cache.dock], found)
+            self.reused += done
+        piece = context[done : done + self.prefill_tokens]
         cache.reserve(done + len(piece), len(self.rows))
-        self.decoder.prefill([piece], [cache.dock], done)
+        self.decoder.prefill([piece], [cache.dock], [done])
         done += len(piece)
         self.prefilled += len(piece)
         self._docked = (item, done)
         if done == len(context):
             item.prefix = tuple(part.clone() for part in cache.read(cache.dock, done))
+            self.known.add(context, item.prefix)
             self._docked = (None, 0)
         return len(piece)
 
-    def _prefill(self, fresh: list[tuple[Request | Row, list[int], list[int]]]) -> None:
+    def _prefill(self, fresh: list[Fresh]) -> None:
         if not fresh:
             return
         cache = self.decoder.cache
-        prompts = [context for _, _, context in fresh]
-        cache.reserve(max(map(len, prompts)), len(self.rows))
-        self.decoder.prefill(prompts, [rows[0] for _, rows, _ in fresh])
-        for item, rows, prompt in fresh:
-            prefix = cache.read(rows[0], len(prompt))
-            cache.fill(rows[1:], prefix)
+        cache.reserve(max(len(each.context) for each in fresh), len(self.rows))
+        for each in fresh:
+            cache.fill(each.rows[:1], each.found)
+            self.reused += each.start
+        new = [each for each in fresh if each.start < len(each.context)]
+        if new:
+            rests, rows = [each.context[each.start :] for each in new], [each.rows[0] for each in new]
+            self.decoder.prefill(rests, rows, [each.start for each in new])
+            self.prefilled += sum(map(len, rests))
+        for item, rows, context, _ in fresh:
+            prefix = cache.read(rows[0], len(context))
+            cache.fill(rows[1:], [prefix])
+            self.known.add(context, prefix)
             if isinstance(item, Request) and item.admitted < item.sampling.n:
                 item.prefix = tuple(part.clone() for part in prefix)
-            self.prefilled += len(prompt)
 
     def _set_rows(self, placed: dict[int, Row]) -> None:
         device = self.decoder.device
@@ -269,7 +306,7 @@ class Batch:
             if holes[-1] != last:
                 hole = holes.pop(0)
                 row = self.rows[hole] = self.rows[last]
-                self.decoder.cache.fill([hole], self.decoder.cache.read(last, row.context + self.steps - row.start))
+                self.decoder.cache.fill([hole], [self.decoder.cache.read(last, row.context + self.steps - row.start)])
                 for state in (self.tokens, self.positions, self.ends, self.temperature, self.top_k, self.top_p):
                     state[hole] = state[last]
                 for state in (self.greedy, self.stops, self.uniform, self.logprobs, self.drawn):

@@ -48,6 +48,7 @@ class Cache:
             shape = len(sparse_layers(config)), rows + 1, 1, self.least, config.num_experts_per_tok
             self.choices = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.uint8, device=device)
             self.stores.append("choices")
+        self.token_bytes = sum(getattr(self, name)[:, 0, :, 0].nbytes for name in self.stores)
 
     def clear(self) -> None:
         """Free all memory; the next `reserve` allocates again."""
@@ -94,11 +95,15 @@ class Cache:
         """A view of one row's first positions in each store, for `fill`."""
         return tuple(getattr(self, name)[:, row, :, :length] for name in self.stores)
 
-    def fill(self, rows: Sequence[int], prefix: tuple[Tensor, ...]) -> None:
-        """Copy a prefix, from `read`, into each of `rows`."""
-        for name, part in zip(self.stores, prefix, strict=True):
-            for row in rows:
-                getattr(self, name)[:, row, :, : part.shape[2]] = part
+    def fill(self, rows: Sequence[int], parts: Sequence[tuple[Tensor, ...]]) -> None:
+        """Copy parts of what `read` returned, one after the other, to the beginning of each of `rows`."""
+        at = 0
+        for part in parts:
+            end = at + part[0].shape[2]
+            for name, values in zip(self.stores, part, strict=True):
+                for row in rows:
+                    getattr(self, name)[:, row, :, at:end] = values
+            at = end
 
 
 class Decoder:
@@ -184,17 +189,18 @@ class Decoder:
         cache.write_choices(self.row_ids[:rows], positions, choices)
         return self.weights.head(F.rms_norm(x, x.shape[-1:], self.weights.norm, self.eps))
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], start: int = 0) -> None:
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
 
         There are no logits: the last token of a prompt is left to the first decode step, so that the last layer's
-        attention and MLP are skipped. `start` > 0 continues prompts whose first `start` tokens are in their rows.
+        attention and MLP are skipped. `starts` continues prompts of which so many tokens are in their rows.
         """
         lengths = torch.tensor([len(prompt) for prompt in prompts])
+        before = torch.tensor(starts or [0] * len(prompts))
         tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
         prompt = torch.arange(len(prompts)).repeat_interleave(lengths)
-        positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths)[prompt] + start
-        blocks = self._blocks(prompt, positions, torch.tensor(rows), lengths + start)
+        positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths - before)[prompt]
+        blocks = self._blocks(prompt, positions, torch.tensor(rows), before, lengths + before)
         at_rows = torch.tensor(rows)[prompt].to(self.device)
         index = self.cache.index(at_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
@@ -224,11 +230,12 @@ class Decoder:
                 attended.index_copy_(0, block.tokens, out[block.place])
             self._finish_layer(layer, x, attended, choices)
 
-    def _blocks(self, prompt: Tensor, positions: Tensor, rows: Tensor, ends: Tensor) -> list[_Block]:
-        """Split prompt tokens into attention calls of `queries` positions of every prompt that reaches them, or all.
+    def _blocks(self, prompt: Tensor, positions: Tensor, rows: Tensor, starts: Tensor, ends: Tensor) -> list[_Block]:
+        """Split prompt tokens into attention calls of `queries` positions of every prompt that has some, or all.
 
-        prompt, positions: (N,). rows, ends: (prompts,). A block begins at a multiple of its size whatever the pieces of
-        the prompt, so that its keys have a fixed shape. Half a block, for short prompts, rounds like a whole one.
+        prompt, positions: (N,). rows, starts, ends: (prompts,). A block begins at a multiple of its size whatever the
+        pieces of the prompt, so that its keys have a fixed shape. Half a block, for short prompts, rounds like a whole
+        one.
         """
         blocks, first, longest = [], int(positions.min()), int(ends.max())
         size = longest - first
@@ -237,7 +244,9 @@ class Decoder:
             first = first // size * size
         for begin in range(first, longest, size):
             inside = ((positions >= begin) & (positions < begin + size)).nonzero().flatten()
-            reaching = ends > begin
+            reaching = (ends > begin) & (starts < begin + size)
+            if not reaching.any():
+                continue
             place = (reaching.cumsum(0) - 1)[prompt[inside]] * size + positions[inside] - begin
             keys, queries = self.steps[: begin + size], self.steps[begin : begin + size, None]
             masks = []

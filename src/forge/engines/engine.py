@@ -68,7 +68,7 @@ class EmbeddedEngine:
         how.check(config)
         rows, record = rounded(how.slots, WIDTH), how.router_replay
         decoder = Decoder(config, weights, rows, self.max_seq_len, self.dtype, self.device, record)
-        self._batch = Batch(decoder, how.slots, prefill_tokens)
+        self._batch = Batch(decoder, how.slots, prefill_tokens, int(how.prefix_cache_mb * 1e6))
         self._waiting: deque[Request] = deque()
         self._orders: deque[Order] = deque()  # accepted by the thread, still pending
         self._released = False
@@ -146,8 +146,9 @@ class EmbeddedEngine:
         return self._batch.serves[1]
 
     def stats(self) -> dict[str, int]:
-        """As `Engine.stats`, with `prefilled_tokens` and `decode_steps`. A preempted sample counts as waiting, tokens
-        recomputed after a weight update count as prefilled."""
+        """As `Engine.stats`, with `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache) and
+        `decode_steps`. A preempted sample counts as waiting, tokens recomputed after a weight update as prefilled.
+        """
         with self._wake:
             self._check_alive()
             requests = [*self._waiting, *self._submitted]
@@ -156,6 +157,7 @@ class EmbeddedEngine:
             "waiting": sum(request.sampling.n - request.admitted for request in requests) + len(self._batch.cut),
             "generated_tokens": self._batch.generated,
             "prefilled_tokens": self._batch.prefilled,
+            "reused_tokens": self._batch.reused,
             "decode_steps": self._batch.steps,
         }
 

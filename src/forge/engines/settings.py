@@ -25,6 +25,9 @@ class EngineSettings(Section):
     """Running sequences at a weight update: they `continue` under the new weights with the keys and values
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
     ([weights.md](weights.md))."""
+    prefix_cache_mb: float = Field(256, ge=0)
+    """Memory for keys and values of prompts, in MB: a prompt that begins as another did, such as an episode's next
+    turn, is computed from where they differ. A weight update empties it. 0: none. vLLM has its own."""
     router_replay: bool = False
     """Of a mixture of experts: completions carry the experts of each token, and the trainer computes with them
     ([mixtures.md](mixtures.md)). Needs `embedded`."""
@@ -34,6 +37,10 @@ class EngineSettings(Section):
     def _check(self) -> None:
         if self.router_replay and self.engine != "embedded":
             raise ValueError(f"generator.router_replay needs generator.engine: embedded, it is {self.engine}")
+        if self.engine == "vllm" and self.prefix_cache_mb != type(self).model_fields["prefix_cache_mb"].default:
+            raise ValueError(
+                "generator.prefix_cache_mb is of the embedded engine: set generator.vllm: {enable_prefix_caching: true}"
+            )
         if self.vllm and self.engine != "vllm":
             raise ValueError(
                 f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import nullcontext
 from random import Random
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ _CLOSING = 10.0  # seconds for an environment to close
 
 
 class Policy(Protocol):
-    """A service of generators, or any object with such an endpoint."""
+    """A service of generators, each episode in a `session()` of it, or any object with such an endpoint."""
 
     @property
     def generate(self) -> Any:
@@ -67,7 +68,9 @@ async def rollout(
     for attempt in range(retries + 1):
         played = _Played(dialogue, max_tokens, step_timeout, Random(f"{seed}/{sample}/{attempt}"))
         try:
-            played.stop = await played.play(policy, env, task, seed, max_turns, max_turn_tokens, sampling)
+            # One replica gets all turns: it has the keys and values of the earlier ones.
+            async with policy.session() if hasattr(policy, "session") else nullcontext():
+                played.stop = await played.play(policy, env, task, seed, max_turns, max_turn_tokens, sampling)
             break
         except InfrastructureError as error:
             played.stop, played.error = "infrastructure", str(error)
