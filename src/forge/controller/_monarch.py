@@ -4,8 +4,11 @@ Monarch's defaults notice a killed process after about 9 s and a stopped one aft
 for 1.5 % of a core.
 """
 
+import atexit
 import os
 import sys
+from contextlib import suppress
+from functools import cache
 
 from . import private
 
@@ -32,6 +35,7 @@ from monarch.actor import (  # noqa: E402
     concurrent_endpoint,
     current_rank,
     run_worker_loop_forever,
+    shutdown_context,
     this_host,
     this_proc,
 )
@@ -52,6 +56,7 @@ __all__ = [
     "attach_to_workers",
     "concurrent_endpoint",
     "current_rank",
+    "end_at_exit",
     "new_service_proc_id",
     "run_worker_loop_forever",
     "set_fault_hook",
@@ -66,3 +71,17 @@ CHILD = BootstrapCommand(sys.executable, None, ["-m", "forge.controller.child"],
 def set_fault_hook(hook):
     """Install `hook(failure)` for faults that no call is waiting on; returning from it means handled."""
     _monarch_actor.unhandled_fault_hook = hook
+
+
+@cache
+def end_at_exit() -> None:
+    """End Monarch's client when this process exits; to be called once there is one.
+
+    Monarch does so too, later, but within a second: on a busy machine it prints a traceback instead.
+    """
+    atexit.register(_end)
+
+
+def _end() -> None:
+    with suppress(TimeoutError):  # the process ends all the same
+        shutdown_context(host_timeout=0.3).get(timeout=10.0)

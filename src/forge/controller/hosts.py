@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ._monarch import HostMesh, attach_to_workers, new_service_proc_id, run_worker_loop_forever, this_host
+from ._monarch import HostMesh, attach_to_workers, end_at_exit, new_service_proc_id, run_worker_loop_forever, this_host
 from .private import sockets_in, warn_if_exposed
 from .processes import is_stopped
 
@@ -33,6 +33,7 @@ class Hosts:
     async def mesh(self) -> HostMesh:
         """The hosts as one mesh; started again first if one of them was lost."""
         mesh = this_host()
+        end_at_exit()
         warn_if_exposed()
         return mesh
 
@@ -74,6 +75,7 @@ class LoopbackHosts(Hosts):
                 self._workers = [_start(address) for address in addresses]
                 name = f"{self.name}_{next(_attached)}"
                 self._mesh = attach_to_workers(ca="trust_all_connections", workers=addresses, name=name)
+                end_at_exit()
             return self._mesh
 
     def pids(self) -> list[int]:
