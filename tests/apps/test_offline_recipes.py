@@ -153,7 +153,16 @@ BAD = [
     ("dpo", ["--training.seq_len", "1"], "max_tokens must be at least 1, got 0"),
     ("dpo", ["--dataset.chosen_field", "good"], "a task makes its answers itself"),
     ("dpo", ["--dataset.target_field", "answer"], "unknown key 'dataset.target_field'"),
-    ("dpo", ["--ref_model.procs", "3", "--parallelism.context_parallel_degree", "2"], "does not divide services.ref_m"),
+    (
+        "dpo",
+        [
+            "--ref_model.procs",
+            "3",
+            "--parallelism",
+            "{data_parallel_replicate_degree: 1, data_parallel_shard_degree: 1}",
+        ],
+        "does not make services.ref_model.procs = 3",
+    ),
     ("dpo", ["--reward.functions", "[ExactMatch]"], "unknown key 'reward'"),
     ("reward_model", ["--reward_model.center", "-1"], "reward_model.center must be at least 0"),
     ("reward_model", ["--training.aggregation", "token_mean"], "training.aggregation does nothing in this recipe"),
