@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from forge.boxes import local_boxes
 from forge.store import IncompleteVersion, Ranks, VersionStore
-from forge.store.manifest import local_boxes
 from forge.store.transfer import Part
 
 pytestmark = pytest.mark.processes

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import forge.store as ts
+from forge.boxes import Box
 from forge.store import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict, VersionStore
-from forge.store.manifest import Box, Manifest, Shard
+from forge.store.manifest import Manifest, Shard
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 

@@ -169,7 +169,7 @@ class Batch:
         placed: dict[int, Row] = {}
         fresh: list[Fresh] = []
         stored: list[tuple[list[int], Prefix]] = []
-        coming = set[tuple[int, ...]]()  # how `fresh` prompts go on after what is known
+        coming = set[tuple[int, ...]]()  # beginnings that `fresh` prompts will store; others that share one wait a step
         spent = 0
         while len(placed) < len(free) and (self.cut or waiting):
             item = self.cut[0] if self.cut else waiting[0]

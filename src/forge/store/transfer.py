@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..boxes import local_boxes, whole
 from ..files import write_atomic
-from .manifest import Manifest, Shard, checksum, copy_and_hash, local_boxes, whole
+from .manifest import Manifest, Shard, checksum, copy_and_hash
 from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .segments import ALIGNMENT
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..store.manifest import Box, local_boxes, whole
+from ..boxes import Box, local_boxes, whole
 from ..weight_layouts import split_experts
 
 MAPPED = 1 << 28  # bytes of tensors read before a file is closed: the pages of a mapped file count as this process's
