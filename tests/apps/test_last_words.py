@@ -11,7 +11,7 @@ import pytest
 
 from forge.recipes import launch
 from tests.apps.test_recipes import CONFIG, command, start
-from tests.controller.test_private import descendants
+from tests.trees import components
 
 pytestmark = pytest.mark.processes
 
@@ -26,10 +26,6 @@ def running(folder: Path, *overrides: str) -> subprocess.Popen:
         if line.startswith("step 2/"):
             return process
     raise AssertionError(process.communicate()[0])
-
-
-def cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def ended(process: subprocess.Popen) -> list[str]:
@@ -58,9 +54,9 @@ def test_the_weight_store_is_removed(tmp_path: Path):
 def test_the_folder_of_sockets_is_removed_and_a_process_killed(tmp_path: Path):
     process = running(tmp_path)
     (folder,) = Path("/tmp").glob(f"forge-run-{process.pid}-*")
-    components = [pid for pid in descendants(process.pid) if b"forge.controller.child" in cmdline(pid)]
+    victim = components(process.pid)[0]
     shutil.rmtree(folder)
-    os.kill(components[0], signal.SIGKILL)
+    os.kill(victim, signal.SIGKILL)
     assert process.stdout is not None
     # A run that has a generator left continues with it.
     assert any(f"{folder}, which holds this run's sockets, was removed" in line for line in process.stdout)

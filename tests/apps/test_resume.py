@@ -21,7 +21,8 @@ from forge.recipes.rl_config import RLConfig as GRPOConfig
 from forge.recipes.sft_config import SFTConfig
 from forge.training.checkpoint import checkpoints, extra
 from tests.apps.test_recipes import CONFIG, command, finish, rows, start
-from tests.apps.test_survival import components, logged_rollouts, wait
+from tests.apps.test_survival import logged_rollouts, wait
+from tests.trees import components
 
 BATCH = CONFIG["training"]["batch_size"]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from forge.training.checkpoint import checkpoints, extra
-from tests.apps.test_recipes import CONFIG, children, command, gone, rows, start
+from tests.apps.test_recipes import CONFIG, command, gone, rows, start
+from tests.trees import components
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -20,11 +21,6 @@ SURVIVOR = CONFIG | {
     "checkpoint": {"every": 6},
     "metrics": {"rollouts": CONFIG["training"]["batch_size"]},
 }
-
-
-def components(pid: int) -> list[int]:
-    """The processes of a run that are components."""
-    return [child for child in children(pid) if Path(f"/proc/{child}/comm").read_text().strip() != "sh"]
 
 
 def logged_rollouts(folder: Path) -> list[dict]:

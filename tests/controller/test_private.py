@@ -12,6 +12,7 @@ import pytest
 
 from forge.interpose import imports
 from tests.controller.test_endings import start
+from tests.trees import descendants
 
 pytestmark = pytest.mark.processes
 
@@ -24,21 +25,6 @@ MONARCH = """
     print("READY", flush=True)
     time.sleep(100)
 """
-
-
-def descendants(root: int) -> list[int]:
-    """The process and all that it has started."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        parents[int(status.parent.name)] = int(fields[1])
-    found = [root]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found
 
 
 def listeners(root: int) -> tuple[set[str], set[str]]:

@@ -22,7 +22,8 @@ from forge.data.tokenizer import PRINTABLE
 from forge.models import build_small_model
 from forge.serve import Server
 from forge.web import bind
-from tests.apps.test_recipes import children, gone, start
+from tests.apps.test_recipes import gone, start
+from tests.trees import descendants
 
 FORGE = [sys.executable, "-c", "from forge.cli import main; main()"]
 TEMPLATE = (
@@ -153,7 +154,7 @@ def launched(processes):
 
 def interrupted(process):
     """The exit code after Ctrl-C, when every process that it had is gone."""
-    pids = children(process.pid)
+    pids = descendants(process.pid)[1:]
     assert pids
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=30)

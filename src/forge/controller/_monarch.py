@@ -39,13 +39,13 @@ from monarch.actor import (  # noqa: E402
     this_host,
     this_proc,
 )
-from monarch.job import new_service_proc_id  # noqa: E402
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning  # noqa: E402
 
 __all__ = [
     "CHILD",
     "Actor",
     "ActorError",
+    "BootstrapCommand",
     "EndpointProperty",
     "HostMesh",
     "MeshFailure",
@@ -66,6 +66,13 @@ __all__ = [
 
 # What a new process runs.
 CHILD = BootstrapCommand(sys.executable, None, ["-m", "forge.controller.child"], {})
+
+
+def new_service_proc_id():
+    """The identity of a host's worker process."""
+    from monarch.job import new_service_proc_id as new  # imports pyarrow and flask
+
+    return new()
 
 
 def set_fault_hook(hook):

@@ -9,13 +9,16 @@ import logging
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..forkserver import ForkServer
 from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import PROCESS_NAME
-from ._monarch import CHILD, HostMesh, ProcMesh
+from ._monarch import CHILD, BootstrapCommand, HostMesh, ProcMesh
 from .errors import ForgeError
 from .options import Options
 
@@ -160,33 +163,49 @@ class ProcessGroup:
                 self.fail(f"it did not answer a ping for {2 * patience:g} s")
 
 
-def spawn(host: HostMesh, name: str, procs: int, options: Options, gpus: list[str] | None = None) -> ProcMesh:
+def spawn(
+    host: HostMesh,
+    name: str,
+    procs: int,
+    options: Options,
+    gpus: list[str] | None = None,
+    server: ForkServer | None = None,
+) -> ProcMesh:
     """Start `procs` processes on each host of a host mesh.
 
     Args:
         gpus: the devices that the processes may see.
+        server: forks them, where libraries that it imported would read nothing else in them.
     """
-    settings = {
-        "OMP_NUM_THREADS": str(options.threads),
+    settings = {**environment(options.threads, gpus), PROCESS_NAME: name, **options.env}
+    bootstrap = functools.partial(_bootstrap, settings, options.memory_gb)
+    command = CHILD
+    if server is not None and options.threads == 1 and not gpus and not options.env:
+        command = BootstrapCommand(sys.executable, None, server.command, {})
+    return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
+
+
+def environment(threads: int = 1, gpus: list[str] | None = None) -> dict[str, str]:
+    """What libraries find in the environment of a process, beside the controller's own."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
         # Idle OpenMP workers otherwise spin on the cores that another process is computing on.
         "GOMP_SPINCOUNT": "2000",
         "TOKENIZERS_PARALLELISM": "false",
         # One loading bar from each process at once is noise.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        # An empty ZE_AFFINITY_MASK hides nothing: it is set where there is something to say.
         # The ranks of a process group are on one host. Otherwise they listen on the address of its name.
         **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
+        # An empty ZE_AFFINITY_MASK hides nothing: it is set where there is something to say.
         **{name: ",".join(gpus or []) for name in (VISIBLE if gpus else VISIBLE[:1])},
-        PROCESS_NAME: name,
-        **options.env,
     }
-    bootstrap = functools.partial(_bootstrap, settings, options.memory_gb)
-    return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=CHILD)
 
 
 def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
     """Runs in each new process before its actors: environment, limits, and no reaction of its own to Ctrl-C."""
     os.environ.update(settings)
+    with suppress(OSError):
+        Path(f"/proc/self/task/{os.getpid()}/comm").write_text(settings[PROCESS_NAME])  # what top and ps show
     configure_logging()
     if memory_gb is not None:
         limit = int(memory_gb * 1e9)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..forkserver import ForkServer
 from ..janitor import Scratch, sweep
 from ..observability.console import configure_logging, log, log_failure
 from ..observability.metrics import Snapshot, drain, on_the_clock
@@ -38,6 +39,7 @@ class Runtime:
         self._groups: dict[str, ProcessGroup] = {}
         self.hosts: dict[str, list[Hosts]] = {}
         self._gpus: list[str] | None = None
+        self._server: ForkServer | None = None
         self._held: dict[tuple[str, int], list[str]] = {}
         self._names: set[str] = set()
         self._starting: dict[Replica, float] = {}
@@ -65,6 +67,12 @@ class Runtime:
             raise
         return service
 
+    def fork_processes(self) -> None:
+        """Fork processes from now on, from a server that imports PyTorch and transformers once for all of them."""
+        if self._server is None and os.environ.get("FORGE_FORK_SERVER") != "0":
+            assert _scratch is not None
+            self._server = ForkServer(_scratch.path, processes.environment())
+
     async def drain_metrics(self) -> Snapshot:
         """Everything recorded since the last call, in every process that lives, merged."""
         merged = drain()
@@ -91,6 +99,8 @@ class Runtime:
         await asyncio.gather(*self._pending_stops, return_exceptions=True)
         await asyncio.gather(*(hosts.stop() for group in self.hosts.values() for hosts in group))
         remote_service.close_relay()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.end)
 
     def _launcher(self, component: Component) -> Callable[[int, int], Any]:
         async def launch(index: int, incarnation: int) -> Replica:
@@ -134,10 +144,12 @@ class Runtime:
         hosts = self._hosts_of(component, index)
         gpus = self._gpus_of(component, index)
         procs = options.share_procs if options.share is not None else max(1, options.procs // hosts.size)
+        server = self._server if options.hosts is None else None
         mesh = await hosts.mesh()
         group = self._groups.get(name) if shared else None
         if group is None or group.dead is not None:
-            group = ProcessGroup(name, processes.spawn(mesh, name, procs, options, gpus), options, shared=shared)
+            spawned = processes.spawn(mesh, name, procs, options, gpus, server)
+            group = ProcessGroup(name, spawned, options, shared=shared)
             if shared:
                 self._groups[name] = group
         return group

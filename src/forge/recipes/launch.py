@@ -109,7 +109,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         use(store := VersionStore.create())
         closing.callback(store.close)
         try:
-            run(recipe(cfg, Job(model, held_out, record, store)))
+            run(recipe(cfg, Job(model, held_out, record, store)), fork=True)
         except (ForgeError, OSError, RuntimeError) as error:
             gone = [path for path in (record.folder, store.root) if not path.is_dir()]
             if gone:
