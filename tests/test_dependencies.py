@@ -156,6 +156,15 @@ def test_importing_the_losses_needs_torch_alone():
 
 
 @pytest.mark.processes
+def test_the_controller_of_a_recipe_imports_no_more_than_it_needs():
+    code = "import apps.grpo.main, sys; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    slow = {"torch.distributed.tensor", "sympy", "transformers.modeling_utils", "torch._dynamo", "pyarrow", "flask"}
+    assert "forge.recipes.rl" in result.stdout.split()
+    assert not slow & set(result.stdout.split())
+
+
+@pytest.mark.processes
 def test_importing_forge_needs_nothing():
     code = "import sys, forge; print(sorted({'torch', 'numpy', 'transformers', 'monarch'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

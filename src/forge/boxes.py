@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +49,34 @@ def whole(shape: Iterable[int]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor. There are none where nothing has imported them, which takes .7 s."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return isinstance(tensor, getattr(module, "DTensor", ()))
+
+
 def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     """This process's part of a tensor: its non-empty blocks, each with its values (a view).
 
     Raises:
         ValueError: a DTensor with Partial placements.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return [(whole(tensor.shape), tensor)] if tensor.numel() else []
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
     spans = [torch.arange(size) for size in tensor.shape]
     steps = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
     # A strided shard divides after the mesh dimensions to its right (FSDP over tensor parallelism).
-    plain = [step for step in steps if not isinstance(step[0], _StridedShard)]
+    ordinary = [step for step in steps if not isinstance(step[0], _StridedShard)]
     strided = [step for step in reversed(steps) if isinstance(step[0], _StridedShard)]
-    for place, ranks, rank in plain + strided:
-        if isinstance(place, Partial):
+    for place, ranks, rank in ordinary + strided:
+        if place.is_partial():
             raise ValueError("a DTensor with a Partial placement holds partial sums: redistribute it")
-        if not isinstance(place, Replicate):
+        if not place.is_replicate():
             parts = spans[place.dim].chunk(ranks)  # type: ignore[attr-defined]
             spans[place.dim] = parts[rank] if rank < len(parts) else spans[place.dim][:0]  # type: ignore[attr-defined]
     local = tensor.to_local()

@@ -17,9 +17,8 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
-from ..boxes import local_boxes, whole
+from ..boxes import is_dtensor, local_boxes, whole
 from ..files import write_atomic
 from .manifest import Manifest, Shard, checksum, copy_and_hash
 from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
@@ -105,7 +104,7 @@ class Part:
             raise ValueError(f"a version is a number from 0, got {version}")
         tensors, single = flatten(value)
         if ranks is None:
-            spread = any(isinstance(tensor, DTensor) for tensor in tensors.values()) and dist.is_initialized()
+            spread = any(is_dtensor(tensor) for tensor in tensors.values()) and dist.is_initialized()
             ranks = Ranks()
             if spread and dist.get_world_size() > 1:
                 global _group
@@ -120,11 +119,11 @@ class Part:
         for name, tensor in tensors.items():
             to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             shard = Shard(name, str(to).removeprefix("torch."), tuple(tensor.shape), whole(tensor.shape), "", 0, "")
-            if isinstance(tensor, DTensor) and tensor.numel():
+            if is_dtensor(tensor) and tensor.numel():
                 # Along each mesh dimension that replicates the tensor, the first rank writes.
                 coordinate = tensor.device_mesh.get_coordinate() or ()
                 places = zip(tensor.placements, coordinate, strict=False)
-                mine = all(rank == 0 or not isinstance(place, Replicate) for place, rank in places)
+                mine = all(rank == 0 or not place.is_replicate() for place, rank in places)
             else:
                 mine = ranks.rank == 0
             if mine and not tensor.numel():
