@@ -48,7 +48,7 @@ LIBRARIES = (
 )
 # Variables that differ from process to process, and that no library reads when it is imported.
 FREE = ("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES")
-PATIENCE = 10.0  # seconds for a launcher's request, and for the server's end
+PATIENCE = 10.0  # seconds for a launcher's request
 PR_SET_PDEATHSIG = 1
 
 
@@ -86,14 +86,12 @@ class ForkServer:
     def end(self) -> None:
         """End the server and the processes that it forked."""
         atexit.unregister(self.end)
+        self._process.kill()  # the kernel kills its forks with it
+        self._process.wait()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        try:
-            self._process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.address.unlink(missing_ok=True)
 
 
 class Request(NamedTuple):

@@ -14,7 +14,7 @@ from .errors import (
 from .handle import Local
 from .options import Options, ServiceConfig
 from .run import first_to_end, run, run_in_thread
-from .runtime import drain_metrics, runtime, shutdown
+from .runtime import drain_metrics, forked_processes, runtime, shutdown
 from .service import ReplicaStatus, Service, ServiceStatus
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "drain_metrics",
     "endpoint",
     "first_to_end",
+    "forked_processes",
     "request_id",
     "run",
     "run_in_thread",

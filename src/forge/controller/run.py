@@ -45,21 +45,17 @@ async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
             raise group.exceptions[0] from None
 
 
-def run(main: Coroutine[Any, Any, T], *, fork: bool = False) -> T:
+def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a recipe to its end and leave no process behind.
-
-    Args:
-        fork: import PyTorch and transformers once for all processes, which are forked: for components that need them.
-            The environment variable FORGE_FORK_SERVER=0 turns it off.
 
     Raises:
         what `main` raised; ReplicaDied when a component was lost for good; SystemExit(128 + number) after SIGINT,
         SIGTERM or SIGHUP.
     """
-    return asyncio.run(_run(main, fork))
+    return asyncio.run(_run(main))
 
 
-async def _run(main: Coroutine[Any, Any, T], fork: bool) -> T:
+async def _run(main: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
     global _interrupt
@@ -77,8 +73,6 @@ async def _run(main: Coroutine[Any, Any, T], fork: bool) -> T:
         hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
         for number in (signal.SIGINT, signal.SIGTERM, *hangup):
             loop.add_signal_handler(number, on_signal, number)
-    if fork:
-        runtime().fork_processes()
     task = loop.create_task(main)
     try:
         dead = runtime().failure

@@ -9,7 +9,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..forkserver import ForkServer
@@ -39,7 +41,6 @@ class Runtime:
         self._groups: dict[str, ProcessGroup] = {}
         self.hosts: dict[str, list[Hosts]] = {}
         self._gpus: list[str] | None = None
-        self._server: ForkServer | None = None
         self._held: dict[tuple[str, int], list[str]] = {}
         self._names: set[str] = set()
         self._starting: dict[Replica, float] = {}
@@ -67,12 +68,6 @@ class Runtime:
             raise
         return service
 
-    def fork_processes(self) -> None:
-        """Fork processes from now on, from a server that imports PyTorch and transformers once for all of them."""
-        if self._server is None and os.environ.get("FORGE_FORK_SERVER") != "0":
-            assert _scratch is not None
-            self._server = ForkServer(_scratch.path, processes.environment())
-
     async def drain_metrics(self) -> Snapshot:
         """Everything recorded since the last call, in every process that lives, merged."""
         merged = drain()
@@ -99,8 +94,6 @@ class Runtime:
         await asyncio.gather(*self._pending_stops, return_exceptions=True)
         await asyncio.gather(*(hosts.stop() for group in self.hosts.values() for hosts in group))
         remote_service.close_relay()
-        if self._server is not None:
-            await asyncio.to_thread(self._server.end)
 
     def _launcher(self, component: Component) -> Callable[[int, int], Any]:
         async def launch(index: int, incarnation: int) -> Replica:
@@ -144,7 +137,7 @@ class Runtime:
         hosts = self._hosts_of(component, index)
         gpus = self._gpus_of(component, index)
         procs = options.share_procs if options.share is not None else max(1, options.procs // hosts.size)
-        server = self._server if options.hosts is None else None
+        server = _server if options.hosts is None else None
         mesh = await hosts.mesh()
         group = self._groups.get(name) if shared else None
         if group is None or group.dead is not None:
@@ -205,24 +198,50 @@ class Runtime:
 _runtime: Runtime | None = None
 _local: list[ForgeActor] = []  # components of this process, see `ForgeActor.as_local`
 _scratch: Scratch | None = None
+_server: ForkServer | None = None  # forks processes instead of starting them
 
 
 def runtime() -> Runtime:
     """The runtime of this controller; made on first use inside a running event loop."""
-    global _runtime, _scratch
+    global _runtime
     if _runtime is None:
         configure_logging()
-        if _scratch is None:
-            # Monarch's processes leave their sockets in the folder for temporary files: let that folder be one that
-            # goes with this process. Python's own temporary files of this process stay where they were.
-            tempfile.tempdir = tempfile.gettempdir()
-            sweep()
-            _scratch = private.socket_folder()
-            os.environ["TMPDIR"] = str(_scratch.path)
-            private.sockets_in(_scratch.path)
+        _private_folder()
         set_fault_hook(lambda failure: None)  # each replica notices faults by itself, and its error names them
         _runtime = Runtime()
     return _runtime
+
+
+@contextmanager
+def forked_processes() -> Iterator[None]:
+    """Within this context, processes are forked from a server that starts now and imports PyTorch and transformers.
+
+    A process that needs both then starts in a fraction of a second. The variable FORGE_FORK_SERVER=0 turns it off.
+    """
+    global _server
+    if _server is not None or os.environ.get("FORGE_FORK_SERVER") == "0":
+        yield
+        return
+    _server = ForkServer(_private_folder(), processes.environment())
+    try:
+        yield
+    finally:
+        server, _server = _server, None
+        server.end()
+
+
+def _private_folder() -> Path:
+    """The folder of this process's sockets, made on first use."""
+    global _scratch
+    if _scratch is None:
+        # Monarch's processes leave their sockets in the folder for temporary files: let that folder be one that goes
+        # with this process. Python's own temporary files of this process stay where they were.
+        tempfile.tempdir = tempfile.gettempdir()
+        sweep()
+        _scratch = private.socket_folder()
+        os.environ["TMPDIR"] = str(_scratch.path)
+        private.sockets_in(_scratch.path)
+    return _scratch.path
 
 
 def add_local(component: ForgeActor) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..config import Arguments, ConfigError, to_dict
-from ..controller import ForgeError, run
+from ..controller import ForgeError, forked_processes, run
 from ..controller.private import log_to
 from ..controller.processes import VISIBLE, visible_gpus
 from ..data.config import DatasetConfig, RowsConfig
@@ -99,6 +99,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
             if start.finished:
                 log.info("%s is finished: it ended after step %d", folder, start.step)
                 return folder
+            closing.enter_context(forked_processes())  # it imports while the checks run
             model, held_out, record = prepare(cfg, start)
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
@@ -109,7 +110,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         use(store := VersionStore.create())
         closing.callback(store.close)
         try:
-            run(recipe(cfg, Job(model, held_out, record, store)), fork=True)
+            run(recipe(cfg, Job(model, held_out, record, store)))
         except (ForgeError, OSError, RuntimeError) as error:
             gone = [path for path in (record.folder, store.root) if not path.is_dir()]
             if gone:

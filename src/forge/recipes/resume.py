@@ -93,13 +93,13 @@ def find_start(cfg: Any, resume: str | None) -> Start:
         ConfigError: there is no undamaged checkpoint to resume from; the folder holds another run, or one beyond
             `training.steps`.
     """
-    from ..training import checkpoint
-
     folder = Path(cfg.run.root) / cfg.run.name
     if resume == "auto" and not cfg.checkpoint.every:
         raise ConfigError("--resume auto needs checkpoint.every: there would never be a checkpoint to resume from")
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):
         return Start()
+    from ..training import checkpoint  # imports all that a trainer does
+
     there, damaged = checkpoint.checkpoints(folder / "checkpoints"), {}
     while there and (fault := _damage(there[-1])):
         damaged[there.pop()] = fault
