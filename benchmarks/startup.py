@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def one(model: str, fork: str) -> tuple[float, float]:
+def one(model: str, generators: int, fork: str) -> tuple[float, float]:
     """Seconds to the first step, CPU-seconds of the run."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/tiny.yaml", "--model", model]
@@ -37,6 +37,7 @@ def one(model: str, fork: str) -> tuple[float, float]:
             "--checkpoint.every",
             "0",
         ]
+        words += ["--services.generator.num_replicas", str(generators)]
         environment = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000", **os.environ, "FORGE_FORK_SERVER": fork}
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
@@ -55,16 +56,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default="runs/quickstart-warmup/model")
+    parser.add_argument("--generators", type=int, nargs="+", default=[1, 3])
     args = parser.parse_args()
-    sides: dict[str, list[tuple[float, float]]] = {"0": [], "1": []}
-    for _ in range(args.rounds):
-        for fork, found in sides.items():
-            found.append(one(args.model, fork))
-    print("| processes | seconds to the first step, median (range) | CPU-seconds, median |\n|---|---|---|")
-    for fork, name in (("0", "each imports for itself"), ("1", "forked")):
-        seconds, cpu = zip(*sides[fork], strict=True)
-        low, high = min(seconds), max(seconds)
-        print(f"| {name} | {statistics.median(seconds):.1f} ({low:.1f} to {high:.1f}) | {statistics.median(cpu):.1f} |")
+    print("| processes | | seconds to the first step, median (range) | CPU-seconds, median |\n|---|---|---|---|")
+    for generators in args.generators:
+        sides: dict[str, list[tuple[float, float]]] = {"0": [], "1": []}
+        for _ in range(args.rounds):
+            for fork, found in sides.items():
+                found.append(one(args.model, generators, fork))
+        for fork, name in (("0", "each imports for itself"), ("1", "forked")):
+            seconds, cpu = zip(*sides[fork], strict=True)
+            wall = f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
+            print(f"| trainer and {generators} generator(s) | {name} | {wall} | {statistics.median(cpu):.1f} |")
 
 
 if __name__ == "__main__":
