@@ -96,11 +96,13 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as ano
 def a_run():
     process, _ = start(
         """
+        from forge.controller import forked_processes
         from tests.controller.components import Joined
-        ranks = await Joined.options(procs=2).as_service()
-        remote = await Counter.options(hosts=1).as_service()
-        print("ALL", flush=True)
-        await asyncio.sleep(100)
+        with forked_processes():
+            ranks = await Joined.options(procs=2).as_service()
+            remote = await Counter.options(hosts=1).as_service()
+            print("ALL", flush=True)
+            await asyncio.sleep(100)
         """.replace("\n        ", "\n    ")
     )
     assert process.stdout is not None
@@ -116,6 +118,7 @@ def test_no_socket_of_a_run_is_open_to_other_users(a_run: subprocess.Popen):
     names, addresses = listeners(a_run.pid)
     assert len(names) >= 4
     assert not [name for name in names if name.startswith("@")]
+    assert [name for name in names if name.endswith("/fork")]
     (folder,) = {re.match(r".*/forge-run-[^/]*", name)[0] for name in names}  # type: ignore[index]
     assert Path(folder).stat().st_mode & 0o777 == 0o700
     if os.geteuid() == 0:
