@@ -111,8 +111,8 @@ def bound(environment: Mapping[str, str]) -> dict[str, str]:
 
 def main(listener: socket.socket) -> None:
     """Serve until standard input ends; in a fork, be the program that the launcher asked for."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal sends is for the controller to handle
-        signal.signal(number, signal.SIG_IGN)
+    # What a terminal sends is for the controller to handle. A fork has the handlers of before: nohup ignores SIGHUP.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     with suppress(OSError):
         Path("/proc/self/comm").write_text("forge-fork")  # what top and ps show; forks take names of their own
     expected = json.loads(sys.stdin.buffer.readline())
@@ -122,6 +122,8 @@ def main(listener: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork does not write to the memory that it shares with the server
     if (program := serve(listener, expected)) is not None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
@@ -214,8 +216,6 @@ def _become(request: Request, server: int) -> str:
         os._exit(1)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     *streams, folder = request.handles
     for number, handle in enumerate(streams):
         os.dup2(handle, number)
