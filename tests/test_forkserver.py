@@ -98,6 +98,23 @@ def test_another_environment_is_not_forked(server: ForkServer, variable: str):
     process.communicate("pass\n")
 
 
+def test_a_fork_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nreal, count = os.fork, iter(range(9))\n"
+        "def fork():\n    if next(count):\n        raise BlockingIOError(11, 'no process is left')\n    return real()\n"
+        "os.fork = fork\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    server = ForkServer(tmp_path, {})
+    first, _, seen = launch(server.address)
+    assert seen["pid"] != first.pid
+    second, _, seen = launch(server.address)
+    assert seen["pid"] == second.pid
+    assert first.communicate("print('here')\n")[0] == "here\n"
+    second.communicate("pass\n")
+    server.end()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGABRT])
 def test_the_launcher_ends_as_its_process_does(server: ForkServer, number: signal.Signals):
     process, _, seen = launch(server.address)

@@ -2,19 +2,9 @@
 
 from pathlib import Path
 
+from benchmarks.machine import descendants
 
-def descendants(root: int) -> list[int]:
-    """The process and all that it has started, directly or not."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    found = [root]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found
+__all__ = ["components", "descendants"]
 
 
 def components(root: int) -> list[int]:

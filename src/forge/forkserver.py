@@ -152,17 +152,19 @@ def serve(listener: socket.socket, expected: dict[str, str]) -> str | None:
                 return None
             if source is listener:
                 launcher, _ = listener.accept()
-                request = _read(launcher, expected)
-                if request is None:
+                server, request, pid = os.getpid(), _read(launcher, expected), -1
+                if request is not None:
+                    with suppress(OSError):  # no memory or no process is left; the other forks live on
+                        pid = os.fork()
+                    if pid == 0:
+                        for used in (waiting, listener, awake, wake, launcher, *launchers.values()):
+                            used.close()
+                        return _become(request, server)
+                    for handle in request.handles:
+                        os.close(handle)
+                if pid < 0:
                     launcher.close()  # it starts the program itself
                     continue
-                server, pid = os.getpid(), os.fork()
-                if pid == 0:
-                    for used in (waiting, listener, awake, wake, launcher, *launchers.values()):
-                        used.close()
-                    return _become(request, server)
-                for handle in request.handles:
-                    os.close(handle)
                 launchers[pid] = launcher
                 waiting.register(launcher, selectors.EVENT_READ, pid)
                 _send(launcher, b"y")
