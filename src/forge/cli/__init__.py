@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from . import clean, recipes, serve
+from . import clean, recipes, serve, worker
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
@@ -24,8 +24,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     recipes.add_to(commands)
     serve.add_to(commands)
     clean.add_to(commands)
-    # A set: an environment that was installed under the former name, torchforge, has each of ours twice.
-    for name, module in sorted({(point.name, point.value) for point in entry_points(group=GROUP)}):
+    worker.add_to(commands)
+    words = sys.argv[1:] if argv is None else argv
+    # Those packages take seconds to import. A set: an environment that was installed under the former name, torchforge,
+    # has each of ours twice.
+    points = entry_points(group=GROUP) if not words or words[0] not in commands.choices else ()
+    for name, module in sorted({(point.name, point.value) for point in points}):
         try:
             import_module(module).add_to(commands)
         except ImportError as error:  # an extra that is not installed

@@ -8,9 +8,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from ..controller import ForgeError, run
-from ..engines import EngineSettings
-
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
@@ -30,18 +27,19 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--api-key", help="what clients must send; other users of this machine can read it here, not in FORGE_API_KEY"
     )
-    default = EngineSettings()
-    parser.add_argument("--engine", choices=["embedded", "vllm"], default=default.engine, help="generation engine")
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="generation engine")
     parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
     parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
-    parser.add_argument("--slots", type=int, default=default.slots, help="sequences that one engine decodes at once")
+    parser.add_argument("--slots", type=int, default=256, help="sequences that one engine decodes at once")
     parser.add_argument("--max-seq-len", type=int, help="prompt and completion together; the model's own if not given")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=default.dtype, help="of weights and cache")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and cache")
     parser.set_defaults(run=serve)
 
 
 def serve(args: argparse.Namespace) -> None:
     """Start the engines, then serve until interrupted. SystemExit: an error, in one line."""
+    from ..controller import ForgeError, run
+    from ..engines import EngineSettings
     from ..models import check_family, resolve_model
 
     try:

@@ -16,12 +16,14 @@ for _key, _value in {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "4s",
+    "HYPERACTOR_MESH_ATTACH_CONFIG_TIMEOUT": "15s",
 }.items():
     os.environ.setdefault(_key, _value)
 
 private.load()
 
 import monarch.actor as _monarch_actor  # noqa: E402
+from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
 from monarch._src.actor.endpoint import EndpointProperty  # noqa: E402
 from monarch._src.actor.host_mesh import BootstrapCommand  # noqa: E402
@@ -34,6 +36,7 @@ from monarch.actor import (  # noqa: E402
     attach_to_workers,
     concurrent_endpoint,
     current_rank,
+    enable_transport,
     run_worker_loop_forever,
     shutdown_context,
     this_host,
@@ -56,6 +59,7 @@ __all__ = [
     "attach_to_workers",
     "concurrent_endpoint",
     "current_rank",
+    "enable_tls",
     "end_at_exit",
     "new_service_proc_id",
     "run_worker_loop_forever",
@@ -73,6 +77,14 @@ def new_service_proc_id():
     from monarch.job import new_service_proc_id as new  # imports pyarrow and flask
 
     return new()
+
+
+@cache
+def enable_tls(address: str) -> None:
+    """Have Monarch listen at an address of this machine, for peers with certificates, which the environment names; before
+    anything of it runs."""
+    reload_config_from_env()
+    enable_transport(f"tls://[{address}]:0" if ":" in address else f"tls://{address}:0")
 
 
 def set_fault_hook(hook):

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from ..cluster.inventory import HOST
 from ..observability.metrics import drain
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext, _request
@@ -44,7 +45,7 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
-        return self._context.rank, os.getpid()
+        return self._context.rank, (os.getpid(), os.environ.get(HOST, ""))
 
     @concurrent_endpoint
     async def start(self, definition: bytes, rendezvous: str | None) -> Answer:

@@ -1,7 +1,7 @@
-"""Where processes are started: this host, or worker processes on it that stand for further hosts.
+"""Where processes are started: this host, worker processes on it that stand for further hosts, or other machines.
 
-Monarch's connections are not authenticated and carry pickled code: their sockets are in a folder that only this user
-may enter.
+Monarch's connections are not authenticated and carry pickled code: on this host their sockets are in a folder that only
+this user may enter, between machines they are TLS connections of peers that have the run's secret.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 from ._monarch import HostMesh, attach_to_workers, end_at_exit, new_service_proc_id, run_worker_loop_forever, this_host
 from .private import sockets_in, warn_if_exposed
-from .processes import is_stopped
+from ..cluster.machine import Machine, RemoteProcess
+from ..cluster.pool import Place
+from ..cluster.process import Process, is_stopped
+from ..cluster.rendezvous import SCHEME
+from ..cluster.wire import HostError
+from .errors import ReplicaDied
 
 _attached = itertools.count()
 _SERVE = "import sys; from forge.controller.hosts import serve_host; serve_host(sys.stdin.readline(), int(sys.argv[1]))"
@@ -36,6 +43,26 @@ class Hosts:
         end_at_exit()
         warn_if_exposed()
         return mesh
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether the processes are on several machines."""
+        return False
+
+    def gpus(self) -> dict[str, list[str]]:
+        """The devices that the processes may see, by the address of their machine; of this one, by the empty string."""
+        return {}
+
+    def rendezvous(self) -> str:
+        """Where the ranks of a new process group find one another, see `forge.training.distributed.join`."""
+        return f"ranks-{uuid4().hex}"
+
+    def process(self, pid: int, host: str, ended: Callable[[], None]) -> Process | RemoteProcess:
+        """Watch one of the processes."""
+        return Process(pid, ended)
+
+    def when_lost(self, call: Callable[[str], None]) -> None:
+        """Have `call(reason)` called once one of the machines is lost."""
 
     def pids(self) -> list[int]:
         """The worker processes of the hosts that were started here."""
@@ -92,6 +119,72 @@ class LoopbackHosts(Hosts):
             await asyncio.to_thread(worker.wait)
 
 
+class PooledHosts(Hosts):
+    """The machines that the pool has given to a replica: a worker on each, for it alone.
+
+    A worker that was attached to once, and lost, cannot be attached to again: `mesh` starts others then.
+    """
+
+    def __init__(self, name: str, place: Place) -> None:
+        self.name, self.place, self.size = name, place, len(place.machines)
+        self._workers: dict[Machine, str] = {}
+        self._mesh: HostMesh | None = None
+        self._unusable = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def spans_machines(self) -> bool:
+        return self.size > 1
+
+    async def mesh(self) -> HostMesh:
+        """
+        Raises:
+            ReplicaDied: no worker could be started on one of the machines.
+        """
+        async with self._lock:
+            if self._mesh is None or self._unusable:
+                await self.stop()
+                machines = self.place.machines
+                asked = [machine.request("start", identity=str(new_service_proc_id())) for machine in machines]
+                started = await asyncio.gather(*asked, return_exceptions=True)
+                self._workers = {m: one for m, one in zip(machines, started, strict=True) if isinstance(one, str)}
+                for error in started:
+                    if isinstance(error, HostError):
+                        self._unusable = True
+                        raise ReplicaDied(str(error)) from error
+                    if isinstance(error, BaseException):
+                        raise error
+                workers = [self._workers[machine] for machine in machines]
+                name = f"{self.name}_{next(_attached)}"
+                self._mesh = attach_to_workers(ca="trust_all_connections", workers=workers, name=name)
+                end_at_exit()
+            return self._mesh
+
+    def gpus(self) -> dict[str, list[str]]:
+        return self.place.gpus
+
+    def rendezvous(self) -> str:
+        """On the board of the first machine, if there are several."""
+        return f"{SCHEME}{self.place.machines[0].at}/{uuid4().hex}" if self.spans_machines else super().rendezvous()
+
+    def process(self, pid: int, host: str, ended: Callable[[], None]) -> RemoteProcess:
+        machine = next(machine for machine in self.place.machines if machine.at == host)
+        return RemoteProcess(machine, pid, ended)
+
+    def when_lost(self, call: Callable[[str], None]) -> None:
+        for machine in self.place.machines:
+            machine.lost.add_done_callback(lambda lost, machine=machine: call(f"host {machine} was lost: {lost.result()}"))
+
+    def give_up(self) -> None:
+        self._unusable = True
+
+    async def stop(self) -> None:
+        workers, self._workers, self._mesh, self._unusable = self._workers, {}, None, False
+        for machine, worker in workers.items():
+            if not machine.lost.done():
+                machine.tell("stop", worker=worker)
+
+
 def _start(address: str) -> subprocess.Popen:
     """A worker process. Other users may read the arguments of a process, so the address comes on its standard input."""
     worker = subprocess.Popen([sys.executable, "-c", _SERVE, str(os.getpid())], stdin=subprocess.PIPE, text=True)
@@ -108,5 +201,10 @@ def serve_host(address: str, parent: int) -> None:
         return
     for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal sends is for the controller to handle
         signal.signal(number, signal.SIG_IGN)
-    sockets_in(Path(os.environ["TMPDIR"]))
-    run_worker_loop_forever(address=address.strip(), ca="trust_all_connections")
+    serve_forever(address.strip(), Path(os.environ["TMPDIR"]))
+
+
+def serve_forever(address: str, folder: Path) -> None:
+    """Be a Monarch worker at `address`, with its sockets for this machine in a private folder."""
+    sockets_in(folder)
+    run_worker_loop_forever(address=address, ca="trust_all_connections")

@@ -15,60 +15,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..cluster.inventory import HOST, VISIBLE
+from ..cluster.machine import RemoteProcess
+from ..cluster.process import Process
 from ..forkserver import ForkServer
 from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import PROCESS_NAME
 from ._monarch import CHILD, BootstrapCommand, HostMesh, ProcMesh
 from .errors import ForgeError
+from .hosts import Hosts
 from .options import Options
 
 log = logging.getLogger(__name__)
 
 # How long a process mesh may take to stop by itself.
 STOP_PATIENCE = 8.0
-# Which accelerators a process may see: CUDA and ROCm read the first, oneAPI the second.
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-
-
-class Process:
-    """One process by its pid file descriptor: what happens to it is never confused with a later process of its pid."""
-
-    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
-        self.pid = pid
-        self._ended = ended
-        self._handle: int | None = None
-        try:
-            self._handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            asyncio.get_running_loop().call_soon(ended)
-            return
-        asyncio.get_running_loop().add_reader(self._handle, self._on_end)
-
-    @property
-    def stopped(self) -> bool:
-        """It was stopped by a signal (SIGSTOP), and still exists."""
-        return is_stopped(self.pid)
-
-    def kill(self) -> None:
-        """SIGKILL, if it has not ended yet."""
-        if self._handle is not None:
-            try:
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-            except ProcessLookupError:
-                return
-
-    def _on_end(self) -> None:
-        self.close()  # the handle of an ended process stays readable
-        self._ended()
-
-    def close(self) -> None:
-        """Stop watching it."""
-        if self._handle is not None:
-            asyncio.get_running_loop().remove_reader(self._handle)
-            os.close(self._handle)
-            self._handle = None
 
 
 class ProcessGroup:
@@ -78,18 +41,20 @@ class ProcessGroup:
     for seconds, and silence then is no sign of a hang. When a process is lost, `fail` is called on all `members`.
     """
 
-    def __init__(self, name: str, mesh: ProcMesh, options: Options, *, shared: bool = False) -> None:
-        self.name, self.mesh, self.options, self.shared = name, mesh, options, shared
+    def __init__(self, name: str, mesh: ProcMesh, options: Options, hosts: Hosts, *, shared: bool = False) -> None:
+        self.name, self.mesh, self.options, self.hosts, self.shared = name, mesh, options, hosts, shared
         self.members: list[Any] = []
         self.starting = 0
         self.dead: str | None = None
         self.stopped_by_signal = False
-        self._processes: list[Process] = []
+        self.processes: list[Process | RemoteProcess] = []
+        self._known: set[tuple[int, str]] = set()
         self._pinging: asyncio.Task | None = None
+        hosts.when_lost(self.fail)
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self.processes]
 
     @property
     def procs(self) -> int:
@@ -105,10 +70,14 @@ class ProcessGroup:
                     f"it asks for {wanted!r}"
                 )
 
-    def watch(self, pids: list[int]) -> None:
-        """Notice from now on when one of these processes ends or stops answering."""
-        new = [pid for pid in pids if pid not in self.pids]
-        self._processes += [Process(pid, lambda pid=pid: self.fail(f"process {pid} ended")) for pid in new]  # type: ignore[misc]
+    def watch(self, found: list[tuple[int, str]]) -> None:
+        """Notice from now on when one of these processes ends or stops answering: their ids, and their hosts."""
+        for pid, host in found:
+            if (pid, host) not in self._known:
+                self._known.add((pid, host))
+                on = f" on {host}" if host else ""
+                ended = f"process {pid}{on} ended"
+                self.processes.append(self.hosts.process(pid, host, lambda ended=ended: self.fail(ended)))  # type: ignore[misc]
         if self._pinging is None:
             self._pinging = asyncio.get_running_loop().create_task(self._ping())
             self._pinging.add_done_callback(log_failure)
@@ -117,7 +86,7 @@ class ProcessGroup:
         """These processes are lost: so is every component in them."""
         if self.dead is None:
             self.dead = reason
-            self.stopped_by_signal = any(process.stopped for process in self._processes)
+            self.stopped_by_signal = any(process.stopped for process in self.processes)
             if self.stopped_by_signal:
                 self.dead += ": it was stopped by a signal"
             self.kill()
@@ -125,7 +94,7 @@ class ProcessGroup:
                 member.fail(self.dead)
 
     def kill(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
 
     async def stop(self) -> None:
@@ -142,7 +111,7 @@ class ProcessGroup:
             if gentle:
                 log.warning("%s: could not be stopped gently (%s); killed it", self.name, type(error).__name__)
         finally:
-            for process in self._processes:
+            for process in self.processes:
                 process.kill()
                 process.close()
 
@@ -168,24 +137,28 @@ def spawn(
     name: str,
     procs: int,
     options: Options,
-    gpus: list[str] | None = None,
+    gpus: dict[str, list[str]],
     server: ForkServer | None = None,
+    *,
+    spans_machines: bool = False,
 ) -> ProcMesh:
     """Start `procs` processes on each host of a host mesh.
 
     Args:
-        gpus: the devices that the processes may see.
+        gpus: the devices that the processes may see, by the address of their host.
         server: forks them, where libraries that it imported would read nothing else in them.
     """
-    settings = {**environment(options.threads, gpus), PROCESS_NAME: name, **options.env}
-    bootstrap = functools.partial(_bootstrap, settings, options.memory_gb)
+    settings = {**environment(options.threads), PROCESS_NAME: name}
+    if spans_machines and "NCCL_SOCKET_IFNAME" not in os.environ:
+        del settings["NCCL_SOCKET_IFNAME"]
+    bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
     command = CHILD
     if server is not None and options.threads == 1 and not gpus and not options.env:
         command = BootstrapCommand(sys.executable, None, server.command, {})
     return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
 
 
-def environment(threads: int = 1, gpus: list[str] | None = None) -> dict[str, str]:
+def environment(threads: int = 1) -> dict[str, str]:
     """What libraries find in the environment of a process, beside the controller's own."""
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -194,16 +167,19 @@ def environment(threads: int = 1, gpus: list[str] | None = None) -> dict[str, st
         "TOKENIZERS_PARALLELISM": "false",
         # One loading bar from each process at once is noise.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        # The ranks of a process group are on one host. Otherwise they listen on the address of its name.
+        # Ranks listen at the loopback, those of gloo on several machines as well. Otherwise at the host name's address.
         **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
-        # An empty ZE_AFFINITY_MASK hides nothing: it is set where there is something to say.
-        **{name: ",".join(gpus or []) for name in (VISIBLE if gpus else VISIBLE[:1])},
     }
 
 
-def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
+def _bootstrap(
+    settings: dict[str, str], further: dict[str, str], gpus: dict[str, list[str]], memory_gb: float | None
+) -> None:
     """Runs in each new process before its actors: environment, limits, and no reaction of its own to Ctrl-C."""
-    os.environ.update(settings)
+    mine = gpus.get(os.environ.get(HOST, ""), [])
+    # An empty ZE_AFFINITY_MASK hides nothing: it is set where there is something to say.
+    visible = {name: ",".join(mine) for name in (VISIBLE if mine else VISIBLE[:1])}
+    os.environ.update({**settings, **visible, **further})
     with suppress(OSError):
         Path(f"/proc/self/task/{os.getpid()}/comm").write_text(settings[PROCESS_NAME])  # what top and ps show
     configure_logging()
@@ -220,22 +196,6 @@ def _bootstrap(settings: dict[str, str], memory_gb: float | None) -> None:
     libc.signal.restype = ctypes.c_void_p
     for number in (signal.SIGINT, signal.SIGHUP):
         libc.signal(number, ctypes.c_void_p(1))  # SIG_IGN
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process exists and was stopped by a signal (SIGSTOP)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-    except OSError:
-        return False
-
-
-def visible_gpus() -> list[str]:
-    """The accelerators of this host that this process may use, as the first of VISIBLE that is set names them."""
-    import torch
-
-    chosen = next(filter(None, map(os.environ.get, VISIBLE)), None)
-    return chosen.split(",") if chosen else [str(index) for index in range(torch.accelerator.device_count())]
 
 
 def take_gpus(free: list[str], count: int, component: str) -> list[str]:

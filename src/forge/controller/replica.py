@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import cloudpickle
 
@@ -79,7 +77,13 @@ class Replica:
 
     @property
     def pids(self) -> list[int]:
+        """On their machines."""
         return self.group.pids
+
+    @property
+    def where(self) -> str:
+        """Its processes, for messages."""
+        return ", ".join(map(str, self.group.processes)) or "unknown"
 
     async def start(self) -> None:
         """Build the component on every rank.
@@ -96,8 +100,7 @@ class Replica:
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
             self.group.members.append(self)
-            # In the runtime's private folder: a TCPStore takes orders from every local user.
-            rendezvous = f"{os.environ['TMPDIR']}/ranks-{uuid4().hex}" if self.options.procs > 1 else None
+            rendezvous = self.group.hosts.rendezvous() if self.options.procs > 1 else None
             _unwrap(await self._all_ranks("setup", limit, "start", definition, rendezvous))
         finally:
             self.group.starting -= 1
@@ -174,11 +177,10 @@ class Replica:
             blameless: what happened cannot be the doing of a request.
         """
         if not self.failed.done():
-            pids = ", ".join(map(str, self.pids)) or "unknown"
             self.blameless = blameless or self.group.stopped_by_signal
             self.died, self.in_flight_lost = time.monotonic(), len(self.requests)
             self.suspects = suspects(self.group.members if self.group.dead else [self], self.died)
-            self.failed.set_result(ReplicaDied(f"{self} is dead (pid {pids}): {reason}"))
+            self.failed.set_result(ReplicaDied(f"{self} is dead (pid {self.where}): {reason}"))
             for answer in list(self._answers):
                 answer.cancel()
         return self.failed.result()
@@ -251,7 +253,7 @@ class Replica:
                 return await answer
         except TimeoutError:
             raise CallTimeout(
-                f"{self}.{label} gave no answer within {round(limit, 1):g} s (pid {', '.join(map(str, self.pids))})"
+                f"{self}.{label} gave no answer within {round(limit, 1):g} s (pid {self.where})"
             ) from None
         except asyncio.CancelledError:
             if self.failed.done() and (task is None or task.cancelling() == cancelling):

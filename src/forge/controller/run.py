@@ -11,12 +11,12 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from .errors import ForgeError
-from .runtime import runtime, shutdown
+from .runtime import attach, runtime, shutdown
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -45,14 +45,26 @@ async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
             raise group.exceptions[0] from None
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], hosts: str | Sequence[str] | None = None, wait_for_hosts: float = 600.0) -> T:
     """Run a recipe to its end and leave no process behind.
+
+    Args:
+        hosts, wait_for_hosts: other machines to take into the run, see `attach`.
 
     Raises:
         what `main` raised; ReplicaDied when a component was lost for good; SystemExit(128 + number) after SIGINT,
         SIGTERM or SIGHUP.
     """
-    return asyncio.run(_run(main))
+
+    async def attached() -> T:
+        try:
+            await attach(hosts, wait_for_hosts)
+        except BaseException:
+            main.close()  # it was never started, and says so otherwise
+            raise
+        return await main
+
+    return asyncio.run(_run(attached()))
 
 
 async def _run(main: Coroutine[Any, Any, T]) -> T:

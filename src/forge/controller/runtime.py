@@ -7,21 +7,26 @@ import inspect
 import itertools
 import os
 import re
+import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
+from ..cluster.inventory import VISIBLE, visible_gpus
+from ..cluster.pool import HOSTS, Demand, NoRoom, Pool, addresses
+from ..cluster.wire import split
 from ..forkserver import ForkServer
 from ..janitor import Scratch, sweep
 from ..observability.console import configure_logging, log, log_failure
 from ..observability.metrics import Snapshot, drain, on_the_clock
 from . import private, processes, remote_service
-from ._monarch import set_fault_hook
+from ._monarch import enable_tls, set_fault_hook
 from .errors import CallTimeout, ReplicaDied, Unrecoverable
-from .hosts import Hosts, LoopbackHosts
+from .hosts import Hosts, LoopbackHosts, PooledHosts
 from .options import Options
 from .processes import ProcessGroup
 from .replica import TEARDOWN_PATIENCE, Component, Replica
@@ -40,6 +45,8 @@ class Runtime:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._groups: dict[str, ProcessGroup] = {}
         self.hosts: dict[str, list[Hosts]] = {}
+        self.pool: Pool | None = None  # the other machines of this run
+        self._pooled: dict[tuple[str, int], PooledHosts] = {}
         self._gpus: list[str] | None = None
         self._held: dict[tuple[str, int], list[str]] = {}
         self._names: set[str] = set()
@@ -93,6 +100,8 @@ class Runtime:
         await asyncio.gather(*(service.stop() for service in self.services.values()), return_exceptions=True)
         await asyncio.gather(*self._pending_stops, return_exceptions=True)
         await asyncio.gather(*(hosts.stop() for group in self.hosts.values() for hosts in group))
+        if self.pool is not None:
+            await self.pool.close()
         remote_service.close_relay()
 
     def _launcher(self, component: Component) -> Callable[[int, int], Any]:
@@ -105,7 +114,7 @@ class Runtime:
             except BaseException as error:
                 replica.fail(f"its start failed: {error}", blameless=True)
                 if not group.pids:
-                    self._hosts_of(component, index).give_up()
+                    group.hosts.give_up()
                 if not group.shared or component.options.heavy or isinstance(error, CallTimeout):
                     # What it left behind would be in the way of the next attempt: torch.distributed, device memory.
                     group.fail("its start failed")  # kills; the rest of its end need not be waited for
@@ -134,36 +143,53 @@ class Runtime:
                 f"{_scratch.path}, which holds this run's sockets, was removed: no process can be started any more. "
                 "Exclude forge-run-* where temporary files are cleaned up"
             )
-        hosts = self._hosts_of(component, index)
-        gpus = self._gpus_of(component, index)
+        hosts = await self._hosts_of(component, index)
+        gpus = hosts.gpus() or {"": self._gpus_of(component, index)}
         procs = options.share_procs if options.share is not None else max(1, options.procs // hosts.size)
-        server = _server if options.hosts is None else None
+        server = _server if type(hosts) is Hosts else None
         mesh = await hosts.mesh()
         group = self._groups.get(name) if shared else None
         if group is None or group.dead is not None:
-            spawned = processes.spawn(mesh, name, procs, options, gpus, server)
-            group = ProcessGroup(name, spawned, options, shared=shared)
+            several = hosts.spans_machines
+            spawned = processes.spawn(mesh, name, procs, options, gpus, server, spans_machines=several)
+            group = ProcessGroup(name, spawned, options, hosts, shared=shared)
             if shared:
                 self._groups[name] = group
         return group
 
-    def _hosts_of(self, component: Component, index: int) -> Hosts:
+    async def _hosts_of(self, component: Component, index: int) -> Hosts:
+        """Of a replica; those of the pool, once there is room."""
         options = component.options
+        if self.pool is not None and (options.hosts is not None or options.with_gpus):
+            key, kind = (component.name, index // options.per_process), component.name
+            if options.share is not None:
+                key, kind = (f"share {options.share}", 0), ""
+            service = self.services[component.name]
+            most = options.hosts if options.procs == 1 else None
+            demand = demand_of(f"{component.name}[{index}]", options)
+            with service.waiting_for_a_host(index):
+                try:
+                    place = await self.pool.take(key, demand, lambda: service.is_alone(index), kind, most)
+                except NoRoom as error:
+                    raise Unrecoverable(str(error)) from error
+            if key not in self._pooled or self._pooled[key].place is not place:
+                self._pooled[key] = PooledHosts(f"{component.name}{index}", place)
+            return self._pooled[key]
         if options.hosts is None:
             return Hosts()
         known = self.hosts.setdefault(component.name, [])
         spread = options.procs == 1
-        place = index // options.per_process % options.hosts if spread else index
-        while len(known) <= place:
+        number = index // options.per_process % options.hosts if spread else index
+        while len(known) <= number:
             known.append(LoopbackHosts(f"{component.name}_host{len(known)}", 1 if spread else options.hosts))
-        return known[place]
+        return known[number]
 
     def _gpus_of(self, component: Component, index: int) -> list[str]:
         """The devices of a replica: the same ones for each process that takes this place."""
         if not component.options.with_gpus:
             return []
         if self._gpus is None:
-            self._gpus = processes.visible_gpus()
+            self._gpus = visible_gpus()
         options = component.options
         # Shared devices stay with the name of the share: the next component that shares it finds the same devices.
         key, count = (component.name, index), options.procs
@@ -179,6 +205,10 @@ class Runtime:
         for key in [key for key in self._held if key[0] == name and index in (key[1], None)]:
             assert self._gpus is not None
             self._gpus += self._held.pop(key)
+        for key in [key for key in self._pooled if key[0] == name and index in (key[1], None)]:
+            assert self.pool is not None
+            await self._pooled.pop(key).stop()
+            self.pool.give_back(key)
         if index is None:
             await asyncio.gather(*(hosts.stop() for hosts in self.hosts.pop(name, [])))
 
@@ -212,6 +242,61 @@ def runtime() -> Runtime:
     return _runtime
 
 
+async def attach(hosts: str | Sequence[str] | None = None, wait: float = 600.0) -> None:
+    """Take other machines into this run, before its first component is started.
+
+    Components with `hosts` or `with_gpus` are placed there. Each machine runs `forge worker` with the same FORGE_SECRET.
+
+    Args:
+        hosts: HOST:PORT of each worker, or the path of a file of them; None is what FORGE_HOSTS says, if anything.
+        wait: seconds that a service without any replica waits for a host.
+
+    Raises:
+        NoSecret: FORGE_SECRET is not set. NoRoom: no host could be held; says why. ForgeError: it is too late.
+    """
+    hosts = hosts or os.environ.get(HOSTS)
+    if not hosts:
+        return
+    known = addresses(hosts)
+    if (secret := read_secret()) is None:
+        raise NoSecret(f"hosts are given and {SECRET} is not set: set it to the secret of their workers")
+    if not known:
+        raise ForgeError(f"there are no hosts in {hosts}")
+    if runtime().pool is not None or runtime().services:
+        raise ForgeError("hosts are attached before the first component is started, and once")
+    own = own_address(known[0])
+    credentials = Credentials.make(secret, _private_folder(), [own])
+    os.environ.update(credentials.environment)
+    enable_tls(own)
+    pool = Pool(hosts, credentials, wait)
+    await pool.open()
+    runtime().pool = pool
+
+
+def own_address(host: str) -> str:
+    """The address of this machine from which a host is reached."""
+    name, port = split(host)
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise ForgeError(f"host {host} has no address that can be reached from here: {error}") from None
+
+
+def demand_of(who: str, options: Options) -> Demand:
+    """What a replica with these options takes of a pool's hosts."""
+    return Demand(
+        who,
+        options.share_procs if options.share is not None else options.procs,
+        options.gpus_per_proc if options.with_gpus else 0,
+        options.hosts if options.procs > 1 else None,
+        int((options.memory_gb or 0) * 1e9),
+        options.threads,
+    )
+
+
 @contextmanager
 def forked_processes() -> Iterator[None]:
     """Within this context, processes are forked from a server that starts now and imports PyTorch and transformers.
@@ -222,7 +307,7 @@ def forked_processes() -> Iterator[None]:
     if _server is not None or os.environ.get("FORGE_FORK_SERVER") == "0":
         yield
         return
-    _server = ForkServer(_private_folder(), processes.environment())
+    _server = ForkServer(_private_folder(), {**processes.environment(), VISIBLE[0]: ""})
     try:
         yield
     finally:

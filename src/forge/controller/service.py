@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,7 +254,9 @@ class Service(Handle):
 
             return await self._serve(request, take, catch_up=catch_up)
 
-        legs = [leg(one, self._request(call)) for one in self._supervisors if one.state == "up" or not catch_up]
+        up = [one for one in self._supervisors if one.state == "up"]
+        there = up if catch_up else [one for one in self._supervisors if not (up and one.homeless)]
+        legs = [leg(one, self._request(call)) for one in there]
         answers = await asyncio.gather(*legs, return_exceptions=True)
         self._check_runs()
         for answer in answers:
@@ -294,6 +297,23 @@ class Service(Handle):
         return Supervisor(
             index, f"{self._name}[{index}]", self._options, launch, self._balancer, self._on_supervisor_failed
         )
+
+    @contextmanager
+    def waiting_for_a_host(self, index: int) -> Iterator[None]:
+        """Fanouts leave out a replica that waits for a host: there may be none for hours."""
+        supervisor = next((one for one in self._supervisors if one.index == index), None)
+        if supervisor is None:
+            yield
+            return
+        supervisor.homeless = True
+        try:
+            yield
+        finally:
+            supervisor.homeless = False
+
+    def is_alone(self, index: int) -> bool:
+        """Whether no other replica serves."""
+        return not any(one.state == "up" for one in self._supervisors if one.index != index)
 
     async def _retire(self, supervisor: Supervisor) -> None:
         supervisor.retire()

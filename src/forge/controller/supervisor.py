@@ -48,6 +48,7 @@ class Supervisor:
         self.replica: Replica | None = None
         self.restarts = 0
         self.error: BaseException | None = None
+        self.homeless = False  # it waits for a host
         self.since = time.monotonic()  # when it came into its state
         self._changed = asyncio.Event()
         self._task: asyncio.Task | None = None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import sysconfig
 import time
 import weakref
 from collections.abc import Mapping
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHECK_EVERY = 1.0
-DUMP_PATIENCE = 15.0
 MOST_WAITS_SHOWN = 5
 
 
@@ -73,32 +70,9 @@ class Watchdog:
 
 async def _stacks_of(replica: Replica) -> list[str]:
     lines = []
-    for pid in replica.pids:
-        lines += [f"where process {pid} of {replica} stands:", await stacks(pid)]
+    for process in replica.group.processes:
+        lines += [f"where process {process} of {replica} stands:", await process.stacks()]
     return lines
-
-
-async def stacks(pid: int) -> str:
-    """The Python stack of every thread of a process, as py-spy sees it without stopping it; or why there is none."""
-    program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
-    if program is None:
-        return "  (py-spy is not installed)"
-    command = (program, "dump", "--nonblocking", "--pid", str(pid))
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-    except OSError as error:
-        return f"  (py-spy could not be started: {error})"
-    try:
-        out, wrong = await asyncio.wait_for(process.communicate(), DUMP_PATIENCE)
-    except TimeoutError:
-        return f"  (py-spy gave no answer within {DUMP_PATIENCE:g} s)"
-    finally:
-        if process.returncode is None:
-            process.kill()
-    text = out.decode(errors="replace") if process.returncode == 0 else f"(py-spy failed: {wrong.decode().strip()})"
-    return "\n".join(f"  {line}" for line in text.strip().splitlines())
 
 
 def _waits(requests: list[Request], target: str) -> list[str]:

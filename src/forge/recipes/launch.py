@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from ..config import Arguments, ConfigError, to_dict
 from ..controller import ForgeError, forked_processes, run
 from ..controller.private import log_to
-from ..controller.processes import VISIBLE, visible_gpus
+from ..cluster.inventory import VISIBLE, visible_gpus
 from ..data.config import DatasetConfig, RowsConfig
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .peers import accept_own_user_only
+from ..cluster.peers import accept_own_user_only
+from ..cluster.rendezvous import SCHEME
 from .settings import Parallelism
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after this a rank in a collective has lost a peer
@@ -65,7 +69,8 @@ def join(
     """Join the process group of `world_size` ranks and make its mesh.
 
     Args:
-        rendezvous: path of a FileStore that no other process group used; not needed for one process.
+        rendezvous: name of a FileStore in TMPDIR that no other process group used, or board://HOST:PORT/NAME for ranks
+            on several machines; not needed for one process.
         cpu_offload: parameters will be in host memory, for which FSDP needs a mesh even with a single process.
 
     Raises:
@@ -87,9 +92,14 @@ def join(
     if world_size == 1:
         store = dist.HashStore()
     elif rendezvous is None:
-        raise ValueError(f"{world_size} ranks need a rendezvous path")
+        raise ValueError(f"{world_size} ranks need a rendezvous")
+    elif rendezvous.startswith(SCHEME):
+        from ..cluster.ranks import board_store
+
+        store = board_store(rendezvous, COLLECTIVE_TIMEOUT)
     else:
-        store = dist.FileStore(rendezvous, world_size)
+        # In the run's private folder: a TCPStore takes orders from every local user.
+        store = dist.FileStore(str(Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous), world_size)
         store.set_timeout(COLLECTIVE_TIMEOUT)
     accept_own_user_only()
     backend = dist.get_default_backend_for_device(device)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.training import peers
+from forge.cluster import peers
 
 
 def accepted() -> bool:

@@ -45,13 +45,22 @@ def _accept(listener: int, address: int, length: int) -> int:
 
 
 def _own(handle: int) -> bool:
-    """Whether a connection comes from another machine, or from this user. The kernel lists each end with its user."""
+    """Whether a connection comes from another machine, or from this user."""
     try:
         with socket.socket(fileno=os.dup(handle)) as connection:
-            there, here = connection.getpeername(), connection.getsockname()
-        tables = [table.read_text() for table in _TABLES if table.exists()]
+            return from_own_user(connection.getpeername(), connection.getsockname())
     except OSError:  # it has ended already, or no descriptor is left
         return False
+
+
+def from_own_user(there: tuple, here: tuple) -> bool:
+    """Whether a connection from `there` comes from another machine, or from this user. The kernel lists each end with
+    its user.
+
+    Raises:
+        OSError: the kernel's list cannot be read.
+    """
+    tables = [table.read_text() for table in _TABLES if table.exists()]
     ends = (f":{there[1]:04X}", f":{here[1]:04X}")
     rows = [row.split() for table in tables for row in table.splitlines()[1:]]
     users = {int(row[7]) for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1]) and row[3] == "01"}

@@ -1,0 +1,5 @@
+"""`python -m forge`, the same as `forge`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,76 @@
+"""`forge worker`: make this machine a host that a run elsewhere can use."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+TEXT = "let a run on another machine start processes here; both need the same FORGE_SECRET"
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser("worker", help=TEXT, description=TEXT)
+    parser.add_argument(
+        "--listen", default=None, metavar="ADDRESS[:PORT]",
+        help="default: every address, port 7070; port 0 is a free one, see --register",
+    )
+    parser.add_argument("--gpus", default=None, help="the GPUs that runs may use, 0,1,2; default: all that are visible")
+    parser.add_argument("--register", default=None, metavar="FOLDER", help="write the address to a file in this folder")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve until a signal ends it; bad input ends it with one line."""
+    import asyncio
+    import logging
+    import signal
+    import socket
+    from pathlib import Path
+
+    from ..cluster.credentials import SECRET, NoSecret, read_secret
+    from ..cluster.host import Daemon
+    from ..cluster.inventory import count_gpus
+    from ..cluster.wire import PORT, joined, split
+    from ..files import write_atomic
+
+    try:
+        address, port = split(args.listen) if args.listen else ("", PORT)
+        if (secret := read_secret()) is None:
+            raise NoSecret(
+                f"{SECRET} is not set: whoever knows it can run programs here. Make one with "
+                "`openssl rand -hex 32`, and give it to the workers and the controller"
+            )
+        folder = Path(args.register) if args.register else None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SystemExit(f"error: {error}") from error
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s forge worker: %(message)s", datefmt="%H:%M:%S")
+    log = logging.getLogger("forge.worker")
+    file = folder / f"{socket.gethostname()}" if folder is not None else None
+
+    def ready(port: int) -> None:
+        where = joined(address or socket.getfqdn(), port)
+        log.info("listening at %s, %d GPUs", where, len(gpus))
+        if file is not None:
+            write_atomic(file, f"{where}\n")
+
+    async def serve() -> None:
+        daemon = Daemon(gpus, secret, address, port)
+        task = asyncio.ensure_future(daemon.serve(ready))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        try:
+            await task
+        except asyncio.CancelledError:
+            log.info("ended by a signal")
+        finally:
+            if file is not None:
+                file.unlink(missing_ok=True)
+
+    try:
+        asyncio.run(serve())
+    except OSError as error:
+        raise SystemExit(f"error: cannot listen at {joined(address or '*', port)}: {error}") from error

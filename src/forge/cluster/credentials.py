@@ -1,0 +1,148 @@
+"""Mutual TLS out of one shared secret.
+
+Whoever has the secret derives the same certificate authority from it and signs a certificate for itself. Nothing else
+has to be distributed: a launcher hands the secret to the machines of a run, and no other peer is accepted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import ipaddress
+import os
+import ssl
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+SECRET = "FORGE_SECRET"  # environment variable: the secret, or the path of a file that holds it
+SHORTEST = 32  # characters
+LIFETIME = datetime.timedelta(days=90)
+SKEW = datetime.timedelta(days=1)  # clocks may differ by as much
+NAME = "forge"  # every certificate is valid for it: peers are known by the secret, not by their addresses
+
+
+class NoSecret(ValueError):
+    """There is no secret, or none that is kept well enough."""
+
+
+def read_secret() -> str | None:
+    """The secret that FORGE_SECRET gives or names the file of.
+
+    Raises:
+        NoSecret: the file cannot be read, is readable by other users, or the secret is too short.
+    """
+    secret = os.environ.get(SECRET)
+    if not secret:
+        return None
+    if os.sep in secret:
+        path = Path(secret)
+        try:
+            if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise NoSecret(f"{path} holds the secret of a run and is open to other users: chmod 600 {path}")
+            secret = path.read_text().strip()
+        except OSError as error:
+            raise NoSecret(f"{SECRET} names a file that cannot be read: {error}") from None
+    if len(secret) < SHORTEST:
+        raise NoSecret(f"the secret has {len(secret)} characters, {SHORTEST} are needed: python -m secrets, or "
+                       "openssl rand -hex 32, makes one")
+    return secret
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Files of one process: the authority, its own certificate, and its private key."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+    @classmethod
+    def make(
+        cls, secret: str, folder: Path, addresses: Iterable[str] = (), lifetime: datetime.timedelta = LIFETIME
+    ) -> Credentials:
+        """Write new credentials into a private folder.
+
+        Args:
+            addresses: host names and IP addresses that this process is reached at.
+        """
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+        curve = ec.SECP256R1()
+        order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+        derived = hashlib.scrypt(secret.encode(), salt=b"torchforge cluster", n=2**14, r=8, p=1, dklen=48)
+        authority = ec.derive_private_key(int.from_bytes(derived) % (order - 1) + 1, curve)
+        now = datetime.datetime.now(datetime.UTC)
+        issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "forge run")])
+
+        def certificate(subject: x509.Name, public: ec.EllipticCurvePublicKey, is_ca: bool) -> x509.CertificateBuilder:
+            identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+            return (
+                x509.CertificateBuilder()
+                .subject_name(subject)
+                .issuer_name(issuer)
+                .public_key(public)
+                .serial_number(x509.random_serial_number())
+                .not_valid_before(now - SKEW)
+                .not_valid_after(now + lifetime)
+                .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
+                .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+                .add_extension(identifier, critical=False)
+            )
+
+        root = certificate(issuer, authority.public_key(), True).add_extension(
+            x509.KeyUsage(False, False, False, False, False, True, True, False, False), critical=True
+        )
+        own = ec.generate_private_key(curve)
+        names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.DNSName("localhost")]
+        for address in addresses:
+            try:
+                names.append(x509.IPAddress(ipaddress.ip_address(address)))
+            except ValueError:
+                names.append(x509.DNSName(address))
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+        leaf = (
+            certificate(subject, own.public_key(), False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+            )
+        )
+        made = cls(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")
+        pem = serialization.Encoding.PEM
+        private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        for path, text in {
+            made.ca: root.sign(authority, hashes.SHA256()).public_bytes(pem),
+            made.certificate: leaf.sign(authority, hashes.SHA256()).public_bytes(pem),
+            made.key: own.private_bytes(pem, *private),
+        }.items():
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(text)
+        return made
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What Monarch's `tls://` transport reads."""
+        return {
+            "HYPERACTOR_TLS_CA": str(self.ca),
+            "HYPERACTOR_TLS_CERT": str(self.certificate),
+            "HYPERACTOR_TLS_KEY": str(self.key),
+        }
+
+    @classmethod
+    def of_environment(cls) -> Credentials:
+        """The credentials that this process was started with."""
+        return cls(*(Path(os.environ[f"HYPERACTOR_TLS_{part}"]) for part in ("CA", "CERT", "KEY")))
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """TLS 1.3 that accepts peers with a certificate of the same authority alone."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(self.ca)
+        context.load_cert_chain(self.certificate, self.key)
+        return context

@@ -1,0 +1,264 @@
+"""The daemon of a machine, `forge worker`: it starts Monarch workers for one controller at a time, and holds its lease.
+
+Monarch itself leaves the processes of a lost controller, or of a machine that was cut off, running for ever. Here they
+end within LEASE seconds: a run that has replaced them never hears from them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from ..janitor import Scratch, sweep
+from .credentials import Credentials
+from .inventory import HOST, Inventory
+from .process import Process, descends, stacks
+from .wire import CONNECT_TIMEOUT, LEASE, LONGEST, HostError, joined, pipe, receive, send
+from .rendezvous import Boards
+
+log = logging.getLogger(__name__)
+
+LISTEN_TIMEOUT = 60.0  # seconds for a worker to come up
+
+
+class Daemon:
+    """Of one machine.
+
+    Args:
+        gpus: what runs may use of its accelerators.
+        secret: who has it may run anything here as this user.
+        address: the address that it listens at; an empty one is every address.
+    """
+
+    def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int) -> None:
+        self.gpus, self.address, self.port = gpus, address, port
+        self._secret = secret
+        self._session: Session | None = None
+        self._boards = Boards()
+        self._held = ExitStack()
+        sweep()
+        scratch = Scratch("forge-run-")
+        self._held.callback(scratch.close)
+        names = {socket.gethostname(), socket.getfqdn(), address} - {""}
+        self.credentials = Credentials.make(secret, scratch.path, names)
+
+    async def serve(self, ready: Any = None) -> None:
+        """Serve until this task is cancelled; `ready(port)` is called once connections are accepted."""
+        context = self.credentials.context(server=True)
+        server = await asyncio.start_server(
+            self._serve_one,
+            self.address or None,
+            self.port,
+            ssl=context,
+            ssl_handshake_timeout=CONNECT_TIMEOUT,
+            limit=LONGEST,
+        )
+        with self._held:
+            async with server:
+                self.port = server.sockets[0].getsockname()[1]
+                if ready is not None:
+                    ready(self.port)
+                try:
+                    await server.serve_forever()
+                finally:
+                    if self._session is not None:
+                        await self._session.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = joined(*writer.get_extra_info("peername")[:2])
+        try:
+            message = await receive(reader)
+            match message and message.get("do"):
+                case "describe":
+                    held = self._session.holder if self._session else None
+                    send(writer, {"ok": {**Inventory.of_this_machine(self.gpus).to_dict(), "held_by": held}})
+                case "hold":
+                    await self._hold(message or {}, reader, writer)
+                case "board":
+                    await self._boards.serve(reader, writer)
+                case "forward":
+                    await self._forward(int(message["port"]), reader, writer)  # type: ignore[index]
+                case None:
+                    pass
+                case other:
+                    send(writer, {"error": f"unknown request {other!r}: is another version of forge there?"})
+            await writer.drain()
+        except (TimeoutError, ValueError, KeyError, OSError) as error:
+            log.warning("%s: %s: %s", peer, type(error).__name__, error)
+        finally:
+            writer.close()
+
+    async def _hold(self, message: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one controller until its connection is closed, or silent for LEASE seconds."""
+        if self._session is not None:
+            send(writer, {"error": f"it is held by {self._session.holder}: end that run, or wait for its end"})
+            return
+        folder = message["folder"]
+        if not Path(folder).is_dir():
+            send(writer, {"error": f"it has no folder {folder}, in which the run was started: share it, or copy it"})
+            return
+        own = writer.get_extra_info("sockname")[:2]
+        self._session = session = Session(message["who"], folder, message["environment"], own, self.credentials, writer)
+        log.info("held by %s", session.holder)
+        ended = "it closed the connection"
+        try:
+            send(writer, {"ok": {**Inventory.of_this_machine(self.gpus).to_dict(), "held_by": None, "at": joined(*own)}})
+            while (request := await receive(reader)) is not None:
+                await session.take(request)
+        except TimeoutError:
+            ended = f"it was silent for {LEASE:g} s"
+        except OSError as error:
+            ended = f"the connection was lost ({error})"
+        finally:
+            count = len(session.workers)
+            await session.close()
+            self._session = None
+            log.info("%s has gone: %s; %d workers of it were killed", session.holder, ended, count)
+
+    async def _forward(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Connect a peer with a port of this machine's loopback, where a rank of the run listens."""
+        if self._session is None:
+            raise HostError("there is no run on this host")
+        there, out = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pipe(reader, out), pipe(there, writer))
+
+
+class Session:
+    """A controller's hold on this machine: its workers and the processes that it watches.
+
+    Args:
+        own: the address and port of this daemon that the controller has reached.
+    """
+
+    def __init__(
+        self,
+        holder: str,
+        folder: str,
+        environment: dict[str, str],
+        own: tuple[str, int],
+        credentials: Credentials,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.holder, self.folder, self.own = holder, folder, own
+        self.workers: dict[str, subprocess.Popen] = {}
+        self._environment, self._credentials, self._writer = environment, credentials, writer
+        self._watched: dict[int, Process] = {}
+        self._working: set[asyncio.Task] = set()
+        self._scratch = Scratch("forge-run-")
+
+    async def take(self, request: dict[str, Any]) -> None:
+        """Do what a message asks for; the answer is sent when it is there."""
+        match request["do"]:
+            case "beat":
+                for worker in self.workers.values():
+                    with suppress(BrokenPipeError):  # it has ended, and is reported below
+                        assert worker.stdin is not None
+                        worker.stdin.write(b"\n")
+                for address in [address for address, worker in self.workers.items() if worker.poll() is not None]:
+                    del self.workers[address]
+                    send(self._writer, {"event": "ended", "worker": address})
+                send(self._writer, {"event": "beat"})
+            case _:
+                task = asyncio.get_running_loop().create_task(self._answer(request))
+                self._working.add(task)
+                task.add_done_callback(self._working.discard)
+
+    async def _answer(self, request: dict[str, Any]) -> None:
+        try:
+            answer = {"ok": await self._do(request["do"], request)}
+        except (OSError, ValueError, KeyError, HostError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        send(self._writer, {"id": request["id"], **answer})
+
+    async def _do(self, what: str, request: dict[str, Any]) -> Any:
+        match what:
+            case "start":
+                return await self._start(request["identity"])
+            case "stop":
+                if (worker := self.workers.pop(request["worker"], None)) is not None:
+                    worker.kill()
+                    await asyncio.to_thread(worker.wait)
+                return None
+            case "watch":
+                pid = int(request["pid"])
+                if not any(descends(pid, worker.pid) for worker in self.workers.values()):
+                    send(self._writer, {"event": "ended", "pid": pid})
+                elif pid not in self._watched:
+                    self._watched[pid] = Process(pid, lambda: self._ended(pid))
+                return None
+            case "kill":
+                if (process := self._watched.get(int(request["pid"]))) is not None:
+                    process.kill()
+                return None
+            case "stacks":
+                process = self._watched.get(int(request["pid"]))
+                return "  (it has ended)" if process is None else await stacks(process.pid)
+            case other:
+                raise ValueError(f"unknown request {other!r}: is another version of forge there?")
+
+    def _ended(self, pid: int) -> None:
+        self._watched.pop(pid, None)
+        send(self._writer, {"event": "ended", "pid": pid})
+
+    async def _start(self, identity: str) -> str:
+        """Start a worker; returns its Monarch address once it listens."""
+        family = socket.AF_INET6 if ":" in self.own[0] else socket.AF_INET
+        with socket.create_server((self.own[0], 0), family=family) as probe:
+            port = probe.getsockname()[1]
+        # A new identity and a new port: a controller that has lost a worker can attach to no other one in its place.
+        address = f"{identity}@tls://{joined(self.own[0], port)}"
+        settings = {
+            **os.environ,
+            **self._environment,
+            **self._credentials.environment,
+            "TMPDIR": str(self._scratch.path),
+            HOST: joined(*self.own),
+        }
+        command = [sys.executable, "-m", "forge.cluster.worker", str(os.getpid())]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=self.folder, env=settings, bufsize=0)
+        assert worker.stdin is not None
+        os.set_blocking(worker.stdin.fileno(), False)
+        worker.stdin.write(f"{address}\n".encode())
+        self.workers[address] = worker
+        async with asyncio.timeout(LISTEN_TIMEOUT):
+            while not listens(worker.pid, port):
+                if worker.poll() is not None:
+                    del self.workers[address]
+                    raise HostError(f"the worker ended with {worker.returncode} before it listened; see its output there")
+                await asyncio.sleep(0.05)
+        return address
+
+    async def close(self) -> None:
+        """Kill the workers and, through them, every process of the run on this machine."""
+        workers, self.workers = self.workers, {}
+        for worker in workers.values():
+            worker.kill()
+        for process in self._watched.values():
+            process.kill()
+            process.close()
+        for task in self._working:
+            task.cancel()
+        for worker in workers.values():
+            await asyncio.to_thread(worker.wait)
+        self._scratch.close()
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether a process of this machine listens at a TCP port."""
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        if any(row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "0A" for row in rows):
+            return True
+    return False

@@ -1,0 +1,389 @@
+"""The hosts of a run: held while it lives, taken up again when they come back, and divided among its replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..observability.console import log_failure
+from .credentials import Credentials
+from .inventory import Inventory
+from .machine import Machine, describe
+from .wire import HostError, joined, split
+
+log = logging.getLogger(__name__)
+
+HOSTS = "FORGE_HOSTS"  # environment variable: addresses, or the path of a file or folder of them
+RETRY = 1.0  # seconds between attempts to reach a host
+
+
+class NoRoom(RuntimeError):
+    """No host, or no set of hosts, has what a replica needs; says host by host what is missing."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one replica, or one group of shared processes, needs.
+
+    Args:
+        who: for errors.
+        procs: processes.
+        gpus: for each process.
+        hosts: over how many hosts; None: one if it fits, else as few as it takes.
+        memory: bytes for each process, 0 where no limit is set.
+        threads: of each process.
+    """
+
+    who: str
+    procs: int = 1
+    gpus: int = 0
+    hosts: int | None = None
+    memory: int = 0
+    threads: int = 1
+
+    def __str__(self) -> str:
+        gpus = f" with {self.gpus} GPUs each" if self.gpus else ""
+        memory = f" and {self.memory / 1e9:.1f} GB each" if self.memory else ""
+        hosts = f" on {self.hosts} hosts" if self.hosts is not None else ""
+        return f"{self.who}: {self.procs} processes{gpus}{memory}{hosts}"
+
+
+@dataclass
+class Room:
+    """What is left of one host."""
+
+    inventory: Inventory
+    gpus: list[str] = field(default_factory=list)
+    memory: int = 0
+    threads: int = 0  # taken
+
+    @classmethod
+    def of(cls, inventory: Inventory) -> Room:
+        return cls(inventory, list(inventory.gpus), inventory.memory)
+
+    def fits(self, demand: Demand) -> int:
+        """How many processes of this kind still fit. Cores may be overcommitted."""
+        most = demand.procs
+        if demand.gpus:
+            most = min(most, len(self.gpus) // demand.gpus)
+        if demand.memory:
+            most = min(most, self.memory // demand.memory)
+        return most
+
+    def take(self, demand: Demand, procs: int) -> list[str]:
+        """Take the room of `procs` processes; returns their GPUs."""
+        taken, self.gpus = self.gpus[: procs * demand.gpus], self.gpus[procs * demand.gpus :]
+        self.memory -= procs * demand.memory
+        self.threads += procs * demand.threads
+        return taken
+
+    def give_back(self, demand: Demand, procs: int, gpus: Sequence[str]) -> None:
+        self.gpus = sorted([*self.gpus, *gpus], key=self.inventory.gpus.index)
+        self.memory += procs * demand.memory
+        self.threads -= procs * demand.threads
+
+    @property
+    def load(self) -> float:
+        """Threads for each core."""
+        return self.threads / max(1, self.inventory.cores)
+
+
+def choose(rooms: Sequence[Room], demand: Demand, near: Sequence[Room] = (), most: int | None = None) -> list[Room]:
+    """The rooms for a demand, each with the same number of processes, in the order of `rooms`.
+
+    A replica with GPUs goes to the fullest host that has room for it, so that larger ones find whole hosts; one without
+    goes to the least loaded.
+
+    Args:
+        near: hosts that others of its kind are on.
+        most: over how many hosts its kind may spread.
+
+    Raises:
+        NoRoom: says host by host what is missing.
+    """
+    if most is not None and len(near) >= most:
+        rooms = [room for room in rooms if any(room is other for other in near)]
+    counts = [demand.hosts] if demand.hosts is not None else [n for n in range(1, demand.procs + 1)]
+    for count in counts:
+        if demand.procs % count:
+            continue
+        each = demand.procs // count
+        fitting = [room for room in rooms if room.fits(demand) >= each]
+        if len(fitting) >= count:
+            new = {id(room): most is not None and any(room is other for other in near) for room in fitting}
+            key: Callable[[Room], tuple] = lambda room: (new[id(room)], room.load)  # noqa: B023,E731
+            if demand.gpus:
+                key = lambda room: (new[id(room)], len(room.gpus), room.load)  # noqa: B023,E731
+            chosen = sorted(fitting, key=key)[:count]
+            return [room for room in rooms if any(room is other for other in chosen)]
+    lines = []
+    for room in rooms:
+        lacks = f"{room.fits(demand)} of these processes fit"
+        lines.append(f"{room.inventory.name} has {len(room.gpus)} of {len(room.inventory.gpus)} GPUs free, "
+                     f"{room.memory / 1e9:.0f} GB: {lacks}")
+    raise NoRoom(f"no room for {demand}: {'; '.join(lines) or 'no host is up'}")
+
+
+def check(inventories: Sequence[Inventory], demands: Sequence[Demand]) -> None:
+    """Whether all demands fit together, the largest first.
+
+    Raises:
+        NoRoom: names the first that does not, and what each host has left then.
+    """
+    rooms = [Room.of(inventory) for inventory in inventories]
+    for demand in in_order(demands):
+        for room in (chosen := choose(rooms, demand)):
+            room.take(demand, demand.procs // len(chosen))
+
+
+def in_order(demands: Sequence[Demand]) -> list[Demand]:
+    """The order in which demands fit best."""
+    return sorted(demands, key=lambda demand: -demand.gpus * demand.procs)
+
+
+@dataclass
+class Place:
+    """Hosts that a replica has: machines, and the GPUs on each. Its processes are divided evenly over them."""
+
+    demand: Demand
+    machines: list[Machine]
+    gpus: dict[str, list[str]]  # by the host's address, `Machine.at`
+
+    @property
+    def procs(self) -> int:
+        """Processes on each host."""
+        return self.demand.procs // len(self.machines)
+
+    @property
+    def lost(self) -> bool:
+        return any(machine.lost.done() for machine in self.machines)
+
+
+def addresses(given: str | Sequence[str]) -> list[str]:
+    """HOST:PORT of each host: from a list, words separated by commas, a file with one a line, or a folder of such
+    files, which workers write by `--register`.
+
+    Raises:
+        OSError: the file cannot be read. ValueError: an address is wrong, or there are two of the same.
+    """
+    words = list(given)
+    if isinstance(given, str):
+        words = given.split(",")
+        if os.sep in given:
+            path = Path(given)
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]
+            words = [line.split()[0] for line in lines if line]
+    found = [joined(*split(word.strip())) for word in words]
+    if twice := {address for address in found if found.count(address) > 1}:
+        raise ValueError(f"hosts has {', '.join(sorted(twice))} twice")
+    return found
+
+
+class Pool:
+    """The hosts of this controller.
+
+    Args:
+        given: see `addresses`; a file or folder is read again while the run lives.
+        wait: seconds that a service without any replica waits for a host.
+    """
+
+    def __init__(self, given: str | Sequence[str], credentials: Credentials, wait: float) -> None:
+        self.given, self.wait = given, wait
+        self._credentials = credentials
+        self._machines: dict[str, Machine] = {}
+        self._rooms: dict[str, Room] = {}
+        self._places: dict[Hashable, Place] = {}
+        self._failures: dict[str, str] = {}  # why a host is not up
+        self._keeping: dict[str, asyncio.Task] = {}
+        self._reading: asyncio.Task | None = None
+        self._changed = asyncio.Event()
+
+    async def open(self) -> None:
+        """Hold every host that is up.
+
+        Raises:
+            NoRoom: none is; says why.
+        """
+        wanted = addresses(self.given)
+        await asyncio.gather(*(self._hold(address) for address in wanted))
+        if not self._machines:
+            raise NoRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
+        for address in wanted:
+            if address in self._failures:
+                log.warning("%s; it is tried again", self._failures[address])
+            self._keep(address)
+        self._reading = asyncio.create_task(self._read())
+        self._reading.add_done_callback(log_failure)
+
+    @property
+    def machines(self) -> list[Machine]:
+        """Those that are up."""
+        return list(self._machines.values())
+
+    async def take(
+        self, key: Hashable, demand: Demand, alone: Callable[[], bool], kind: Hashable = None, most: int | None = None
+    ) -> Place:
+        """The place of a replica: where it was if that is whole, or another one, as soon as there is room.
+
+        Args:
+            alone: whether its service has no other replica; then the wait has a limit.
+            kind: of replicas that are spread over at most `most` hosts.
+
+        Raises:
+            NoRoom: there was no room within `wait` seconds.
+        """
+        if (place := self._places.get(key)) is not None:
+            if not place.lost:
+                return place
+            self.give_back(key)
+        began, told = time.monotonic(), False
+        while True:
+            rooms = {address: room for address, room in self._rooms.items() if address in self._machines}
+            near = [
+                rooms[machine.address]
+                for other, place in self._places.items()
+                if kind is not None and isinstance(other, tuple) and other[0] == kind
+                for machine in place.machines
+                if machine.address in rooms
+            ]
+            near = list({id(room): room for room in near}.values())
+            try:
+                chosen = choose(list(rooms.values()), demand, near, most)
+                break
+            except NoRoom as error:
+                away = [reason for address, reason in self._failures.items() if address not in self._machines]
+                text = f"{error}{'; ' if away else ''}{'; '.join(away)}"
+                if alone() and time.monotonic() - began > self.wait:
+                    raise NoRoom(f"{text} (waited {self.wait:g} s)") from None
+                if not told:
+                    log.warning("%s; waiting for a host", text)
+                    told = True
+            self._changed.clear()
+            with_limit = min(5.0, self.wait)
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(0.05, with_limit))
+            except TimeoutError:
+                continue
+        machines, gpus = [], {}
+        for address, room in rooms.items():
+            if any(room is other for other in chosen):
+                machines.append(self._machines[address])
+                gpus[self._machines[address].at] = room.take(demand, demand.procs // len(chosen))
+        self._places[key] = place = Place(demand, machines, gpus)
+        return place
+
+    def give_back(self, key: Hashable) -> None:
+        """A replica needs its place no longer."""
+        if (place := self._places.pop(key, None)) is None:
+            return
+        for machine in place.machines:
+            # The room of a host that came back is a new one.
+            if self._machines.get(machine.address) is machine:
+                self._rooms[machine.address].give_back(place.demand, place.procs, place.gpus[machine.at])
+        self._changed.set()
+
+    def keys(self) -> list[Hashable]:
+        """Of the places that are taken."""
+        return list(self._places)
+
+    async def close(self) -> None:
+        """Give every host back."""
+        tasks = [*self._keeping.values(), *([self._reading] if self._reading else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for machine in self.machines:
+            machine.end()
+        self._machines.clear()
+
+    async def _hold(self, address: str) -> None:
+        machine = Machine(address, self._credentials)
+        try:
+            await machine.hold()
+            agree(machine.inventory)
+        except (OSError, HostError, ValueError) as error:
+            self._failures[address] = str(error)
+            if hasattr(machine, "inventory"):
+                machine.end()
+            return
+        self._failures.pop(address, None)
+        self._machines[address] = machine
+        self._rooms[address] = Room.of(machine.inventory)
+        log.info("host %s: %s", machine, machine.inventory)
+        self._changed.set()
+
+    def _keep(self, address: str) -> None:
+        self._keeping[address] = task = asyncio.create_task(self._take_up_again(address))
+        task.add_done_callback(log_failure)
+
+    async def _take_up_again(self, address: str) -> None:
+        while True:
+            if (machine := self._machines.get(address)) is not None:
+                reason = await asyncio.shield(machine.lost)
+                del self._machines[address]
+                self._failures[address] = f"host {machine} was lost: {reason}"
+            await asyncio.sleep(RETRY)
+            await self._hold(address)
+
+    async def _read(self) -> None:
+        """Take up hosts that are added to the file or folder."""
+        while isinstance(self.given, str) and os.sep in self.given:
+            await asyncio.sleep(RETRY)
+            try:
+                wanted = await asyncio.to_thread(addresses, self.given)
+            except (OSError, ValueError, IndexError) as error:
+                log.warning("%s cannot be read, its hosts stay as they are: %s", self.given, error)
+                continue
+            for address in wanted:
+                if address not in self._keeping:
+                    self._keep(address)
+            for address in set(self._keeping) - {*wanted}:
+                if address not in self._machines:  # one that is held goes on
+                    self._keeping.pop(address).cancel()
+                    self._failures.pop(address, None)
+
+
+def agree(inventory: Inventory) -> None:
+    """Check that a host has the versions of this controller.
+
+    Raises:
+        ValueError: names those that differ.
+    """
+    import socket
+
+    mine = Inventory.of_this_machine(()).versions
+    differ = [f"{name} {inventory.versions.get(name)}, here {own}" for name, own in mine.items()
+              if inventory.versions.get(name) != own and name != "python"]
+    if inventory.versions.get("python", "").split(".")[:2] != mine["python"].split(".")[:2]:
+        differ.insert(0, f"Python {inventory.versions.get('python')}, here {mine['python']}")
+    if differ:
+        raise ValueError(f"host {inventory.name} has other versions than {socket.gethostname()}: {'; '.join(differ)}")
+
+
+async def survey(given: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
+    """What the hosts have that can be reached and are free, and why the others are not."""
+    inventories, failures = [], []
+    for address, found in zip(
+        wanted := addresses(given),
+        await asyncio.gather(*(describe(address, credentials) for address in wanted), return_exceptions=True),
+        strict=True,
+    ):
+        if isinstance(found, OSError | HostError | ValueError):
+            failures.append(str(found))
+        elif isinstance(found, BaseException):
+            raise found
+        elif found[1] is not None:
+            failures.append(f"host {address} is held by {found[1]}")
+        else:
+            try:
+                agree(found[0])
+                inventories.append(found[0])
+            except ValueError as error:
+                failures.append(str(error))
+    return inventories, failures

@@ -1,0 +1,102 @@
+"""Processes of this machine by their ids: watch, kill, look at their stacks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+DUMP_TIMEOUT = 15.0  # seconds
+
+
+class Process:
+    """One process by its pid file descriptor: what happens to it is never confused with a later process of its pid."""
+
+    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
+        self.pid = pid
+        self._ended = ended
+        self._handle: int | None = None
+        try:
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            asyncio.get_running_loop().call_soon(ended)
+            return
+        asyncio.get_running_loop().add_reader(self._handle, self._on_end)
+
+    def __str__(self) -> str:
+        return str(self.pid)
+
+    @property
+    def stopped(self) -> bool:
+        """It was stopped by a signal (SIGSTOP), and still exists."""
+        return is_stopped(self.pid)
+
+    def kill(self) -> None:
+        """SIGKILL, if it has not ended yet."""
+        if self._handle is not None:
+            try:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+    async def stacks(self) -> str:
+        """The Python stack of each of its threads, see `stacks`."""
+        return await stacks(self.pid)
+
+    def _on_end(self) -> None:
+        self.close()  # the handle of an ended process stays readable
+        self._ended()
+
+    def close(self) -> None:
+        """Stop watching it."""
+        if self._handle is not None:
+            asyncio.get_running_loop().remove_reader(self._handle)
+            os.close(self._handle)
+            self._handle = None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process exists and was stopped by a signal (SIGSTOP)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether a process exists and was started by `ancestor`, or by one that it started."""
+    while pid > 1:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            return False
+        if pid == ancestor:
+            return True
+    return False
+
+
+async def stacks(pid: int) -> str:
+    """The Python stack of every thread of a process, as py-spy sees it without stopping it; or why there is none."""
+    program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
+    if program is None:
+        return "  (py-spy is not installed)"
+    command = (program, "dump", "--nonblocking", "--pid", str(pid))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        return f"  (py-spy could not be started: {error})"
+    try:
+        out, wrong = await asyncio.wait_for(process.communicate(), DUMP_TIMEOUT)
+    except TimeoutError:
+        return f"  (py-spy gave no answer within {DUMP_TIMEOUT:g} s)"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    text = out.decode(errors="replace") if process.returncode == 0 else f"(py-spy failed: {wrong.decode().strip()})"
+    return "\n".join(f"  {line}" for line in text.strip().splitlines())
