@@ -12,7 +12,9 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
     parser = commands.add_parser("worker", help=TEXT, description=TEXT)
     parser.add_argument(
-        "--listen", default=None, metavar="ADDRESS[:PORT]",
+        "--listen",
+        default=None,
+        metavar="ADDRESS[:PORT]",
         help="default: every address, port 7070; port 0 is a free one, see --register",
     )
     parser.add_argument("--gpus", default=None, help="the GPUs that runs may use, 0,1,2; default: all that are visible")

@@ -45,8 +45,10 @@ def read_secret() -> str | None:
         except OSError as error:
             raise NoSecret(f"{SECRET} names a file that cannot be read: {error}") from None
     if len(secret) < SHORTEST:
-        raise NoSecret(f"the secret has {len(secret)} characters, {SHORTEST} are needed: python -m secrets, or "
-                       "openssl rand -hex 32, makes one")
+        raise NoSecret(
+            f"the secret has {len(secret)} characters, {SHORTEST} are needed: python -m secrets, or "
+            "openssl rand -hex 32, makes one"
+        )
     return secret
 
 
@@ -109,7 +111,8 @@ class Credentials:
             certificate(subject, own.public_key(), False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
             )
         )
         made = cls(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")

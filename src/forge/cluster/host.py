@@ -7,10 +7,8 @@ end within LEASE seconds: a run that has replaced them never hears from them aga
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ..janitor import Scratch, sweep
-from .credentials import Credentials
+from .credentials import SECRET, Credentials
 from .inventory import HOST, Inventory
 from .process import Process, descends, stacks
-from .wire import CONNECT_TIMEOUT, LEASE, LONGEST, HostError, joined, pipe, receive, send
 from .rendezvous import Boards
+from .wire import CONNECT_TIMEOUT, LEASE, LONGEST, HostError, joined, pipe, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +101,7 @@ class Daemon:
             send(writer, {"error": f"it is held by {self._session.holder}: end that run, or wait for its end"})
             return
         folder = message["folder"]
-        if not Path(folder).is_dir():
+        if not os.path.isdir(folder):  # noqa: ASYNC240
             send(writer, {"error": f"it has no folder {folder}, in which the run was started: share it, or copy it"})
             return
         own = writer.get_extra_info("sockname")[:2]
@@ -111,7 +109,9 @@ class Daemon:
         log.info("held by %s", session.holder)
         ended = "it closed the connection"
         try:
-            send(writer, {"ok": {**Inventory.of_this_machine(self.gpus).to_dict(), "held_by": None, "at": joined(*own)}})
+            send(
+                writer, {"ok": {**Inventory.of_this_machine(self.gpus).to_dict(), "held_by": None, "at": joined(*own)}}
+            )
             while (request := await receive(reader)) is not None:
                 await session.take(request)
         except TimeoutError:
@@ -216,6 +216,18 @@ class Session:
             port = probe.getsockname()[1]
         # A new identity and a new port: a controller that has lost a worker can attach to no other one in its place.
         address = f"{identity}@tls://{joined(self.own[0], port)}"
+        self.workers[address] = worker = self._spawn(address)
+        async with asyncio.timeout(LISTEN_TIMEOUT):
+            while not listens(worker.pid, port):
+                if worker.poll() is not None:
+                    del self.workers[address]
+                    raise HostError(
+                        f"the worker ended with {worker.returncode} before it listened; see its output there"
+                    )
+                await asyncio.sleep(0.05)
+        return address
+
+    def _spawn(self, address: str) -> subprocess.Popen:
         settings = {
             **os.environ,
             **self._environment,
@@ -223,19 +235,13 @@ class Session:
             "TMPDIR": str(self._scratch.path),
             HOST: joined(*self.own),
         }
+        settings.pop(SECRET, None)  # the certificate is enough for a process of the run
         command = [sys.executable, "-m", "forge.cluster.worker", str(os.getpid())]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=self.folder, env=settings, bufsize=0)
         assert worker.stdin is not None
         os.set_blocking(worker.stdin.fileno(), False)
-        worker.stdin.write(f"{address}\n".encode())
-        self.workers[address] = worker
-        async with asyncio.timeout(LISTEN_TIMEOUT):
-            while not listens(worker.pid, port):
-                if worker.poll() is not None:
-                    del self.workers[address]
-                    raise HostError(f"the worker ended with {worker.returncode} before it listened; see its output there")
-                await asyncio.sleep(0.05)
-        return address
+        worker.stdin.write(f"{address}\n".encode())  # other users may read the arguments of a process
+        return worker
 
     async def close(self) -> None:
         """Kill the workers and, through them, every process of the run on this machine."""

@@ -79,6 +79,7 @@ class Machine:
         self.inventory: Inventory
         self.at = address  # its address and port as its own processes, and other hosts, know it
         self._loop = asyncio.get_running_loop()
+        self.ended: set[str] = set()  # workers, by address
         self.lost: asyncio.Future[str] = self._loop.create_future()  # why
         self._credentials = credentials
         self._ids = itertools.count()
@@ -196,6 +197,8 @@ class Machine:
 
     def _take(self, message: dict[str, Any]) -> None:
         if "id" not in message:
+            if "worker" in message:
+                self.ended.add(message["worker"])
             if (ended := self._watched.pop(message.get("pid", -1), None)) is not None:
                 ended()
             return

@@ -124,8 +124,10 @@ def choose(rooms: Sequence[Room], demand: Demand, near: Sequence[Room] = (), mos
     lines = []
     for room in rooms:
         lacks = f"{room.fits(demand)} of these processes fit"
-        lines.append(f"{room.inventory.name} has {len(room.gpus)} of {len(room.inventory.gpus)} GPUs free, "
-                     f"{room.memory / 1e9:.0f} GB: {lacks}")
+        lines.append(
+            f"{room.inventory.name} has {len(room.gpus)} of {len(room.inventory.gpus)} GPUs free, "
+            f"{room.memory / 1e9:.0f} GB: {lacks}"
+        )
     raise NoRoom(f"no room for {demand}: {'; '.join(lines) or 'no host is up'}")
 
 
@@ -358,8 +360,11 @@ def agree(inventory: Inventory) -> None:
     import socket
 
     mine = Inventory.of_this_machine(()).versions
-    differ = [f"{name} {inventory.versions.get(name)}, here {own}" for name, own in mine.items()
-              if inventory.versions.get(name) != own and name != "python"]
+    differ = [
+        f"{name} {inventory.versions.get(name)}, here {own}"
+        for name, own in mine.items()
+        if inventory.versions.get(name) != own and name != "python"
+    ]
     if inventory.versions.get("python", "").split(".")[:2] != mine["python"].split(".")[:2]:
         differ.insert(0, f"Python {inventory.versions.get('python')}, here {mine['python']}")
     if differ:

@@ -56,7 +56,7 @@ class BoardStore(dist.Store):
         self._local = threading.local()  # a connection for each thread: one may wait while another asks
         self._tunnels: Tunnels | None = None
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         if found := _ADDRESS_KEY.fullmatch(key):
             self._ranks[found[1]] = int(found[2])
             self._ask("set", key=_MACHINE + key, value=self._own)
@@ -83,7 +83,7 @@ class BoardStore(dist.Store):
     def add(self, key: str, value: int) -> int:
         return int(self._ask("add", key=key, value=value))
 
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]
         words = {"expected": expected.decode("latin-1"), "value": desired.decode("latin-1")}
         return self._ask("compare_set", key=key, **words).encode("latin-1")
 

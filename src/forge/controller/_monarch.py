@@ -81,7 +81,7 @@ def new_service_proc_id():
 
 @cache
 def enable_tls(address: str) -> None:
-    """Have Monarch listen at an address of this machine, for peers with certificates, which the environment names; before
+    """Have Monarch listen at an address of this machine, with the certificates that the environment names; before
     anything of it runs."""
     reload_config_from_env()
     enable_transport(f"tls://[{address}]:0" if ":" in address else f"tls://{address}:0")

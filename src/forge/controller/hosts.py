@@ -17,14 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
-from ._monarch import HostMesh, attach_to_workers, end_at_exit, new_service_proc_id, run_worker_loop_forever, this_host
-from .private import sockets_in, warn_if_exposed
 from ..cluster.machine import Machine, RemoteProcess
 from ..cluster.pool import Place
 from ..cluster.process import Process, is_stopped
 from ..cluster.rendezvous import SCHEME
 from ..cluster.wire import HostError
+from ._monarch import HostMesh, attach_to_workers, end_at_exit, new_service_proc_id, run_worker_loop_forever, this_host
 from .errors import ReplicaDied
+from .private import sockets_in, warn_if_exposed
 
 _attached = itertools.count()
 _SERVE = "import sys; from forge.controller.hosts import serve_host; serve_host(sys.stdin.readline(), int(sys.argv[1]))"
@@ -142,7 +142,8 @@ class PooledHosts(Hosts):
             ReplicaDied: no worker could be started on one of the machines.
         """
         async with self._lock:
-            if self._mesh is None or self._unusable:
+            ended = any(worker in machine.ended for machine, worker in self._workers.items())
+            if self._mesh is None or self._unusable or ended:
                 await self.stop()
                 machines = self.place.machines
                 asked = [machine.request("start", identity=str(new_service_proc_id())) for machine in machines]
@@ -173,7 +174,11 @@ class PooledHosts(Hosts):
 
     def when_lost(self, call: Callable[[str], None]) -> None:
         for machine in self.place.machines:
-            machine.lost.add_done_callback(lambda lost, machine=machine: call(f"host {machine} was lost: {lost.result()}"))
+
+            def tell(lost: asyncio.Future[str], machine: Machine = machine) -> None:
+                call(f"host {machine} was lost: {lost.result()}")
+
+            machine.lost.add_done_callback(tell)
 
     def give_up(self) -> None:
         self._unusable = True

@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

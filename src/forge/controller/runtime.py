@@ -25,7 +25,7 @@ from ..observability.console import configure_logging, log, log_failure
 from ..observability.metrics import Snapshot, drain, on_the_clock
 from . import private, processes, remote_service
 from ._monarch import enable_tls, set_fault_hook
-from .errors import CallTimeout, ReplicaDied, Unrecoverable
+from .errors import CallTimeout, ForgeError, ReplicaDied, Unrecoverable
 from .hosts import Hosts, LoopbackHosts, PooledHosts
 from .options import Options
 from .processes import ProcessGroup
@@ -245,7 +245,7 @@ def runtime() -> Runtime:
 async def attach(hosts: str | Sequence[str] | None = None, wait: float = 600.0) -> None:
     """Take other machines into this run, before its first component is started.
 
-    Components with `hosts` or `with_gpus` are placed there. Each machine runs `forge worker` with the same FORGE_SECRET.
+    Components with `hosts` or `with_gpus` are placed there. Each runs `forge worker` with the same FORGE_SECRET.
 
     Args:
         hosts: HOST:PORT of each worker, or the path of a file of them; None is what FORGE_HOSTS says, if anything.

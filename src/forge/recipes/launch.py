@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import locale
 import logging
@@ -13,12 +14,16 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
-from ..config import Arguments, ConfigError, to_dict
-from ..controller import ForgeError, forked_processes, run
-from ..controller.private import log_to
+from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
 from ..cluster.inventory import VISIBLE, visible_gpus
+from ..cluster.pool import NoRoom, check, survey
+from ..config import Arguments, ConfigError, to_dict
+from ..controller import ForgeError, Options, forked_processes, run
+from ..controller.private import log_to
+from ..controller.runtime import demand_of
 from ..data.config import DatasetConfig, RowsConfig
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
@@ -110,7 +115,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         use(store := VersionStore.create())
         closing.callback(store.close)
         try:
-            run(recipe(cfg, Job(model, held_out, record, store)))
+            run(recipe(cfg, Job(model, held_out, record, store)), cfg.cluster.given, cfg.cluster.wait)
         except (ForgeError, OSError, RuntimeError) as error:
             gone = [path for path in (record.folder, store.root) if not path.is_dir()]
             if gone:
@@ -148,7 +153,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     check_trackers(to_dict(cfg.metrics))
     if cfg.checkpoint.push_to_hub is not None:
         check_upload(cfg.checkpoint.push_to_hub)
-    check_gpus(cfg)
+    check_hosts(cfg)
     for name in filter(None, (cfg.model, *cfg.others().values())):
         check_family(name)
     others = [resolve_model(name) for name in cfg.others().values()]
@@ -201,6 +206,35 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     else:
         log.info("resuming from %s", start.checkpoint)
     return model, held_out, record
+
+
+def check_hosts(cfg: Any) -> None:
+    """Reject services that do not fit on the hosts of the run, or on this machine.
+
+    Raises:
+        ValueError: says host by host what is missing.
+    """
+    if cfg.cluster.given is None:
+        return check_gpus(cfg)
+    if (secret := read_secret()) is None:
+        raise NoSecret(f"cluster.hosts is set and {SECRET} is not: set it to the secret of their workers")
+    demands, shares = [], set()
+    for name in type(cfg.services).model_fields:
+        if cfg.services[name] is None:
+            continue
+        options = Options(**cfg.placement(name))
+        if options.share in shares or (options.hosts is None and not options.with_gpus):
+            continue
+        shares |= {options.share} - {None}
+        count = 1 if options.share else -(-options.num_replicas // options.per_process)
+        demands += [demand_of(f"services.{name}, replica {index}", options) for index in range(count)]
+    with TemporaryDirectory() as folder:
+        credentials = Credentials.make(secret, Path(folder))
+        found, failures = asyncio.run(survey(cfg.cluster.given, credentials))
+    try:
+        check(found, demands)
+    except NoRoom as error:
+        raise ValueError("; ".join([str(error), *failures])) from None
 
 
 def gpus_needed(cfg: Any) -> dict[str, int]:

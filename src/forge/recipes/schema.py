@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from ..cluster.settings import ClusterConfig
 from ..config import ConfigError, Section
 from ..data.config import PreferencesConfig, RowsConfig
 from ..data.rewards import load_reward
@@ -298,6 +299,7 @@ class TrainingRecipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
+    cluster: ClusterConfig = ClusterConfig()
     services: Any = None  # each recipe's own
     seed: int = 0
     """Of everything that is drawn."""
