@@ -1,152 +1,264 @@
-"""The weight store for processes of other hosts: what they read and write goes through memory windows (RDMA, or TCP).
+"""Weights between hosts. Each host has a store in its shared memory, and a keeper that copies versions into it.
 
-    keeper = await Keeper.as_actor(store)           # on the store's own host
-    Generator.options(hosts=2).as_service(..., store=Reach(store, keeper))
+    store = await share(store)      # in the controller, once its hosts are attached
+    Generator.options(hosts=2).as_service(..., store=store)
 
-Each process takes the way that is open to it: shared memory where the store is on its own host, the keeper elsewhere.
+A version stays in the memory of the hosts that wrote it; the home store, on the controller's host, has its manifest. A
+process that reads a version has its host's keeper copy it once for all processes there. Keepers form a chain: each
+reads from the one that asked before it, chunk by chunk as they arrive there, through RDMA windows (InfiniBand where it
+is, TCP otherwise). So a version leaves its writer once, and reaches n hosts in the time of one transfer and n chunks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from ..controller import ForgeActor, Service, endpoint
+from ..cluster import HOST, STORE
+from ..controller import ForgeActor, ForgeError, endpoint, runtime
 from ..controller.rdma import Window
-from ..store import CorruptWeights, Store, VersionStore
-from ..store.manifest import Manifest, checksum
+from ..store import MissingVersion, Store, VersionStore
+from ..store.manifest import Manifest
 from ..store.transfer import Part, Ranks, Snapshot
 
-# Seconds beyond a transfer's own limit after which its memory is taken back.
-GRACE = 60.0
-# Buffers that a process keeps for the next transfers.
-SPARE = 8
+log = logging.getLogger(__name__)
 
-
-class LeaseLost(RuntimeError):
-    """Memory of the store was taken back from a reader or writer who took too long, or the keeper was replaced."""
-
-
-class Keeper(ForgeActor):
-    """Lives on the store's host and acts there for others.
-
-    Args:
-        store: of this host.
-    """
-
-    def __init__(self, store: VersionStore) -> None:
-        self.store = store
-        self._leases: dict[str, Lease] = {}
-
-    def setup(self) -> None:
-        if not self.store.is_here():
-            raise ValueError(f"the keeper of {self.store.root} must run on the host where it is")
-
-    @endpoint
-    async def open(self, key: str, version: int | None, limit: float) -> tuple[str, str, dict[str, Window]]:
-        """Hold a version for a reader, for `limit` seconds: a lease, the contents list, a window to each segment."""
-        stack = ExitStack()
-        snapshot = await asyncio.to_thread(stack.enter_context, self.store.open(key, version))
-        windows = {name: Window(memory) for name, memory in snapshot.memory.items()}
-        return self._lease(Lease(stack, windows, {}), limit), snapshot.manifest.to_json(), windows
-
-    @endpoint
-    async def reserve(self, size: int, limit: float) -> tuple[str, str, Window]:
-        """Memory of the store for a writer, for `limit` seconds: a lease, the segment's name, and a window to it."""
-        stack = ExitStack()
-        name, memory = await asyncio.to_thread(stack.enter_context, self.store.segments.writing(max(size, 1)))
-        window = Window(memory)
-        return self._lease(Lease(stack, {name: window}, {name: memory}), limit), name, window
-
-    @endpoint
-    async def publish(self, lease: str, part: str, ranks: Ranks, timeout: float) -> int:
-        """Publish what was written into reserved memory, see `VersionStore.put`; ends the lease.
-
-        Raises:
-            CorruptWeights: it is not what the writer had.
-            LeaseLost: the memory was taken back before.
-        """
-        held = self._leases.pop(lease, None)
-        if held is None:
-            raise LeaseLost("the memory of this put was reclaimed: raise the timeout of the put")
-
-        def publish() -> int:
-            # In the thread to its end, even if its caller has stopped waiting: the memory is held as long.
-            with held.stack:
-                manifest = Manifest.from_json(part)
-                for shard in manifest.shards:
-                    if shard.segment and checksum(shard.view(held.memory[shard.segment])) != shard.checksum:
-                        text = f"{manifest.key}: tensor {shard.name!r} {shard.box} was damaged on its way"
-                        raise CorruptWeights(text)
-                return self.store.publish(manifest, ranks, timeout)
-
-        await held.shut()
-        return await asyncio.to_thread(publish)
-
-    @endpoint
-    async def release(self, lease: str) -> None:
-        """These windows are no longer in use."""
-        await self._release(lease)
-
-    @endpoint
-    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What the store answers to `method`."""
-        return await asyncio.to_thread(getattr(self.store, method), *args, **kwargs)
-
-    def _lease(self, lease: Lease, limit: float) -> str:
-        name, loop = uuid4().hex, asyncio.get_running_loop()
-        lease.timer = loop.call_later(limit + GRACE, lambda: loop.create_task(self._release(name)))
-        self._leases[name] = lease
-        return name
-
-    async def _release(self, name: str) -> None:
-        if name in self._leases:
-            lease = self._leases.pop(name)
-            await lease.shut()
-            lease.stack.close()
+CHUNK = 16 << 20  # bytes
+GRACE = 15.0  # seconds that a call may take beyond the limit of what it asks for
+CHUNK_TIMEOUT = 60.0  # seconds for one of them
+IDLE = 60.0  # seconds after which a keeper lets go of memory that no other one has asked for
+HOME = "home"  # the host of the controller
+COPY = "copy"  # what a host's store calls a version that was copied to it
 
 
 @dataclass
-class Lease:
-    """Memory of the store in the hands of another host: what holds it, and the windows to it."""
+class Source:
+    """A segment that other keepers read from, while it arrives or later. `ready` counts its chunks."""
 
-    stack: ExitStack
-    windows: dict[str, Window]
-    memory: dict[str, Tensor]
-    timer: asyncio.TimerHandle | None = None
+    memory: Tensor
+    ready: int
+    held: ExitStack
+    windows: dict[int, Window] = field(default_factory=dict)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str | None = None
+    idle: asyncio.TimerHandle | None = None
 
-    async def shut(self) -> None:
-        """Close the windows."""
-        if self.timer is not None:
-            self.timer.cancel()
-        await asyncio.gather(*(window.close() for window in self.windows.values()))
+    def arrived(self, chunks: int) -> None:
+        self.ready = chunks
+        self.grown.set()
+        self.grown = asyncio.Event()
+
+
+class Keeper(ForgeActor):
+    """Of one host. The one at home knows where every version is.
+
+    Args:
+        store: of the home host.
+        home: its keeper; None: this is it, and `link` gives it its own handle.
+    """
+
+    def __init__(self, store: VersionStore, home: Any = None) -> None:
+        self.home_store, self._home, self._at_home = store, home, home is None
+
+    def setup(self) -> None:
+        self.host, self.store = whereabouts(self.home_store)
+        if not self.store.is_here():
+            raise ValueError(f"the keeper of {self.store.root} must run on the host where it is")
+        self._sources: dict[str, Source] = {}
+        self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
+        self._chains: dict[tuple[str, int], list[str]] = {}
+
+    @endpoint
+    async def link(self, home: Any) -> None:
+        """Give the home keeper a handle to itself, by which it reaches the others."""
+        self._home = home
+
+    @endpoint
+    async def publish(self, part: str, ranks: Ranks, timeout: float) -> int:
+        """Publish one rank's part, whose segment is on another host; see `VersionStore.put`. At home."""
+        return await asyncio.to_thread(self.store.publish, Manifest.from_json(part), ranks, timeout)
+
+    @endpoint
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What the home store answers to `method`. At home."""
+        return await asyncio.to_thread(getattr(self.store, method), *args, **kwargs)
+
+    @endpoint
+    async def locate(self, key: str, version: int, host: str, avoid: list[str]) -> tuple[str, str | None]:
+        """The manifest of a version, and the keeper that `host` is to read it from; None: those of the hosts that wrote
+        it. At home.
+
+        Args:
+            avoid: keepers that did not answer.
+        """
+        manifest = await asyncio.to_thread(self.store.manifest, key, version)
+        for old in [chained for chained in self._chains if chained[0] == key and chained[1] < version - 8]:
+            del self._chains[old]
+        chain = self._chains.setdefault((key, version), [])
+        if host not in chain:
+            chain.append(host)
+        before = [other for other in chain[: chain.index(host)] if other not in avoid]
+        return manifest.at(HOME).to_json(), before[-1] if before else None
+
+    @endpoint
+    async def fetch(self, key: str, version: int, timeout: float) -> str:
+        """Have a version in this host's store; returns its manifest there.
+
+        Raises:
+            MissingVersion: no host has it any more. TimeoutError: it did not arrive in time.
+        """
+        if (key, version) not in self._fetching:
+            task = asyncio.get_running_loop().create_task(self._fetch(key, version))
+            self._fetching[key, version] = task
+            task.add_done_callback(lambda _: self._fetching.pop((key, version)))
+        # One caller that stops waiting must not end the transfer of all.
+        return await asyncio.wait_for(asyncio.shield(self._fetching[key, version]), timeout)
+
+    @endpoint
+    async def chunk(self, segment: str, index: int, size: int) -> Window:
+        """A window to a chunk, of `size` bytes, of a segment that is here, or arrives here.
+
+        Raises:
+            MissingVersion: it is not.
+        """
+        end = time.monotonic() + CHUNK_TIMEOUT
+        while segment not in self._sources:
+            if place(segment) == self.host:
+                held = ExitStack()
+                memory = await asyncio.to_thread(self._open, segment, held)
+                self._sources.setdefault(segment, Source(memory, -(-len(memory) // CHUNK), held))
+            elif not self._fetching or time.monotonic() > end:
+                raise MissingVersion(f"{segment} is not on {self.host}")
+            else:
+                await asyncio.sleep(0.01)
+        source = self._sources[segment]
+        self._use(segment, source)
+        while source.ready <= index:
+            if source.error is not None:
+                raise MissingVersion(source.error)
+            await asyncio.wait_for(source.grown.wait(), CHUNK_TIMEOUT)
+        if index not in source.windows:
+            source.windows[index] = Window(source.memory[index * CHUNK : index * CHUNK + size])
+        return source.windows[index]
+
+    async def _fetch(self, key: str, version: int) -> str:
+        avoid: list[str] = []
+        while True:
+            text, parent = await self._home.locate.route(key, version, self.host, avoid)
+            manifest = Manifest.from_json(text)
+            foreign = sorted(segment for segment in manifest.segments if place(segment) != self.host)
+            names = {segment: bare(segment) for segment in manifest.segments}
+            try:
+                with ExitStack() as writing:
+                    for segment in foreign:
+                        names[segment] = await self._copy(segment, manifest.extent(segment), parent, writing)
+                    here = manifest.renamed(names)
+                    await asyncio.to_thread(self.store.keep_part, here, COPY)
+                for segment in foreign:  # their memory is not reused while others read it
+                    if segment in self._sources:
+                        held = self._sources[segment].held
+                        await asyncio.to_thread(held.enter_context, self.store.segments.reading([names[segment]]))
+                return here.to_json()
+            except (ForgeError, TimeoutError, MissingVersion, RuntimeError) as error:
+                if parent is None:
+                    hosts = ", ".join(sorted({place(segment) for segment in foreign}))
+                    raise MissingVersion(f"{key} version {version} could not be read from {hosts}: {error}") from error
+                log.warning("%s version %d could not be read from %s: %s", key, version, parent, error)
+                avoid.append(parent)
+
+    async def _copy(self, segment: str, size: int, parent: str | None, writing: ExitStack) -> str:
+        """Copy a segment from a keeper into this host's store; returns its name here."""
+        name, memory = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
+        chunk = self._home.named(keeper_name(parent or place(segment))).chunk.options(timeout=CHUNK_TIMEOUT)
+        source = self._sources[segment] = Source(memory, 0, ExitStack())
+        parts = memory.split(CHUNK)
+        try:
+            window: Window = await chunk.route(segment, 0, len(parts[0]))
+            for number, part in enumerate(parts, 1):
+                read = window.read_into(part, CHUNK_TIMEOUT)
+                if number < len(parts):  # ask for the next one meanwhile
+                    window, _ = await asyncio.gather(chunk.route(segment, number, len(parts[number])), read)
+                else:
+                    await read
+                source.arrived(number)
+        except BaseException as error:
+            source.error = f"{segment} did not arrive on {self.host}: {error}"
+            source.grown.set()
+            self._sources.pop(segment, None)
+            raise
+        self._use(segment, source)
+        return name
+
+    def _open(self, segment: str, held: ExitStack) -> Tensor:
+        """The memory of a segment that was written on this host."""
+        try:
+            return held.enter_context(self.store.segments.reading([bare(segment)]))[bare(segment)]
+        except FileNotFoundError:
+            raise MissingVersion(f"{segment} is on {self.host} no more") from None
+
+    def _use(self, segment: str, source: Source) -> None:
+        """Keep a source for a while."""
+        if source.idle is not None:
+            source.idle.cancel()
+        loop = asyncio.get_running_loop()
+        source.idle = loop.call_later(IDLE, lambda: loop.create_task(self._release(segment, source)))
+
+    async def _release(self, segment: str, source: Source) -> None:
+        if self._sources.get(segment) is source:
+            del self._sources[segment]
+        await asyncio.gather(*(window.close() for window in source.windows.values()))
+        source.held.close()
 
 
 class Reach:
     """A store as it is handed to components: in each process `connect` gives the way to it that is open there.
 
     Args:
-        store: on the host where it was made.
-        keeper: its keeper, for processes of other hosts.
-        remote: go through the keeper on the store's own host as well.
+        store: of the home host.
+        home: its keeper.
     """
 
-    def __init__(self, store: VersionStore, keeper: Service, *, remote: bool = False) -> None:
-        self.store, self._keeper, self._remote = store, keeper, remote
+    def __init__(self, store: VersionStore, home: Any) -> None:
+        self.store, self._home = store, home
 
     def connect(self) -> Store:
-        """The way to the store that is open to this process."""
-        if self.store.is_here() and not self._remote:
-            return self.store
-        return RemoteStore(self._keeper)
+        """The store as this process can use it."""
+        host, local = whereabouts(self.store)
+        return HostStore(host, local, self._home, self._home.named(keeper_name(host)))
+
+
+async def share(store: VersionStore) -> VersionStore | Reach:
+    """Have a store reach all hosts of this controller, also those that come later. Without hosts it is as it was."""
+    running = runtime()
+    if (pool := running.pool) is None:
+        return store
+
+    async def start() -> Reach:
+        home = await Keeper.options(mesh_name=keeper_name(HOME)).as_actor(store)
+        await home.link.call_one(home)
+
+        async def attend(host: str) -> None:
+            name = keeper_name(host)
+            if name not in running.services:  # a host that comes back finds its keeper waiting for it
+                await Keeper.options(mesh_name=name, host=host).as_actor(store, home)
+
+        await pool.on_each(attend)
+        return Reach(store, home)
+
+    if running.shared is None:
+        running.shared = asyncio.ensure_future(start())
+    return await running.shared
 
 
 def connect(store: Store | Reach | None) -> Store | None:
@@ -159,20 +271,45 @@ def home(store: Store | Reach | None) -> Store | None:
     return store.store if isinstance(store, Reach) else store
 
 
-class RemoteStore(Store):
-    """The store of another host. Its methods block: call them from a thread, within an endpoint.
+def whereabouts(store: VersionStore) -> tuple[str, VersionStore]:
+    """The host of this process, and the store in its memory; `store` is that of the home host."""
+    if store.is_here():
+        return HOME, store
+    local = VersionStore(os.environ[STORE], store.keep)
+    local.prepare()
+    return os.environ[HOST], local
+
+
+def keeper_name(host: str) -> str:
+    """The service of a host's keeper."""
+    return "keeper_" + re.sub(r"\W", "_", host)
+
+
+def place(segment: str) -> str:
+    """The host of a segment's full name."""
+    return segment.partition("@")[2]
+
+
+def bare(segment: str) -> str:
+    """A segment's name on its host."""
+    return segment.partition("@")[0]
+
+
+class HostStore(Store):
+    """The store of a run on several hosts, for the processes of one. Its methods block: call them from a thread, within
+    an endpoint.
 
     Args:
-        keeper: the service that acts for this process on that host.
+        host: of this process.
+        local: the store in this host's memory.
+        home, keeper: the keepers of the home host and of this one.
         timeout: seconds for one transfer.
     """
 
-    def __init__(self, keeper: Any, timeout: float = 300.0) -> None:
-        self._keeper, self._timeout = keeper, timeout
-        self._spare: list[Tensor] = []  # buffers to be used again
-        self._choosing = threading.Lock()
+    def __init__(self, host: str, local: VersionStore, home: Any, keeper: Any, timeout: float = 300.0) -> None:
+        self.host, self.local, self._home, self._keeper, self._timeout = host, local, home, keeper, timeout
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="forge-remote-store", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name="forge-host-store", daemon=True).start()
 
     def put(
         self,
@@ -183,37 +320,34 @@ class RemoteStore(Store):
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
     ) -> int:
+        if self.host == HOME:
+            return self.local.put(key, value, version, dtype=dtype, timeout=timeout)
         part = Part.of(key, value, version, dtype)
-        with self._buffer(part.size) as memory:
-
-            async def send() -> int:
-                lease, segment, window = await self._keeper.reserve.route(part.size, timeout)
-                try:
-                    manifest = await asyncio.to_thread(part.write, segment, memory)
-                    if part.size:
-                        await window.write_from(memory, timeout)
-                    return await self._keeper.publish.route(lease, manifest.to_json(), part.ranks, timeout)
-                finally:
-                    await self._keeper.release.route(lease)
-
-            return self._wait(send())
+        with self.local.segments.writing(max(part.size, 1)) as (name, memory):
+            written = part.write(name, memory)
+            text = written.at(self.host).to_json()
+            number = self._wait(self._home.publish.route(text, part.ranks, timeout))
+            # Before the segment is unlocked: other processes of this host may reuse it then.
+            self.local.keep_part(replace(written, version=number), f"rank{part.ranks.rank}")
+        return number
 
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
-        with ExitStack() as buffers:
-
-            async def fetch() -> Snapshot:
-                lease, manifest, windows = await self._keeper.open.route(key, version, self._timeout)
-                try:
-                    memory = {}
-                    for name, window in windows.items():
-                        memory[name] = buffers.enter_context(self._buffer(window.size))
-                        await window.read_into(memory[name], self._timeout)
-                finally:
-                    await self._keeper.release.route(lease)
-                return Snapshot(Manifest.from_json(manifest), memory)
-
-            yield self._wait(fetch())
+        if version is None:
+            versions = self.versions(key)
+            version = versions[-1] if versions else 0
+        manifest = self.local.part(key, version, COPY)
+        for last in (False, True):
+            if manifest is None or last:
+                fetched = self._keeper.fetch.options(timeout=self._timeout + GRACE).route(key, version, self._timeout)
+                manifest = Manifest.from_json(self._wait(fetched))
+            try:
+                with self.local.segments.reading(manifest.segments) as memory:
+                    yield Snapshot(manifest, memory)
+                    return
+            except FileNotFoundError:  # its memory was reused since
+                if last:
+                    raise MissingVersion(f"{key} version {version} left {self.host} while it was opened") from None
 
     def versions(self, key: str) -> list[int]:
         return self._ask("versions", key)
@@ -237,20 +371,10 @@ class RemoteStore(Store):
         return self._ask("adopt", key, identities)
 
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._wait(self._keeper.ask.route(method, *args, **kwargs))
+        if self.host == HOME:
+            return getattr(self.local, method)(*args, **kwargs)
+        return self._wait(self._home.ask.route(method, *args, **kwargs))
 
     def _wait(self, work: Any) -> Any:
-        # The keeper's calls have limits of their own.
+        # The keepers' calls have limits of their own.
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    @contextmanager
-    def _buffer(self, size: int) -> Iterator[Tensor]:
-        """Memory for one transfer, used before if there is some: the first touch is what costs."""
-        with self._choosing:
-            fits = [spare for spare in self._spare if len(spare) == size]
-            memory = fits[0] if fits else torch.empty(size, dtype=torch.uint8)
-            self._spare = [spare for spare in self._spare if spare is not memory]
-        yield memory
-        # Not after an error: a transfer that was given up may still write to it.
-        with self._choosing:
-            self._spare = [*self._spare, memory][-SPARE:]

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..janitor import Scratch, sweep
+from . import HOST, STORE
 from .credentials import SECRET, Credentials
-from .inventory import HOST, Inventory
+from .inventory import Inventory
 from .process import Process, descends, stacks
 from .rendezvous import Boards
 from .wire import CONNECT_TIMEOUT, LEASE, LONGEST, HostError, joined, pipe, receive, send
@@ -154,6 +155,7 @@ class Session:
         self._watched: dict[int, Process] = {}
         self._working: set[asyncio.Task] = set()
         self._scratch = Scratch("forge-run-")
+        self._store = Scratch("forge-weights-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
     async def take(self, request: dict[str, Any]) -> None:
         """Do what a message asks for; the answer is sent when it is there."""
@@ -233,6 +235,7 @@ class Session:
             **self._environment,
             **self._credentials.environment,
             "TMPDIR": str(self._scratch.path),
+            STORE: str(self._store.path),
             HOST: joined(*self.own),
         }
         settings.pop(SECRET, None)  # the certificate is enough for a process of the run
@@ -256,6 +259,7 @@ class Session:
         for worker in workers.values():
             await asyncio.to_thread(worker.wait)
         self._scratch.close()
+        self._store.close()
 
 
 def listens(pid: int, port: int) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 
 # Which accelerators a process may see: CUDA and ROCm read the first, oneAPI the second.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-HOST = "FORGE_HOST"  # environment variable of a process that a daemon started: the address of its host
 PACKAGES = ("torchforge-rl", "torch", "torchmonarch", "transformers")
 COUNT_TIMEOUT = 120.0  # seconds
 

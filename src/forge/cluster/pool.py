@@ -6,9 +6,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..observability.console import log_failure
 from .credentials import Credentials
@@ -37,6 +38,7 @@ class Demand:
         hosts: over how many hosts; None: one if it fits, else as few as it takes.
         memory: bytes for each process, 0 where no limit is set.
         threads: of each process.
+        host: the address of the only host that will do.
     """
 
     who: str
@@ -45,6 +47,7 @@ class Demand:
     hosts: int | None = None
     memory: int = 0
     threads: int = 1
+    host: str | None = None
 
     def __str__(self) -> str:
         gpus = f" with {self.gpus} GPUs each" if self.gpus else ""
@@ -205,6 +208,8 @@ class Pool:
         self._keeping: dict[str, asyncio.Task] = {}
         self._reading: asyncio.Task | None = None
         self._changed = asyncio.Event()
+        self._on_new: list[Callable[[str], Coroutine[Any, Any, None]]] = []
+        self._attending: set[asyncio.Task] = set()
 
     async def open(self) -> None:
         """Hold every host that is up.
@@ -246,7 +251,11 @@ class Pool:
             self.give_back(key)
         began, told = time.monotonic(), False
         while True:
-            rooms = {address: room for address, room in self._rooms.items() if address in self._machines}
+            rooms = {
+                address: room
+                for address, room in self._rooms.items()
+                if (up := self._machines.get(address)) is not None and demand.host in (None, address, up.at)
+            }
             near = [
                 rooms[machine.address]
                 for other, place in self._places.items()
@@ -264,7 +273,7 @@ class Pool:
                 if alone() and time.monotonic() - began > self.wait:
                     raise NoRoom(f"{text} (waited {self.wait:g} s)") from None
                 if not told:
-                    log.warning("%s; waiting for a host", text)
+                    log.log(logging.DEBUG if demand.host else logging.WARNING, "%s; waiting for a host", text)
                     told = True
             self._changed.clear()
             with_limit = min(5.0, self.wait)
@@ -290,9 +299,10 @@ class Pool:
                 self._rooms[machine.address].give_back(place.demand, place.procs, place.gpus[machine.at])
         self._changed.set()
 
-    def keys(self) -> list[Hashable]:
-        """Of the places that are taken."""
-        return list(self._places)
+    async def on_each(self, call: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        """Have `call(address)` awaited for every host that is up, and started for those that come."""
+        self._on_new.append(call)
+        await asyncio.gather(*(call(machine.at) for machine in self.machines))
 
     async def close(self) -> None:
         """Give every host back."""
@@ -318,6 +328,10 @@ class Pool:
         self._machines[address] = machine
         self._rooms[address] = Room.of(machine.inventory)
         log.info("host %s: %s", machine, machine.inventory)
+        for call in self._on_new:
+            self._attending.add(task := asyncio.create_task(call(machine.at)))
+            task.add_done_callback(self._attending.discard)
+            task.add_done_callback(log_failure)
         self._changed.set()
 
     def _keep(self, address: str) -> None:

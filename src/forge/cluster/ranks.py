@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import HOST
 from .credentials import NAME, Credentials
-from .inventory import HOST
 from .peers import from_own_user
 from .rendezvous import SCHEME
 from .wire import CONNECT_TIMEOUT, connect, pipe, send, split

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from ..cluster.inventory import HOST
+from ..cluster import HOST
 from ..observability.metrics import drain
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext, _request

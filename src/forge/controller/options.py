@@ -21,6 +21,8 @@ class Options(Section):
     hosts: int | None = Field(None, ge=1)
     """Hosts of its own for each replica, its processes divided over them; replicas of one process are spread over this
     many hosts instead. Null: the controller's own host."""
+    host: str | None = None
+    """HOST:PORT of the machine of `cluster.hosts` that it is placed on; null: any."""
     with_gpus: bool = False
     """Give each process GPUs of its own."""
     gpus_per_proc: PositiveInt = 1
@@ -78,6 +80,8 @@ class Options(Section):
             )
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus):
             raise ValueError("per_process is for light replicas: it needs procs 1 and no GPUs")
+        if self.host is not None and self.hosts is not None:
+            raise ValueError(f"host = {self.host} and hosts = {self.hosts} exclude each other: leave one out")
         if self.hosts is not None and self.procs == 1 and -(-self.num_replicas // self.per_process) < self.hosts:
             raise ValueError(
                 f"hosts = {self.hosts} is more than num_replicas = {self.num_replicas} can fill: lower hosts, "

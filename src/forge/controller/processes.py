@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..cluster.inventory import HOST, VISIBLE
+from ..cluster import HOST
+from ..cluster.inventory import VISIBLE
 from ..cluster.machine import RemoteProcess
 from ..cluster.process import Process
 from ..forkserver import ForkServer

@@ -73,6 +73,10 @@ class RemoteService(Handle):
     def __reduce__(self):
         return RemoteService, (self._name, self._endpoints, self._call_timeout, self._relay)
 
+    def named(self, name: str) -> RemoteService:
+        """Another service with the same endpoints."""
+        return RemoteService(name, self._endpoints, self._call_timeout, self._relay)
+
     async def _dispatch(self, call: Call) -> Any:
         limit = (call.timeout or self._call_timeout) + GRACE
         where = os.environ.get(PROCESS_NAME, "another process")

@@ -46,6 +46,7 @@ class Runtime:
         self._groups: dict[str, ProcessGroup] = {}
         self.hosts: dict[str, list[Hosts]] = {}
         self.pool: Pool | None = None  # the other machines of this run
+        self.shared: Any = None  # the weight store as all hosts reach it
         self._pooled: dict[tuple[str, int], PooledHosts] = {}
         self._gpus: list[str] | None = None
         self._held: dict[tuple[str, int], list[str]] = {}
@@ -160,7 +161,11 @@ class Runtime:
     async def _hosts_of(self, component: Component, index: int) -> Hosts:
         """Of a replica; those of the pool, once there is room."""
         options = component.options
-        if self.pool is not None and (options.hosts is not None or options.with_gpus):
+        if options.host is not None and self.pool is None:
+            raise ForgeError(
+                f"{component.name} is to be on host {options.host}, and there are no hosts: set FORGE_HOSTS"
+            )
+        if self.pool is not None and (options.host or options.hosts is not None or options.with_gpus):
             key, kind = (component.name, index // options.per_process), component.name
             if options.share is not None:
                 key, kind = (f"share {options.share}", 0), ""
@@ -169,7 +174,9 @@ class Runtime:
             demand = demand_of(f"{component.name}[{index}]", options)
             with service.waiting_for_a_host(index):
                 try:
-                    place = await self.pool.take(key, demand, lambda: service.is_alone(index), kind, most)
+                    waits = options.host is not None  # for that one, as long as it takes
+                    limited = lambda: not waits and service.is_alone(index)  # noqa: E731
+                    place = await self.pool.take(key, demand, limited, kind, most)
                 except NoRoom as error:
                     raise Unrecoverable(str(error)) from error
             if key not in self._pooled or self._pooled[key].place is not place:
@@ -294,6 +301,7 @@ def demand_of(who: str, options: Options) -> Demand:
         options.hosts if options.procs > 1 else None,
         int((options.memory_gb or 0) * 1e9),
         options.threads,
+        options.host,
     )
 
 

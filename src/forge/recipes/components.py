@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
+from ..actors.keeper import share
 from ..algorithms import Algorithm, ValueLoss
 from ..controller import drain_metrics
 from ..controller.handle import Handle
@@ -166,7 +167,8 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
         from ..data.prompts import stop_ids
 
         sampling["stop_token_ids"] = stop_ids(cfg.dataset, AutoTokenizer.from_pretrained(job.model))  # type: ignore
-    policy = await options.as_service(job.model, store=job.store, **sampling, **cfg.generator)
+    store = await share(job.store)
+    policy = await options.as_service(job.model, store=store, **sampling, **cfg.generator)
     if at is not None:
         from transformers import AutoTokenizer
 
@@ -191,6 +193,8 @@ async def trainer(cfg: Any, job: Job, loss: Callable[..., Any], *, service: str 
         "lora": None if cfg.lora is None else {**cfg.lora},
         **cfg.training.trainer(),
     }
+    if "store" in more:
+        more["store"] = await share(more["store"])
     return await Trainer.options(**cfg.placement(service)).as_actor(job.model, loss=loss, **(settings | more))
 
 

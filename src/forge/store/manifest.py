@@ -6,8 +6,8 @@ Blocks are boxes of a tensor's global shape, so that plain tensors and DTensors 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 import torch
@@ -72,6 +72,20 @@ class Manifest:
     @property
     def segments(self) -> set[str]:
         return {shard.segment for shard in self.shards if shard.segment}
+
+    def at(self, host: str) -> Manifest:
+        """The same with the host in the names of its segments, of those that have none: name@host."""
+        return self.renamed({name: name if "@" in name else f"{name}@{host}" for name in self.segments})
+
+    def renamed(self, names: Mapping[str, str]) -> Manifest:
+        """The same with other names of its segments."""
+        moved = (replace(shard, segment=names[shard.segment]) if shard.segment else shard for shard in self.shards)
+        return replace(self, shards=tuple(moved))
+
+    def extent(self, segment: str) -> int:
+        """Bytes of a segment, from its start to the end of its last block."""
+        blocks = (shard for shard in self.shards if shard.segment == segment)
+        return max(shard.start + shard.box.numel * getattr(torch, shard.dtype).itemsize for shard in blocks)
 
     def check(self) -> None:
         """Raises:

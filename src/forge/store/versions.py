@@ -21,6 +21,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from ..cluster import STORE as ADDRESS
 from ..files import write_atomic
 from ..janitor import Scratch, sweep
 from .manifest import Manifest
@@ -28,7 +29,6 @@ from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, 
 from .segments import Segments, locked
 from .transfer import CollectivePut, Part, Ranks, Snapshot
 
-ADDRESS = "FORGE_STORE"  # environment variable: the folder of the run's store
 PREFIX = "forge-weights-"
 PATIENCE = 60.0  # seconds to wait for the store's lock, which is held only briefly
 SETTLING = 5.0  # seconds to wait for a version that replaces one whose memory is gone
@@ -60,9 +60,13 @@ class VersionStore(Store):
         scratch = Scratch(PREFIX, base)
         store = cls(scratch.path, keep)
         store._scratch = scratch
-        store.segments.free.mkdir()
-        store.segments.used.mkdir()
+        store.prepare()
         return store
+
+    def prepare(self) -> None:
+        """Make an empty folder a store; without effect on a store."""
+        self.segments.free.mkdir(exist_ok=True)
+        self.segments.used.mkdir(exist_ok=True)
 
     @property
     def owned(self) -> bool:
@@ -243,6 +247,25 @@ class VersionStore(Store):
             pairs = [(version, digest) for version, many in identities.items() for digest in sorted(many)]
             self._record_identities(key, pairs)
 
+    def keep_part(self, part: Manifest, name: str) -> None:
+        """Keep segments of a version that is published on another host: what a rank wrote here, or a copy.
+
+        Args:
+            name: of the writer or the copy; the newest `keep` versions of each are kept.
+        """
+        with self._locked():
+            folder = self._folder(part.key) / "parts" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / f"{part.version}.json", part.to_json())
+            for old in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))[: -self.keep]:
+                old.unlink()
+            self.segments.reclaim(self._referenced())
+
+    def part(self, key: str, version: int, name: str) -> Manifest | None:
+        """What `keep_part` has kept, if it still does."""
+        contents = _read(self._folder(key) / "parts" / name / f"{version}.json")
+        return Manifest.from_json(contents) if contents else None
+
     def close(self) -> None:
         """Remove the store and everything in it."""
         if os.environ.get(ADDRESS) == str(self.root):
@@ -269,12 +292,15 @@ class VersionStore(Store):
         if number in versions:
             before = self.manifest(key, number)
             if manifest.digest == before.digest:
+                if any("@" in name for name in before.segments):  # its host may be lost since
+                    write_atomic(folder / f"v{number}.json", manifest.to_json())
                 return number
             tensor = before.difference(manifest)
             how = "in another layout" if tensor is None else f"with other values: tensor {tensor!r} was different"
             raise VersionConflict(f"{key} version {number} was published before {how}")
         for rank, part in enumerate(parts):
-            if not all(map(self.segments.held, part.segments)):
+            # Segments of other hosts are held by those that wait for this call.
+            if not all(self.segments.held(name) for name in part.segments if "@" not in name):
                 raise IncompleteVersion(f"{key} version {number}: rank {rank} was lost before it was published")
         if number < newest:
             raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
@@ -294,7 +320,7 @@ class VersionStore(Store):
         """The segments of published versions; those in writing are locked instead."""
         found: set[str] = set()
         known, self._known = self._known, {}
-        for path in self.root.glob("key-*/v*.json"):
+        for path in [*self.root.glob("key-*/v*.json"), *self.root.glob("key-*/parts/*/*.json")]:
             status = path.stat()
             file = path, status.st_ino, status.st_mtime_ns
             self._known[file] = known.get(file) or Manifest.from_json(path.read_text(errors="replace")).segments
