@@ -203,9 +203,12 @@ def gather_scores(
     """All-gather scores, each [own], in the order of ranks, or of `order`: of each score, the index in that order.
     `counts`: number of scores of each rank."""
     if group.size == 1 or not max(counts):
-        return own  # empty scores stay in the graph, whose backward pass has collectives
-    scores = _GatherUneven.apply(torch.stack(own), counts, group)
-    return tuple(scores if order is None else scores[:, order])
+        scores = own  # empty scores stay in the graph, whose backward pass has collectives
+    else:
+        gathered = _GatherUneven.apply(torch.stack(own), counts, group)
+        scores = tuple(gathered if order is None else gathered[:, order])
+    # FSDP2 hooks on to what a module returns, and warns of views.
+    return tuple(score.clone() if score._is_view() else score for score in scores)
 
 
 # Not compiled: that would need functional collectives.
