@@ -230,8 +230,8 @@ class Pool:
 
     @property
     def machines(self) -> list[Machine]:
-        """Those that are up."""
-        return list(self._machines.values())
+        """Those that are up, in the order in which they were given."""
+        return [self._machines[address] for address in self._keeping if address in self._machines]
 
     async def take(
         self, key: Hashable, demand: Demand, alone: Callable[[], bool], kind: Hashable = None, most: int | None = None
@@ -252,8 +252,8 @@ class Pool:
         began, told = time.monotonic(), False
         while True:
             rooms = {
-                address: room
-                for address, room in self._rooms.items()
+                address: self._rooms[address]
+                for address in self._keeping  # in the order in which they were given
                 if (up := self._machines.get(address)) is not None and demand.host in (None, address, up.at)
             }
             near = [
