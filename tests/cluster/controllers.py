@@ -150,7 +150,9 @@ async def weights(writer: str) -> None:
     shared = await share(store)
     assert (pool := runtime().pool) is not None
     count = len(pool.machines)
-    placed = Weights.options(mesh_name="writer", host=writer) if writer != "home" else Weights.options(mesh_name="writer")
+    placed = (
+        Weights.options(mesh_name="writer", host=writer) if writer != "home" else Weights.options(mesh_name="writer")
+    )
     one, all_, here = await asyncio.gather(
         placed.as_actor(shared),
         Weights.options(num_replicas=count, hosts=count, mesh_name="readers").as_service(shared),

@@ -14,6 +14,7 @@ It takes Linux, iproute2, util-linux and root.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -185,6 +186,43 @@ class Machines(list[Machine]):
         for machine in self:
             machine.bury()
         self._switch.communicate()
+
+
+class Controller:
+    """A program of `tests.cluster.controllers` on a machine."""
+
+    def __init__(self, machine: Machine, *words: str, hosts: str, **more: str) -> None:
+        own = environment(FORGE_HOSTS=hosts, **more)
+        command = [sys.executable, "-m", "tests.cluster.controllers", *words]
+        self.process = machine.start(
+            command, str(ROOT), env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def read(self, event: str) -> dict:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{") and (found := json.loads(line))["event"] == event:
+                return found
+        raise AssertionError(f"the controller ended without {event!r}")
+
+    def send(self, what: str, **values: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": what, **values}) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, what: str, **values: object) -> Any:
+        self.send(what, **values)
+        answer = self.read("answer")
+        assert "error" not in answer, answer["error"]
+        return answer["value"]
+
+    def end(self) -> None:
+        self.send("end")
+        assert self.process.wait(30) == 0
+
+
+def listens(machine: Machine) -> bool:
+    return ":7070" in machine.run(["ss", "-ltn"], capture_output=True, text=True).stdout
 
 
 def environment(secret: str = SECRET, **more: str) -> dict[str, str]:

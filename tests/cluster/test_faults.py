@@ -1,65 +1,15 @@
 """Hosts that lose their power, their cable or their controller: every call is answered, and nothing old lives on."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.machines import ROOT, Machine, Machines, environment, inside, missing, wait_until
+from tests.cluster.machines import Controller, inside, wait_until
 
-pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.skipif(bool(missing()), reason=str(missing()))]
+pytestmark = [pytest.mark.processes, pytest.mark.full]
 OURS = "[b]ootstrap_main|[f]orge.controller.child"
-
-
-class Controller:
-    """A program of `tests.cluster.controllers` on a machine."""
-
-    def __init__(self, machine: Machine, *words: str, hosts: str, **more: str) -> None:
-        own = environment(FORGE_HOSTS=hosts, **more)
-        command = [sys.executable, "-m", "tests.cluster.controllers", *words]
-        self.process = machine.start(
-            command, str(ROOT), env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def read(self, event: str) -> dict:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{") and (found := json.loads(line))["event"] == event:
-                return found
-        raise AssertionError(f"the controller ended without {event!r}")
-
-    def send(self, what: str, **values: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": what, **values}) + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, what: str, **values: object):
-        self.send(what, **values)
-        answer = self.read("answer")
-        assert "error" not in answer, answer["error"]
-        return answer["value"]
-
-    def end(self) -> None:
-        self.send("end")
-        assert self.process.wait(30) == 0
-
-
-@pytest.fixture
-def lab() -> Iterator[Machines]:
-    with Machines(3, shared=[ROOT, sys.prefix]) as machines:
-        for machine in machines[1:]:
-            machine.work()
-        wait_until(lambda: all(listens(machine) for machine in machines[1:]), 60, "workers listen")
-        yield machines
-
-
-def listens(machine: Machine) -> bool:
-    return ":7070" in machine.run(["ss", "-ltn"], capture_output=True, text=True).stdout
 
 
 def test_a_machine_that_is_lost_is_replaced_and_taken_up_again(lab):

@@ -90,7 +90,7 @@ class Credentials:
                 .public_key(public)
                 .serial_number(x509.random_serial_number())
                 .not_valid_before(now - SKEW)
-                .not_valid_after(now + lifetime)
+                .not_valid_after(now + (LIFETIME if is_ca else lifetime))
                 .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
                 .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
                 .add_extension(identifier, critical=False)

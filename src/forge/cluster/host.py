@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
@@ -54,11 +55,9 @@ class Daemon:
         """Serve until this task is cancelled; `ready(port)` is called once connections are accepted."""
         context = self.credentials.context(server=True)
         server = await asyncio.start_server(
-            self._serve_one,
+            lambda reader, writer: self._serve_one(context, reader, writer),
             self.address or None,
             self.port,
-            ssl=context,
-            ssl_handshake_timeout=CONNECT_TIMEOUT,
             limit=LONGEST,
         )
         with self._held:
@@ -72,8 +71,16 @@ class Daemon:
                     if self._session is not None:
                         await self._session.close()
 
-    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_one(
+        self, context: ssl.SSLContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         peer = joined(*writer.get_extra_info("peername")[:2])
+        try:
+            await writer.start_tls(context, ssl_handshake_timeout=CONNECT_TIMEOUT)
+        except (OSError, TimeoutError) as error:
+            log.warning("%s was not accepted: %s", peer, str(error) or type(error).__name__)
+            writer.close()
+            return
         try:
             message = await receive(reader)
             match message and message.get("do"):

@@ -46,7 +46,10 @@ async def _answer(reader: asyncio.StreamReader, address: str) -> Any:
     except OSError as error:
         raise explained(error, address) from None
     if message is None:
-        raise ConnectionError(f"host {address} closed the connection")
+        raise ConnectionError(
+            f"host {address} closed the connection without an answer: it does not accept this machine's certificate "
+            "(another FORGE_SECRET, or clocks that are months apart), or it is ending; its log says which"
+        )
     if "error" in message:
         raise HostError(f"host {address}: {message['error']}")
     return message["ok"]
