@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from forge.actors.keeper import connect, share
+from forge.cluster.machine import Machine
 from forge.controller import ForgeActor, endpoint, run, runtime
 from forge.store import VersionStore
 
@@ -83,6 +84,13 @@ def say(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)
 
 
+def hosts_of() -> list[Machine]:
+    """The hosts that are up."""
+    pool = runtime().pool
+    assert pool is not None
+    return pool.machines
+
+
 async def lines() -> asyncio.StreamReader:
     """Standard input, as it comes."""
     reader = asyncio.StreamReader()
@@ -119,8 +127,7 @@ async def replicas(count: str, hosts: str) -> None:
             case "states":
                 return [replica.state for replica in service.status().replicas]
             case "hosts":
-                assert (pool := runtime().pool) is not None
-                return [machine.inventory.name for machine in pool.machines]
+                return [machine.inventory.name for machine in hosts_of()]
 
     await serve(handle)
 
@@ -148,11 +155,8 @@ async def weights(writer: str) -> None:
     """A writer on one host, a reader on each, and one on the controller's."""
     store = VersionStore.create()
     shared = await share(store)
-    assert (pool := runtime().pool) is not None
-    count = len(pool.machines)
-    placed = (
-        Weights.options(mesh_name="writer", host=writer) if writer != "home" else Weights.options(mesh_name="writer")
-    )
+    count = len(hosts_of())
+    placed = Weights.options(mesh_name="writer", host=None if writer == "home" else writer)
     one, all_, here = await asyncio.gather(
         placed.as_actor(shared),
         Weights.options(num_replicas=count, hosts=count, mesh_name="readers").as_service(shared),

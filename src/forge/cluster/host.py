@@ -14,6 +14,7 @@ import ssl
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,8 @@ class Daemon:
     async def serve(self, ready: Any = None) -> None:
         """Serve until this task is cancelled; `ready(port)` is called once connections are accepted."""
         context = self.credentials.context(server=True)
-        server = await asyncio.start_server(
-            lambda reader, writer: self._serve_one(context, reader, writer),
-            self.address or None,
-            self.port,
-            limit=LONGEST,
-        )
+        accept = partial(self._serve_one, context)
+        server = await asyncio.start_server(accept, self.address or None, self.port, limit=LONGEST)
         with self._held:
             async with server:
                 self.port = server.sockets[0].getsockname()[1]
