@@ -45,11 +45,19 @@ async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
             raise group.exceptions[0] from None
 
 
-def run(main: Coroutine[Any, Any, T], hosts: str | Sequence[str] | None = None, wait_for_hosts: float = 600.0) -> T:
+def run(
+    main: Coroutine[Any, Any, T],
+    hosts: str | Sequence[str] | None = None,
+    wait_for_hosts: float = 600.0,
+    *,
+    on_preemption: Callable[[str], None] | None = None,
+) -> T:
     """Run a recipe to its end and leave no process behind.
 
     Args:
         hosts, wait_for_hosts: other machines to take into the run, see `attach`.
+        on_preemption: called with the name of the first SIGTERM or SIGUSR1, which then does not end the run: `main` is
+            to end soon.
 
     Raises:
         what `main` raised; ReplicaDied when a component was lost for good; SystemExit(128 + number) after SIGINT,
@@ -64,15 +72,21 @@ def run(main: Coroutine[Any, Any, T], hosts: str | Sequence[str] | None = None, 
             raise
         return await main
 
-    return asyncio.run(_run(attached()))
+    return asyncio.run(_run(attached(), on_preemption))
 
 
-async def _run(main: Coroutine[Any, Any, T]) -> T:
+async def _run(main: Coroutine[Any, Any, T], on_preemption: Callable[[str], None] | None = None) -> T:
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
     global _interrupt
 
     def on_signal(number: signal.Signals) -> None:
+        nonlocal on_preemption
+        if on_preemption is not None and number in (signal.SIGTERM, signal.SIGUSR1):
+            log.warning("%s: saving after this step, then ending (once more to stop at once)", number.name)
+            on_preemption(number.name)
+            on_preemption = None
+            return
         if interrupted.done():
             os._exit(128 + number)  # asked twice: the children end with this process
         log.warning("%s: stopping (once more to stop at once)", number.name)
@@ -83,7 +97,7 @@ async def _run(main: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread() is threading.main_thread():
         # Under nohup, SIGHUP is ignored: the run outlives its terminal.
         hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
-        for number in (signal.SIGINT, signal.SIGTERM, *hangup):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup):
             loop.add_signal_handler(number, on_signal, number)
     task = loop.create_task(main)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from ..observability import Run
 from ..observability.console import log
 from ..store import VersionStore
 from .checkpoint import RunState
+from .preemption import Preempted, Preemption
 
 
 class Job(NamedTuple):
@@ -27,6 +29,7 @@ class Job(NamedTuple):
     held_out: list[Any]
     record: Run
     store: VersionStore
+    preemption: Preemption | None = None  # where there are checkpoints
 
     async def end_step(
         self,
@@ -41,14 +44,25 @@ class Job(NamedTuple):
 
         Args:
             done: whether training ends here although steps are left; asked once the step is logged.
+
+        Raises:
+            Preempted: the run has to end before its last step; its checkpoint is written.
         """
         last = step == cfg.training.steps
         if last or step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
             metrics = metrics | await evaluate()
         self.record.log(step, await drain_metrics(), **metrics)
         await state.forget_done()
-        if step and cfg.checkpoint.due(step, last or done()):
-            await state.save(self.record, keep=cfg.checkpoint.keep, async_write=cfg.checkpoint.async_write)
+        ending = last or done()
+        reason = self.preemption.reason() if self.preemption is not None and not ending else None
+        if step and (reason or cfg.checkpoint.due(step, ending)):
+            began, in_background = time.monotonic(), cfg.checkpoint.async_write and reason is None
+            await state.save(self.record, keep=cfg.checkpoint.keep, async_write=in_background)
+            if self.preemption is not None:
+                self.preemption.saved(time.monotonic() - began)
+        if reason:
+            kept = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
+            raise Preempted(f"{reason}: the run ended {kept}")
 
 
 @dataclass

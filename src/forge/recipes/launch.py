@@ -36,6 +36,7 @@ from ..observability.trackers import check_trackers
 from ..store import VersionStore, use
 from .components import Job
 from .memory import memory_report
+from .preemption import REQUEUE, Preempted, Preemption, deadline_of
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
 
@@ -52,6 +53,9 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     try:
         arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
         execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
+    except Preempted as preempted:
+        log.warning("%s", preempted)
+        raise SystemExit(REQUEUE) from preempted
     except (ConfigError, BadInput, ForgeError) as error:
         raise SystemExit(f"error: {error}") from error
     except BrokenPipeError as error:
@@ -115,7 +119,13 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         use(store := VersionStore.create())
         closing.callback(store.close)
         try:
-            run(recipe(cfg, Job(model, held_out, record, store)), cfg.cluster.given, cfg.cluster.wait)
+            preemption = Preemption(deadline_of(cfg.run.save_before)) if cfg.checkpoint.every else None
+            run(
+                recipe(cfg, Job(model, held_out, record, store, preemption)),
+                cfg.cluster.given,
+                cfg.cluster.wait,
+                on_preemption=None if preemption is None else preemption.request,
+            )
         except (ForgeError, OSError, RuntimeError) as error:
             gone = [path for path in (record.folder, store.root) if not path.is_dir()]
             if gone:

@@ -15,6 +15,7 @@ from ..plugin import load_plugin
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from ..verifiers.reward import as_verifier
 from ..verifiers.spec import VerifiersConfig
+from .preemption import deadline_of
 
 # With `colocated`, those that live in the trainer's processes, on its devices.
 TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
@@ -282,6 +283,12 @@ class RunConfig(Section):
     """The folder of all runs."""
     overwrite: bool = False
     """Remove an earlier run of this name."""
+    save_before: float | str | None = None
+    """When the run has to have ended, as seconds from its start or as a date and time: it writes a checkpoint in time
+    and exits with 75; null: the end of its Slurm job, if it has one. Needs `checkpoint.every`."""
+
+    def _check(self) -> None:
+        deadline_of(self.save_before)
 
 
 class TrainingRecipe(Section):
@@ -337,6 +344,8 @@ class TrainingRecipe(Section):
             raise ConfigError(
                 "set either model (a folder or hub id) or from_scratch (a small model made from the seed)"
             )
+        if self.run.save_before is not None and not self.checkpoint.every:
+            raise ConfigError("run.save_before needs checkpoints: set checkpoint.every")
         if self.trainer.backend == "titan" and (self.lora is not None or self.training.weights_dtype != "float32"):
             raise ConfigError("trainer.backend titan trains all weights: leave lora out, or set fsdp; in float32 alone")
         if self.training.optimizer == "adamw8bit" and self.parallelism.tensor_parallel_degree > 1:

@@ -1,0 +1,79 @@
+"""A run that has to end before its last step: it writes a checkpoint, and its exit code asks to be started again.
+
+The reasons are SIGTERM and SIGUSR1, which schedulers send, and a deadline. `--resume auto` continues the run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from datetime import datetime
+
+from ..controller import ForgeError
+
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h
+SLURM_END = "SLURM_JOB_END_TIME"  # environment variable: when the job is killed, in seconds since the epoch
+RECENT = 16  # steps and checkpoints whose longest is expected to come again
+RESERVE = 10.0  # seconds, to end the processes
+
+
+class Preempted(ForgeError):
+    """A run has written a checkpoint and ended before its last step."""
+
+
+def deadline_of(save_before: float | str | None) -> float | None:
+    """The time at which a run has to have ended, in seconds since the epoch.
+
+    Raises:
+        ValueError: it is neither a number of seconds nor a date and time.
+    """
+    if save_before is None:
+        end = os.environ.get(SLURM_END, "")
+        return float(end) if end.isdigit() else None
+    if isinstance(save_before, str):
+        try:
+            return datetime.fromisoformat(save_before).timestamp()
+        except ValueError:
+            raise ValueError(
+                "run.save_before is a number of seconds or a date and time such as 2027-01-31T08:00, "
+                f"got {save_before!r}"
+            ) from None
+    return time.time() + save_before
+
+
+class Preemption:
+    """Whether a run has to end, asked after every step.
+
+    Args:
+        deadline: in seconds since the epoch.
+    """
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self._deadline = deadline
+        self._signal: str | None = None
+        self._steps: deque[float] = deque(maxlen=RECENT)  # seconds
+        self._saves: deque[float] = deque(maxlen=RECENT)
+        self._before = time.monotonic()
+
+    def request(self, signal: str) -> None:
+        """End after the step that is being done."""
+        self._signal = signal
+
+    def saved(self, seconds: float) -> None:
+        """A checkpoint took this long."""
+        self._saves.append(seconds)
+
+    def reason(self) -> str | None:
+        """Why to end now; None: there is none. To be called once after every step."""
+        now = time.monotonic()
+        self._steps.append(now - self._before)
+        self._before = now
+        if self._signal is not None:
+            return self._signal
+        # Another step and its checkpoint, should they take twice as long as ever.
+        margin = 2 * max(self._steps) + 2 * max(self._saves, default=0.0) + RESERVE
+        if self._deadline is not None and time.time() + margin > self._deadline:
+            left = max(0.0, self._deadline - time.time())
+            return f"the time limit, {left:.0f} s from now"
+        return None
