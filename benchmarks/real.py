@@ -81,7 +81,7 @@ def accuracy(model: Path) -> float:
     cfg = config(model)
     found = forge.evaluate(
         str(model),
-        dataset=cfg.dataset,
+        dataset={**cfg.dataset},
         reward="JsonMatch",
         problems=cfg.eval.problems,
         max_tokens=cfg.grpo.max_tokens,

@@ -15,9 +15,17 @@ def add_to(commands: Any) -> None:
         "--listen",
         default=None,
         metavar="ADDRESS[:PORT]",
-        help="default: every address, port 7070; port 0 is a free one, see --register",
+        help="default: the address of this machine, port 7070; port 0 is a free one, see --register",
     )
     parser.add_argument("--gpus", default=None, help="the GPUs that runs may use, 0,1,2; default: all that are visible")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at once",
+    )
+    parser.add_argument("--stdin", action="store_true", help="read the secret from standard input, end when it closes")
     parser.add_argument("--register", default=None, metavar="FOLDER", help="write the address to a file in this folder")
     parser.set_defaults(run=run)
 
@@ -26,18 +34,23 @@ def run(args: argparse.Namespace) -> None:
     """Serve until a signal ends it; bad input ends it with one line."""
     import asyncio
     import logging
+    import os
     import signal
     import socket
+    import sys
     from pathlib import Path
 
     from ..cluster.credentials import SECRET, NoSecret, read_secret
-    from ..cluster.host import Daemon
+    from ..cluster.host import Daemon, routable
     from ..cluster.inventory import count_gpus
     from ..cluster.wire import PORT, joined, split
     from ..files import write_atomic
 
     try:
+        if args.stdin:
+            os.environ[SECRET] = sys.stdin.readline().strip()
         address, port = split(args.listen) if args.listen else ("", PORT)
+        address = address or routable()
         if (secret := read_secret()) is None:
             raise NoSecret(
                 f"{SECRET} is not set: whoever knows it can run programs here. Make one with "
@@ -51,23 +64,36 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: {error}") from error
     logging.basicConfig(level=logging.INFO, format="%(asctime)s forge worker: %(message)s", datefmt="%H:%M:%S")
     log = logging.getLogger("forge.worker")
-    file = folder / f"{socket.gethostname()}" if folder is not None else None
+    file = folder / socket.gethostname() if folder is not None else None
 
     def ready(port: int) -> None:
-        where = joined(address or socket.getfqdn(), port)
+        where = joined(address, port)
         log.info("listening at %s, %d GPUs", where, len(gpus))
+        if args.stdin:
+            print(where, flush=True)
         if file is not None:
             write_atomic(file, f"{where}\n")
 
     async def serve() -> None:
         daemon = Daemon(gpus, secret, address, port)
-        task = asyncio.ensure_future(daemon.serve(ready))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        task, loop = asyncio.ensure_future(daemon.serve(ready)), asyncio.get_running_loop()
+
+        async def leave() -> None:
+            if args.grace and daemon.leave():
+                log.warning("SIGTERM: the run is told, and has %g s", args.grace)
+                await asyncio.wait([asyncio.ensure_future(daemon.gone())], timeout=args.grace)
+            task.cancel()
+
+        leaving: list[asyncio.Task] = []  # a reference keeps it alive
+        loop.add_signal_handler(signal.SIGTERM, lambda: leaving.append(loop.create_task(leave())))
+        for number in (signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, task.cancel)
+        if args.stdin:
+            loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 1024) else task.cancel())
         try:
             await task
         except asyncio.CancelledError:
-            log.info("ended by a signal")
+            log.info("ended")
         finally:
             if file is not None:
                 file.unlink(missing_ok=True)
@@ -75,4 +101,4 @@ def run(args: argparse.Namespace) -> None:
     try:
         asyncio.run(serve())
     except OSError as error:
-        raise SystemExit(f"error: cannot listen at {joined(address or '*', port)}: {error}") from error
+        raise SystemExit(f"error: cannot listen at {joined(address, port)}: {error}") from error

@@ -46,8 +46,7 @@ def read_secret() -> str | None:
             raise NoSecret(f"{SECRET} names a file that cannot be read: {error}") from None
     if len(secret) < SHORTEST:
         raise NoSecret(
-            f"the secret has {len(secret)} characters, {SHORTEST} are needed: python -m secrets, or "
-            "openssl rand -hex 32, makes one"
+            f"the secret has {len(secret)} characters, {SHORTEST} are needed: `openssl rand -hex 32` makes one"
         )
     return secret
 

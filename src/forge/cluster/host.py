@@ -37,11 +37,12 @@ class Daemon:
     Args:
         gpus: what runs may use of its accelerators.
         secret: who has it may run anything here as this user.
-        address: the address that it listens at; an empty one is every address.
+        address: the address that it listens at.
     """
 
     def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int) -> None:
         self.gpus, self.address, self.port = gpus, address, port
+        self._leaving = False
         self._secret = secret
         self._session: Session | None = None
         self._boards = Boards()
@@ -49,14 +50,26 @@ class Daemon:
         sweep()
         scratch = Scratch("forge-run-")
         self._held.callback(scratch.close)
-        names = {socket.gethostname(), socket.getfqdn(), address} - {""}
+        names = {socket.gethostname(), address}
         self.credentials = Credentials.make(secret, scratch.path, names)
+
+    def leave(self) -> bool:
+        """Tell the run that this machine will be taken away; whether there is one."""
+        self._leaving = True
+        if self._session is not None:
+            self._session.leave()
+        return self._session is not None
+
+    async def gone(self) -> None:
+        """Return when no run holds this machine."""
+        if self._session is not None:
+            await self._session.closed.wait()
 
     async def serve(self, ready: Any = None) -> None:
         """Serve until this task is cancelled; `ready(port)` is called once connections are accepted."""
         context = self.credentials.context(server=True)
         accept = partial(self._serve_one, context)
-        server = await asyncio.start_server(accept, self.address or None, self.port, limit=LONGEST)
+        server = await asyncio.start_server(accept, self.address, self.port, limit=LONGEST)
         with self._held:
             async with server:
                 self.port = server.sockets[0].getsockname()[1]
@@ -102,6 +115,9 @@ class Daemon:
 
     async def _hold(self, message: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one controller until its connection is closed, or silent for LEASE seconds."""
+        if self._leaving:
+            send(writer, {"error": "it is being taken away"})
+            return
         if self._session is not None:
             send(writer, {"error": f"it is held by {self._session.holder}: end that run, or wait for its end"})
             return
@@ -158,8 +174,13 @@ class Session:
         self._environment, self._credentials, self._writer = environment, credentials, writer
         self._watched: dict[int, Process] = {}
         self._working: set[asyncio.Task] = set()
+        self.closed = asyncio.Event()
         self._scratch = Scratch("forge-run-")
         self._store = Scratch("forge-weights-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+
+    def leave(self) -> None:
+        """Tell the controller that this machine will be taken away."""
+        send(self._writer, {"event": "leaving"})
 
     async def take(self, request: dict[str, Any]) -> None:
         """Do what a message asks for; the answer is sent when it is there."""
@@ -264,6 +285,23 @@ class Session:
             await asyncio.to_thread(worker.wait)
         self._scratch.close()
         self._store.close()
+        self.closed.set()
+
+
+def routable() -> str:
+    """An address of this machine that others reach: that of its name, or of the interface that leads elsewhere.
+
+    Raises:
+        OSError: it has none but the loopback.
+    """
+    with suppress(OSError):
+        for *_, there in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
+            if not str(there[0]).startswith("127."):
+                return str(there[0])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # of no machine (RFC 5737); sends nothing
+        return probe.getsockname()[0]
+    raise OSError("this machine has no address but the loopback: give --listen ADDRESS")
 
 
 def listens(pid: int, port: int) -> bool:

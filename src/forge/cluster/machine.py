@@ -83,6 +83,7 @@ class Machine:
         self.at = address  # its address and port as its own processes, and other hosts, know it
         self._loop = asyncio.get_running_loop()
         self.ended: set[str] = set()  # workers, by address
+        self.leaving = asyncio.Event()  # it will be taken away
         self.lost: asyncio.Future[str] = self._loop.create_future()  # why
         self._credentials = credentials
         self._ids = itertools.count()
@@ -199,6 +200,9 @@ class Machine:
         self._loop.call_soon_threadsafe(self.end, reason)
 
     def _take(self, message: dict[str, Any]) -> None:
+        if message.get("event") == "leaving":
+            log.warning("host %s will be taken away", self)
+            self.leaving.set()
         if "id" not in message:
             if "worker" in message:
                 self.ended.add(message["worker"])

@@ -20,6 +20,8 @@ from .wire import HostError, joined, split
 log = logging.getLogger(__name__)
 
 HOSTS = "FORGE_HOSTS"  # environment variable: addresses, or the path of a file or folder of them
+EXPECT = "FORGE_EXPECT_HOSTS"  # environment variable: how many hosts to wait for
+REGISTERING = 300.0  # seconds to wait for them
 RETRY = 1.0  # seconds between attempts to reach a host
 
 
@@ -190,6 +192,26 @@ def addresses(given: str | Sequence[str]) -> list[str]:
     return found
 
 
+async def expected(given: str | Sequence[str]) -> list[str]:
+    """The addresses, once there are as many as FORGE_EXPECT_HOSTS says.
+
+    Raises:
+        NoRoom: there were not within five minutes. As `addresses`.
+    """
+    count, end = int(os.environ.get(EXPECT, "0")), time.monotonic() + REGISTERING
+    while True:
+        try:
+            found = await asyncio.to_thread(addresses, given)
+        except (FileNotFoundError, IndexError):  # no worker has registered yet, or one is about to
+            found = []
+        if len(found) >= count and (found or not count):
+            return found
+        if time.monotonic() > end:
+            have = ", ".join(found) or "none"
+            raise NoRoom(f"{len(found)} of {count} hosts have registered within {REGISTERING:g} s: {have}")
+        await asyncio.sleep(0.2)
+
+
 class Pool:
     """The hosts of this controller.
 
@@ -210,6 +232,7 @@ class Pool:
         self._changed = asyncio.Event()
         self._on_new: list[Callable[[str], Coroutine[Any, Any, None]]] = []
         self._attending: set[asyncio.Task] = set()
+        self.on_leaving: Callable[[str], None] | None = None  # called when every host will be taken away
 
     async def open(self) -> None:
         """Hold every host that is up.
@@ -217,7 +240,7 @@ class Pool:
         Raises:
             NoRoom: none is; says why.
         """
-        wanted = addresses(self.given)
+        wanted = await expected(self.given)
         await asyncio.gather(*(self._hold(address) for address in wanted))
         if not self._machines:
             raise NoRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
@@ -254,7 +277,9 @@ class Pool:
             rooms = {
                 address: self._rooms[address]
                 for address in self._keeping  # in the order in which they were given
-                if (up := self._machines.get(address)) is not None and demand.host in (None, address, up.at)
+                if (up := self._machines.get(address)) is not None
+                and demand.host in (None, address, up.at)
+                and not up.leaving.is_set()
             }
             near = [
                 rooms[machine.address]
@@ -306,7 +331,7 @@ class Pool:
 
     async def close(self) -> None:
         """Give every host back."""
-        tasks = [*self._keeping.values(), *([self._reading] if self._reading else [])]
+        tasks = [*self._keeping.values(), *self._attending, *([self._reading] if self._reading else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -328,11 +353,20 @@ class Pool:
         self._machines[address] = machine
         self._rooms[address] = Room.of(machine.inventory)
         log.info("host %s: %s", machine, machine.inventory)
+        self._attend(self._when_leaving(machine))
         for call in self._on_new:
-            self._attending.add(task := asyncio.create_task(call(machine.at)))
-            task.add_done_callback(self._attending.discard)
-            task.add_done_callback(log_failure)
+            self._attend(call(machine.at))
         self._changed.set()
+
+    def _attend(self, work: Coroutine[Any, Any, None]) -> None:
+        self._attending.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._attending.discard)
+        task.add_done_callback(log_failure)
+
+    async def _when_leaving(self, machine: Machine) -> None:
+        await machine.leaving.wait()
+        if all(other.leaving.is_set() for other in self.machines) and self.on_leaving is not None:
+            self.on_leaving("SIGTERM at every host")
 
     def _keep(self, address: str) -> None:
         self._keeping[address] = task = asyncio.create_task(self._take_up_again(address))
@@ -389,7 +423,7 @@ async def survey(given: str | Sequence[str], credentials: Credentials) -> tuple[
     """What the hosts have that can be reached and are free, and why the others are not."""
     inventories, failures = [], []
     for address, found in zip(
-        wanted := addresses(given),
+        wanted := await expected(given),
         await asyncio.gather(*(describe(address, credentials) for address in wanted), return_exceptions=True),
         strict=True,
     ):

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 STOP_PATIENCE = 5.0
 # Stops the run of this process; None where there is none.
 _interrupt: Callable[[], Any] | None = None
+# Asks it to save itself and end.
+_preempt: Callable[[str], Any] | None = None
 
 
 async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
@@ -70,6 +72,8 @@ def run(
         except BaseException:
             main.close()  # it was never started, and says so otherwise
             raise
+        if (pool := runtime().pool) is not None:
+            pool.on_leaving = lambda why: None if _preempt is None else _preempt(why)
         return await main
 
     return asyncio.run(_run(attached(), on_preemption))
@@ -78,14 +82,20 @@ def run(
 async def _run(main: Coroutine[Any, Any, T], on_preemption: Callable[[str], None] | None = None) -> T:
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
-    global _interrupt
+    global _interrupt, _preempt
+
+    def preempt(why: str) -> bool:
+        nonlocal on_preemption
+        call, on_preemption = on_preemption, None
+        if call is not None:
+            log.warning("%s: saving after this step, then ending (once more to stop at once)", why)
+            call(why)
+        return call is not None
+
+    _preempt = preempt
 
     def on_signal(number: signal.Signals) -> None:
-        nonlocal on_preemption
-        if on_preemption is not None and number in (signal.SIGTERM, signal.SIGUSR1):
-            log.warning("%s: saving after this step, then ending (once more to stop at once)", number.name)
-            on_preemption(number.name)
-            on_preemption = None
+        if number in (signal.SIGTERM, signal.SIGUSR1) and preempt(number.name):
             return
         if interrupted.done():
             os._exit(128 + number)  # asked twice: the children end with this process
@@ -115,7 +125,7 @@ async def _run(main: Coroutine[Any, Any, T], on_preemption: Callable[[str], None
             raise SystemExit(128 + interrupted.result())
         return task.result()
     finally:
-        _interrupt = None
+        _interrupt = _preempt = None
         await shutdown()
 
 

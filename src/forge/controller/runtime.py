@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
 from ..cluster.inventory import VISIBLE, visible_gpus
-from ..cluster.pool import HOSTS, Demand, NoRoom, Pool, addresses
+from ..cluster.pool import HOSTS, Demand, NoRoom, Pool, expected
 from ..cluster.wire import split
 from ..forkserver import ForkServer
 from ..janitor import Scratch, sweep
@@ -264,7 +264,7 @@ async def attach(hosts: str | Sequence[str] | None = None, wait: float = 600.0) 
     hosts = hosts or os.environ.get(HOSTS)
     if not hosts:
         return
-    known = addresses(hosts)
+    known = await expected(hosts)
     if (secret := read_secret()) is None:
         raise NoSecret(f"hosts are given and {SECRET} is not set: set it to the secret of their workers")
     if not known:

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
+from ..cluster import REQUEUE
 from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
 from ..cluster.inventory import VISIBLE, visible_gpus
 from ..cluster.pool import NoRoom, check, survey
@@ -36,7 +37,7 @@ from ..observability.trackers import check_trackers
 from ..store import VersionStore, use
 from .components import Job
 from .memory import memory_report
-from .preemption import REQUEUE, Preempted, Preemption, deadline_of
+from .preemption import Preempted, Preemption, deadline_of
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
 

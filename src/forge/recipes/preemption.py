@@ -12,7 +12,6 @@ from datetime import datetime
 
 from ..controller import ForgeError
 
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h
 SLURM_END = "SLURM_JOB_END_TIME"  # environment variable: when the job is killed, in seconds since the epoch
 RECENT = 16  # steps and checkpoints whose longest is expected to come again
 RESERVE = 10.0  # seconds, to end the processes

@@ -1,0 +1,113 @@
+"""`forge launch slurm|ssh|kubernetes|skypilot CONFIG`: a run on several machines."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .recipes import RECIPES
+
+TEXT = "start a run on several machines, by Slurm, ssh, Kubernetes or SkyPilot"
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser("launch", help=TEXT, description=TEXT, epilog="forge launch slurm --help")
+    parser.add_argument("launcher", choices=list(LAUNCHERS))
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, help="CONFIG and options, then overrides of the configuration"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Launch; bad input ends the program with one line."""
+    from ..cluster.sweep import variants
+    from ..config import Arguments, ConfigError
+    from ..recipes.resume import read_config
+
+    parser = argparse.ArgumentParser(prog=f"forge launch {args.launcher}")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("--recipe", choices=list(RECIPES), default="train", help="default: train")
+    parser.add_argument("--nodes", type=int, default=1, help="machines with a worker")
+    parser.add_argument("--gpus-per-node", type=int, default=0)
+    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B", help="a run for each value")
+    parser.add_argument("--seeds", type=int, default=None, help="a run for each seed from 0")
+    parser.add_argument("--setup", default="", help="shell lines before the run: modules, environments")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted")
+    LAUNCHERS[args.launcher][0](parser)
+    options, overrides = parser.parse_known_args(args.rest)
+    _, settings, config_name, _ = RECIPES[options.recipe]
+    config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), config_name)
+    try:
+        runs = []
+        for suffix, more in variants(options.sweep, options.seeds):
+            words = ["--config", options.config, *overrides, *more]
+            cfg = read_config(config_type, Arguments.parse(words))
+            name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
+            own = [options.recipe, options.config, *overrides, *more, "--run.name", name, "--resume", "auto"]
+            runs.append((name, [sys.executable, "-m", "forge", *own]))
+        LAUNCHERS[args.launcher][1](options, cfg, runs)
+    except (ConfigError, ValueError, RuntimeError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _slurm_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--partition")
+    parser.add_argument("--time", help="limit of the job, as sbatch takes it; the run saves itself before")
+    parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="a further line, without dashes: account=x"
+    )
+
+
+def _slurm(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
+    from ..cluster.slurm import SlurmJob
+
+    partition = [f"partition={options.partition}"] if options.partition else []
+    job = SlurmJob(
+        cfg.run.name,
+        [command for _, command in runs],
+        Path.cwd(),
+        Path(cfg.run.root).absolute(),
+        options.nodes,
+        options.gpus_per_node,
+        options.time,
+        (*partition, *options.sbatch),
+        options.setup,
+        f"{shlex.quote(sys.executable)} -m forge",
+    )
+    print(job.script() if options.dry_run else f"submitted job {job.submit()}, output in {job.runs}/slurm-*.out")
+
+
+def _ssh_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", required=True, help="machines as ssh takes them, separated by commas")
+    parser.add_argument("--python", default=sys.executable, help="the Python there; default: this one's path")
+
+
+def _ssh(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
+    from ..cluster.ssh import workers
+
+    hosts = options.hosts.split(",")
+    if options.dry_run:
+        print("\n".join(f"ssh {host} {options.python} -m forge worker --listen :0 --stdin" for host in hosts))
+        print("\n".join(shlex.join(command) for _, command in runs))
+        return
+    codes = []
+    with workers(hosts, os.getcwd(), options.python) as environment:
+        for _, command in runs:  # one after the other: each has all machines
+            codes.append(subprocess.run(command, env={**os.environ, **environment}, check=False).returncode)
+    if any(codes):
+        raise SystemExit(next(filter(None, codes)))
+
+
+# Launcher -> its options, and what starts runs, each with its name and command line.
+LAUNCHERS: dict[str, tuple[Any, Any]] = {
+    "slurm": (_slurm_options, _slurm),
+    "ssh": (_ssh_options, _ssh),
+}

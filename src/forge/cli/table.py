@@ -1,0 +1,24 @@
+"""`forge table runs/x-*`: what several runs came to, as one table."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+TEXT = "one table of several runs, for example of a sweep or of seeds"
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser("table", help=TEXT, description=TEXT)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--metric", default="eval/accuracy", help="a column of metrics.jsonl")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print it."""
+    from ..cluster.sweep import table
+
+    print(table([folder for folder in args.runs if folder.is_dir()], args.metric))

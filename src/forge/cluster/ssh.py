@@ -1,0 +1,78 @@
+"""`forge launch ssh`: workers on machines that ssh reaches, for as long as one run lives."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+START_TIMEOUT = 120.0  # seconds for a worker to listen: it counts its GPUs first
+
+
+class NotStarted(RuntimeError):
+    """A worker did not come up; says on which machine and what it said."""
+
+
+@contextmanager
+def workers(
+    hosts: Sequence[str], folder: str, python: str = sys.executable, ssh: Sequence[str] = ("ssh", "-o", "BatchMode=yes")
+) -> Iterator[dict[str, str]]:
+    """Start a worker on each machine; within the block, the environment of a controller that uses them. They end with
+    it, however this process ends: ssh closes their standard input.
+
+    Args:
+        hosts: as ssh understands them: name, user@name.
+        folder, python: where they are started, and by which Python, on each machine.
+
+    Raises:
+        NotStarted: one of them did not come up.
+    """
+    secret = os.environ.get("FORGE_SECRET") or secrets.token_hex(32)
+    path = os.environ.get("PYTHONPATH", "")
+    worker = f"cd {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} exec {shlex.quote(python)} -m forge worker"
+    started: dict[str, subprocess.Popen] = {}
+    try:
+        for host in hosts:
+            command = [*ssh, host, f"{worker} --listen :0 --stdin"]
+            started[host] = process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            )
+            assert process.stdin is not None  # the secret must not be among the arguments, which other users can read
+            try:
+                process.stdin.write(f"{secret}\n")
+            except BrokenPipeError:
+                continue  # it has ended, and is reported below
+        addresses = [_address(host, process) for host, process in started.items()]
+        yield {"FORGE_HOSTS": ",".join(addresses), "FORGE_SECRET": secret}
+    finally:
+        for process in started.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in started.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _address(host: str, process: subprocess.Popen) -> str:
+    """What a worker says it listens at."""
+    found: list[str] = []
+
+    def read(file: IO[str]) -> None:
+        found.append(file.readline().strip())
+
+    assert process.stdout is not None
+    reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
+    reader.start()
+    reader.join(START_TIMEOUT)
+    if not found or not found[0]:
+        how = f"ended with {process.wait(10)}" if found else f"said nothing within {START_TIMEOUT:g} s"
+        raise NotStarted(f"the worker on {host} {how}: see its output above, and try `ssh {host} true`")
+    return found[0]
