@@ -106,8 +106,62 @@ def _ssh(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]
         raise SystemExit(next(filter(None, codes)))
 
 
+def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", required=True, help="with this library and the run's code")
+    parser.add_argument("--namespace", default="default")
+    parser.add_argument("--claim", help="PersistentVolumeClaim (ReadWriteMany) for models, data and the run's folder")
+    parser.add_argument("--mount", default="/work", help="where it is, and the working directory; default: /work")
+    parser.add_argument("--python", default="python", help="of the image")
+    parser.add_argument("--cpus", type=int, default=4, help="of each pod")
+    parser.add_argument("--memory", default="16Gi", help="of each pod")
+    parser.add_argument("--shm", default="16Gi", help="/dev/shm of each pod: three versions of the weights")
+
+
+def _kubernetes(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
+    import yaml
+
+    from ..cluster.kubernetes import KubernetesJob
+
+    for name, command in runs:
+        job = KubernetesJob(
+            name.lower().replace("_", "-").replace(".", "-"),
+            [options.python, *command[1:]],
+            options.image,
+            options.nodes,
+            options.gpus_per_node,
+            options.cpus,
+            options.memory,
+            options.shm,
+            options.claim,
+            options.mount,
+            options.python,
+            options.namespace,
+        )
+        if options.dry_run:
+            print(yaml.safe_dump_all(job.manifests(), sort_keys=False), end="")
+        else:
+            print(f"created {', '.join(job.create())}; kubectl logs -f job/{job.name}")
+
+
+def _skypilot_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--accelerator", default="H100", help="kind of GPU, as SkyPilot names it")
+
+
+def _skypilot(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
+    """Print the task: `forge launch skypilot ... > task.yaml; sky launch task.yaml`."""
+    import yaml
+
+    from ..cluster.skypilot import task
+
+    nodes, gpus, kind = options.nodes, options.gpus_per_node, options.accelerator
+    tasks = [task(name, ["forge", *command[3:]], nodes, gpus, kind, options.setup) for name, command in runs]
+    print(yaml.safe_dump_all(tasks, sort_keys=False), end="")
+
+
 # Launcher -> its options, and what starts runs, each with its name and command line.
 LAUNCHERS: dict[str, tuple[Any, Any]] = {
     "slurm": (_slurm_options, _slurm),
     "ssh": (_ssh_options, _ssh),
+    "kubernetes": (_kubernetes_options, _kubernetes),
+    "skypilot": (_skypilot_options, _skypilot),
 }

@@ -88,7 +88,8 @@ class Daemon:
         try:
             await writer.start_tls(context, ssl_handshake_timeout=CONNECT_TIMEOUT)
         except (OSError, TimeoutError) as error:
-            log.warning("%s was not accepted: %s", peer, str(error) or type(error).__name__)
+            level = logging.WARNING if isinstance(error, ssl.SSLError) else logging.DEBUG  # probes say nothing
+            log.log(level, "%s was not accepted: %s", peer, str(error) or type(error).__name__)
             writer.close()
             return
         try:

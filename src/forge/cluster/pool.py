@@ -240,8 +240,11 @@ class Pool:
         Raises:
             NoRoom: none is; says why.
         """
-        wanted = await expected(self.given)
+        wanted, end = await expected(self.given), time.monotonic() + REGISTERING
         await asyncio.gather(*(self._hold(address) for address in wanted))
+        while len(self._machines) < int(os.environ.get(EXPECT, "0")) and time.monotonic() < end:
+            await asyncio.sleep(RETRY)
+            await asyncio.gather(*(self._hold(address) for address in wanted if address not in self._machines))
         if not self._machines:
             raise NoRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
         for address in wanted:
@@ -420,7 +423,17 @@ def agree(inventory: Inventory) -> None:
 
 
 async def survey(given: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
-    """What the hosts have that can be reached and are free, and why the others are not."""
+    """What the hosts have that can be reached and are free, and why the others are not. Waits for as many as
+    FORGE_EXPECT_HOSTS says."""
+    end = time.monotonic() + REGISTERING
+    while True:
+        found = await _survey(given, credentials)
+        if len(found[0]) >= int(os.environ.get(EXPECT, "0")) or time.monotonic() > end:
+            return found
+        await asyncio.sleep(RETRY)
+
+
+async def _survey(given: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
     inventories, failures = [], []
     for address, found in zip(
         wanted := await expected(given),

@@ -1,0 +1,37 @@
+"""`forge launch skypilot`: a task for SkyPilot, which finds machines in clouds."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from .wire import PORT
+
+RUN = """export FORGE_HOSTS=$(echo "$SKYPILOT_NODE_IPS" | sed 's/$/:{port}/' | paste -sd, -)
+export FORGE_EXPECT_HOSTS=$SKYPILOT_NUM_NODES
+own=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
+forge worker --listen "$own:{port}" &
+if [ "$SKYPILOT_NODE_RANK" = 0 ]; then
+    {command}; code=$?
+    kill %1; exit $code
+fi
+wait
+"""
+
+
+def task(name: str, command: list[str], nodes: int, gpus_per_node: int, accelerator: str, setup: str) -> dict[str, Any]:
+    """The task, to be written as YAML. `sky launch --secret FORGE_SECRET=$(openssl rand -hex 32) FILE` runs it.
+
+    Args:
+        accelerator: the kind of GPU, as SkyPilot names it: H100.
+        setup: shell lines that install what is needed.
+    """
+    return {
+        "name": name,
+        "num_nodes": nodes,
+        "resources": {"accelerators": f"{accelerator}:{gpus_per_node}"} if gpus_per_node else {"cpus": "4+"},
+        "workdir": ".",
+        "secrets": {"FORGE_SECRET": None},
+        "setup": setup,
+        "run": RUN.format(port=PORT, command=shlex.join(command)),
+    }
