@@ -221,8 +221,8 @@ class Controller:
         assert self.process.wait(30) == 0
 
 
-def listens(machine: Machine) -> bool:
-    return ":7070" in machine.run(["ss", "-ltn"], capture_output=True, text=True).stdout
+def listens(machine: Machine, port: int = 7070) -> bool:
+    return f":{port} " in machine.run(["ss", "-ltn"], capture_output=True, text=True).stdout
 
 
 def environment(secret: str = SECRET, **more: str) -> dict[str, str]:

@@ -113,10 +113,13 @@ def test_a_cancelled_job_is_not_started_again(slurm, tmp_path):
         assert machine.processes("[f]orge") == 0
 
 
-def test_a_time_limit_is_seen_coming(slurm, tmp_path, undisturbed):
-    """The limit is a minute, of which Slurm gives the signal at the start: the rest of the run is another job's."""
-    job = Submitted(slurm, tmp_path, "--nodes", "2", "--time", "1", "--training.steps", "8")
+def test_a_job_is_continued_before_its_time_limit(slurm, tmp_path, undisturbed):
+    """Slurm sends SIGUSR1 to the script five minutes before the limit (--signal); here it is sent by hand."""
+    job = Submitted(slurm, tmp_path, "--nodes", "2", "--time", "30")
+    job.step(2)
+    slurm.say("scancel", "--signal=USR1", "--batch", job.job)
     job.ends()
+    assert "SIGUSR1: the run ended after step" in job.output
     assert weights(tmp_path / "tiny") == undisturbed
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from . import clean, launch, recipes, serve, table, worker
+from . import clean, doctor, launch, recipes, serve, table, worker
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     serve.add_to(commands)
     clean.add_to(commands)
     worker.add_to(commands)
+    doctor.add_to(commands)
     launch.add_to(commands)
     table.add_to(commands)
     words = sys.argv[1:] if argv is None else argv

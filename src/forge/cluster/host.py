@@ -13,6 +13,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,12 @@ from .credentials import SECRET, Credentials
 from .inventory import Inventory
 from .process import Process, descends, stacks
 from .rendezvous import Boards
-from .wire import CONNECT_TIMEOUT, LEASE, LONGEST, HostError, joined, pipe, receive, send
+from .wire import CONNECT_TIMEOUT, LEASE, LONGEST, HostError, connect, joined, pipe, receive, send
 
 log = logging.getLogger(__name__)
 
 LISTEN_TIMEOUT = 60.0  # seconds for a worker to come up
+MEASURE_TIMEOUT = 60.0  # seconds for a measurement of bandwidth
 
 
 class Daemon:
@@ -102,6 +104,13 @@ class Daemon:
                     await self._hold(message or {}, reader, writer)
                 case "board":
                     await self._boards.serve(reader, writer)
+                case "sees":
+                    send(writer, {"ok": await asyncio.to_thread(_sees, message["path"], message["content"])})  # type: ignore[index]
+                case "sink":
+                    await asyncio.wait_for(reader.readexactly(int(message["bytes"])), MEASURE_TIMEOUT)  # type: ignore[index]
+                    send(writer, {"ok": True})
+                case "measure":
+                    send(writer, {"ok": await self._measure(message["peer"], int(message["bytes"]))})  # type: ignore[index]
                 case "forward":
                     await self._forward(int(message["port"]), reader, writer)  # type: ignore[index]
                 case None:
@@ -145,6 +154,22 @@ class Daemon:
             await session.close()
             self._session = None
             log.info("%s has gone: %s; %d workers of it were killed", session.holder, ended, count)
+
+    async def _measure(self, peer: str, size: int) -> float:
+        """Seconds to send so many bytes to another host."""
+        reader, writer = await connect(peer, self.credentials)
+        try:
+            began = time.monotonic()
+            send(writer, {"do": "sink", "bytes": size})
+            block = bytes(1 << 20)
+            for _ in range(size // len(block)):
+                writer.write(block)
+                await writer.drain()
+            if await receive(reader, MEASURE_TIMEOUT) is None:
+                raise ConnectionError(f"host {peer} closed the connection")
+            return time.monotonic() - began
+        finally:
+            writer.close()
 
     async def _forward(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a peer with a port of this machine's loopback, where a rank of the run listens."""
@@ -287,6 +312,14 @@ class Session:
         self._scratch.close()
         self._store.close()
         self.closed.set()
+
+
+def _sees(path: str, content: str) -> bool:
+    """Whether a file of this machine has this content."""
+    try:
+        return Path(path).read_text() == content
+    except OSError:
+        return False
 
 
 def routable() -> str:

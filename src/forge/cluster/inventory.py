@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 # Which accelerators a process may see: CUDA and ROCm read the first, oneAPI the second.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 PACKAGES = ("torchforge-rl", "torch", "torchmonarch", "transformers")
+INFINIBAND = Path("/sys/class/infiniband")
 COUNT_TIMEOUT = 120.0  # seconds
 
 
@@ -28,6 +30,8 @@ class Inventory:
     gpus: names of the accelerators as VISIBLE takes them.
     boot: changes with every start of the machine.
     clock: its time when this was made, in seconds since the epoch.
+    open_files, locked_memory: the limits of a process; RDMA locks memory.
+    infiniband: its RDMA devices.
     """
 
     name: str
@@ -38,6 +42,9 @@ class Inventory:
     boot: str
     clock: float
     versions: dict[str, str] = field(default_factory=dict)
+    open_files: int = 0
+    locked_memory: int = 0
+    infiniband: tuple[str, ...] = ()
 
     @classmethod
     def of_this_machine(cls, gpus: tuple[str, ...]) -> Inventory:
@@ -58,6 +65,9 @@ class Inventory:
             boot_id(),
             time.time(),
             versions,
+            resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+            resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+            tuple(sorted(os.listdir(INFINIBAND))) if INFINIBAND.is_dir() else (),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +75,8 @@ class Inventory:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Inventory:
-        return cls(**{**values, "gpus": tuple(values["gpus"])})
+        lists = {name: tuple(values[name]) for name in ("gpus", "infiniband")}
+        return cls(**{**values, **lists})
 
     def __str__(self) -> str:
         gpus = f"{len(self.gpus)} GPUs, " if self.gpus else "no GPU, "

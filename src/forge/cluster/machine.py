@@ -32,17 +32,18 @@ async def describe(address: str, credentials: Credentials) -> tuple[Inventory, s
     reader, writer = await connect(address, credentials)
     try:
         send(writer, {"do": "describe"})
-        return _described(await _answer(reader, address))
+        return _described(await answer_of(reader, address))
     finally:
         writer.close()
 
 
-async def _answer(reader: asyncio.StreamReader, address: str) -> Any:
+async def answer_of(reader: asyncio.StreamReader, address: str, timeout: float | None = None) -> Any:
     """The answer to the first request of a connection: in TLS 1.3 only that shows whether this peer was accepted."""
+    limit = timeout or CONNECT_TIMEOUT
     try:
-        message = await receive(reader, CONNECT_TIMEOUT)
+        message = await receive(reader, limit)
     except TimeoutError:
-        raise ConnectionError(f"host {address} gave no answer within {CONNECT_TIMEOUT:g} s") from None
+        raise ConnectionError(f"host {address} gave no answer within {limit:g} s") from None
     except OSError as error:
         raise explained(error, address) from None
     if message is None:
@@ -117,7 +118,7 @@ class Machine:
         reader, self._writer = await connect(self.address, self._credentials)
         send(self._writer, wanted)
         try:
-            answer = await _answer(reader, self.address)
+            answer = await answer_of(reader, self.address)
             self.at = answer["at"]
             inventory, _ = _described(answer)
         except BaseException:
