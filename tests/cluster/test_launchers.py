@@ -41,6 +41,7 @@ def test_a_run_on_kubernetes(machines_missing, tmp_path):
         cluster = Cluster(lab, tmp_path)
         command = [*FORGE, "launch", "kubernetes", CONFIG, "--image", "registry.example/forge:1", "--nodes", "2"]
         command += ["--mount", str(ROOT), "--python", sys.executable, "--run.root", str(tmp_path)]
+        command += ["--training.steps", "60"]
         own = environment(KUBECONFIG=str(tmp_path / "kubeconfig"), PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
         done = lab[0].run(command, str(ROOT), env=own, capture_output=True, text=True, timeout=120)
         assert "created Secret tiny-secret, Service tiny-workers, StatefulSet tiny-workers, Job tiny" in done.stdout, (
