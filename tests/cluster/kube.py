@@ -14,6 +14,7 @@ import socket
 import ssl
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Cluster:
         self.lab, self.folder = lab, folder
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.codes: list[int] = []  # of the controller's pods
+        self.starter = ThreadPoolExecutor(1)
         certify = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
         certify += ["-days", "1", "-subj", "/CN=kube", "-addext", f"subjectAltName=IP:{lab[0].address}"]
         certify += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "ca.pem")]
@@ -132,7 +134,9 @@ class Cluster:
         for name, value in own.items():
             words = [word.replace(f"$({name})", value) for word in words]
         log = (self.folder / f"{container['name']}-{node.name}.log").open("a")
-        return node.start(words, container["workingDir"], env=own, stdout=log, stderr=log)
+        # A process ends with the thread that started it: not that of a request.
+        started = self.starter.submit(node.start, words, container["workingDir"], env=own, stdout=log, stderr=log)
+        return started.result()
 
 
 def handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
