@@ -191,7 +191,7 @@ class Machines(list[Machine]):
 class Controller:
     """A program of `tests.cluster.controllers` on a machine."""
 
-    def __init__(self, machine: Machine, *words: str, hosts: str, **more: str) -> None:
+    def __init__(self, machine: Any, *words: str, hosts: str, **more: str) -> None:
         own = environment(FORGE_HOSTS=hosts, **more)
         command = [sys.executable, "-m", "tests.cluster.controllers", *words]
         self.process = machine.start(

@@ -84,7 +84,7 @@ def test_a_secret_is_read_from_a_private_file(tmp_path, monkeypatch):
         read_secret()
     file = tmp_path / "secret"
     monkeypatch.setenv(credentials.SECRET, str(file))
-    with pytest.raises(NoSecret, match="names a file that cannot be read"):
+    with pytest.raises(NoSecret, match="names a file that could not be read"):
         read_secret()
     file.write_text(f"{SECRET}\n")
     file.chmod(0o644)

@@ -53,13 +53,16 @@ def run(args: argparse.Namespace) -> None:
         address = address or routable()
         if (secret := read_secret()) is None:
             raise NoSecret(
-                f"{SECRET} is not set: whoever knows it can run programs here. Make one with "
+                f"{SECRET} is not set: every process that has it can run programs here. Make one with "
                 "`openssl rand -hex 32`, and give it to the workers and the controller"
             )
         folder = Path(args.register) if args.register else None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise SystemExit(f"error: {error}: a worker needs certificates: pip install cryptography") from error
     except (ValueError, OSError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
     logging.basicConfig(level=logging.INFO, format="%(asctime)s forge worker: %(message)s", datefmt="%H:%M:%S")
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
         async def leave() -> None:
             if args.grace and daemon.leave():
-                log.warning("SIGTERM: the run is told, and has %g s", args.grace)
+                log.warning("SIGTERM: the run was notified, and has %g s", args.grace)
                 await asyncio.wait([asyncio.ensure_future(daemon.gone())], timeout=args.grace)
             task.cancel()
 

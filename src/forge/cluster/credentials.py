@@ -1,7 +1,7 @@
 """Mutual TLS out of one shared secret.
 
-Whoever has the secret derives the same certificate authority from it and signs a certificate for itself. Nothing else
-has to be distributed: a launcher hands the secret to the machines of a run, and no other peer is accepted.
+Every process that has the secret derives the same certificate authority from it and signs a certificate for itself.
+Nothing else has to be distributed: a launcher hands the secret to the machines of a run, and no other peer is accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_secret() -> str | None:
     """The secret that FORGE_SECRET gives or names the file of.
 
     Raises:
-        NoSecret: the file cannot be read, is readable by other users, or the secret is too short.
+        NoSecret: the file is missing or readable by other users, or the secret is too short.
     """
     secret = os.environ.get(SECRET)
     if not secret:
@@ -43,7 +43,7 @@ def read_secret() -> str | None:
                 raise NoSecret(f"{path} holds the secret of a run and is open to other users: chmod 600 {path}")
             secret = path.read_text().strip()
         except OSError as error:
-            raise NoSecret(f"{SECRET} names a file that cannot be read: {error}") from None
+            raise NoSecret(f"{SECRET} names a file that could not be read: {error}") from None
     if len(secret) < SHORTEST:
         raise NoSecret(
             f"the secret has {len(secret)} characters, {SHORTEST} are needed: `openssl rand -hex 32` makes one"
@@ -67,8 +67,14 @@ class Credentials:
 
         Args:
             addresses: host names and IP addresses that this process is reached at.
+
+        Raises:
+            ImportError: the package cryptography is not installed.
         """
-        from cryptography import x509
+        try:
+            from cryptography import x509
+        except ImportError:
+            raise ImportError("runs on several machines need certificates: pip install cryptography") from None
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID

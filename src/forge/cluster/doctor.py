@@ -27,7 +27,7 @@ FORWARDS = 8  # hosts of which each pair is measured; of more, each with the nex
 
 @dataclass
 class Diagnosis:
-    """Lines of a table, and what is wrong with what to do about it."""
+    """Rows of a table, and problems, each with its remedy."""
 
     rows: list[list[str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

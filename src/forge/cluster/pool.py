@@ -26,7 +26,7 @@ RETRY = 1.0  # seconds between attempts to reach a host
 
 
 class NoRoom(RuntimeError):
-    """No host, or no set of hosts, has what a replica needs; says host by host what is missing."""
+    """No host, or no set of hosts, has room for a replica; the message lists the room of each host."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Demand:
 
 @dataclass
 class Room:
-    """What is left of one host."""
+    """Free resources of one host."""
 
     inventory: Inventory
     gpus: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ def choose(rooms: Sequence[Room], demand: Demand, near: Sequence[Room] = (), mos
         most: over how many hosts its kind may spread.
 
     Raises:
-        NoRoom: says host by host what is missing.
+        NoRoom: lists the room of each host.
     """
     if most is not None and len(near) >= most:
         rooms = [room for room in rooms if any(room is other for other in near)]
@@ -397,7 +397,7 @@ class Pool:
                 if address not in self._keeping:
                     self._keep(address)
             for address in set(self._keeping) - {*wanted}:
-                if address not in self._machines:  # one that is held goes on
+                if address not in self._machines:  # one that is held continues
                     self._keeping.pop(address).cancel()
                     self._failures.pop(address, None)
 

@@ -223,7 +223,7 @@ def check_hosts(cfg: Any) -> None:
     """Reject services that do not fit on the hosts of the run, or on this machine.
 
     Raises:
-        ValueError: says host by host what is missing.
+        ValueError: lists the room of each host.
     """
     if cfg.cluster.given is None:
         return check_gpus(cfg)

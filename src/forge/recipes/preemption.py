@@ -70,7 +70,7 @@ class Preemption:
         self._before = now
         if self._signal is not None:
             return self._signal
-        # Another step and its checkpoint, should they take twice as long as ever.
+        # Another step and its checkpoint, each at twice its longest time so far.
         margin = 2 * max(self._steps) + 2 * max(self._saves, default=0.0) + RESERVE
         if self._deadline is not None and time.time() + margin > self._deadline:
             left = max(0.0, self._deadline - time.time())
