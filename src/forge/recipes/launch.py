@@ -198,8 +198,8 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         log.info("memory, without activations and caches: %s", "; ".join(needs))
     if os.environ.get("TORCHSTORE_USE_RDMA"):
         log.info(
-            "TORCHSTORE_USE_RDMA: this run's processes are on one host and share weights in memory, without RDMA; "
-            "between hosts weights go through Monarch's RDMABuffer wherever it finds RDMA, set or not"
+            "TORCHSTORE_USE_RDMA: processes on one host share weights in memory, without RDMA; between hosts weights "
+            "go through Monarch's RDMABuffer wherever it finds RDMA, set or not"
         )
     if overwrite or (start.checkpoint is None and (folder / MARK).exists()):
         check_overwrite(cfg, model)
