@@ -116,7 +116,7 @@ def test_ctrl_c_in_a_terminal_reaches_every_process_and_is_handled_once():
 
 def test_killing_the_controller_ends_its_processes_and_its_files():
     process, pids = start(WAIT)
-    folder = Path(os.environ.get("TMPDIR", tempfile.gettempdir()))
+    folder = Path(tempfile.gettempdir())
     assert list(folder.glob(f"forge-run-{process.pid}-*"))
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
