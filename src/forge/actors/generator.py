@@ -63,10 +63,13 @@ class Generator(ForgeActor):
         settings = EngineSettings(**given).over(options.procs)
         if options.procs == 1:
             return options, kwargs
-        if options.hosts is not None or options.share is not None:
-            raise ValueError(f"a generator over {options.procs} processes has no hosts and no share: leave them out")
+        if options.hosts not in (None, 1) or options.share is not None:
+            raise ValueError(
+                f"a generator over {options.procs} processes is within one host, in no share: leave hosts and share out"
+            )
         gpus = options.procs if options.with_gpus else 1
-        return Options(**{**options, "procs": 1, "gpus_per_proc": gpus}), kwargs | {"vllm": settings.vllm}
+        placed = {**options, "procs": 1, "gpus_per_proc": gpus, "hosts": None}
+        return Options(**placed), kwargs | {"vllm": settings.vllm}
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:

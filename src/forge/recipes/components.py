@@ -201,7 +201,7 @@ async def trainer(cfg: Any, job: Job, loss: Callable[..., Any], *, service: str 
     settings = {
         "optimizer": cfg.training.optimizer_settings(),
         "backend": cfg.trainer.backend,
-        "parallelism": {**cfg.parallelism},
+        "parallelism": {**cfg.layout(service)},
         "colocated": getattr(cfg, "colocated", False),
         "recovery": folder if cfg.checkpoint.every else None,
         "lora": None if cfg.lora is None else {**cfg.lora},
@@ -231,5 +231,5 @@ async def reference(cfg: Any, model: str, temperature: float = 1.0) -> Handle:
     """A frozen model that scores batches."""
     passes = {"seq_len": cfg.training.seq_len, "dtype": cfg.training.dtype}
     return await ReferenceModel.options(**cfg.placement("ref_model")).as_service(
-        model, temperature=temperature, parallelism={**cfg.parallelism}, **passes
+        model, temperature=temperature, parallelism={**cfg.layout("ref_model")}, **passes
     )

@@ -54,7 +54,7 @@ def memory_report(cfg: Any, model: str) -> list[str]:
     for name in ("trainer", "critic"):
         if getattr(services, name, None) is None or (name == "critic" and not cfg.load_algorithm().needs_critic):
             continue
-        shares = cfg.parallelism.shares(services[name].procs)
+        shares = cfg.layout(name).shares(services[name].procs)
         weights = count * BYTES[held] / shares
         needed = state_bytes(training, count_parameters(model, matrices=True) / count)
         state = needed * count / shares
@@ -77,7 +77,7 @@ def memory_report(cfg: Any, model: str) -> list[str]:
             f"generator: weights {each} in {dtype} in each of {placed.num_replicas * placed.procs} process(es)"
         )
     if (placed := getattr(services, "ref_model", None)) is not None:
-        shares = 1 if placed.procs == 1 else cfg.parallelism.shares(placed.procs)
+        shares = 1 if placed.procs == 1 else cfg.layout("ref_model").shares(placed.procs)
         each, there = gb(count * BYTES[training.dtype] / shares), placed.num_replicas * placed.procs
         lines.append(f"ref_model: weights {each} in {training.dtype} in each of {there} process(es)")
     return [f"{count:,} parameters", *lines]

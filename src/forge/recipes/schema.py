@@ -358,6 +358,16 @@ class TrainingRecipe(Section):
         except ImportError as error:
             raise ConfigError(str(error)) from None
 
+    def layout(self, name: str) -> Parallelism:
+        """How service `name` divides its model. Over several hosts, each has a whole copy (HSDP) unless a degree is
+        set: shards travel within hosts, gradients alone between them."""
+        placed, inner = self.placement(name), self.parallelism.tensor_parallel_degree
+        hosts, inner = placed["hosts"] or 1, inner * self.parallelism.context_parallel_degree
+        chosen = self.parallelism.data_parallel_replicate_degree, self.parallelism.data_parallel_shard_degree
+        if hosts == 1 or chosen != (None, -1) or placed["procs"] // hosts % inner:
+            return self.parallelism
+        return self.parallelism.model_copy(update={"data_parallel_replicate_degree": hosts})
+
     def check_services(self, *, idle: tuple[str, ...] = ()) -> None:
         """Check the placement of all services: those that train may have several ranks, those that hold no state
         several replicas. `idle` are not started."""
