@@ -124,6 +124,12 @@ async def replicas(count: str, hosts: str) -> None:
             case "pause":
                 calls = (service.pause.route(request["seconds"]) for _ in range(request["calls"]))
                 return await asyncio.gather(*calls)
+            case "time":
+                began, cpu = time.perf_counter(), time.process_time()
+                for _ in range(request["calls"]):
+                    await getattr(service.where, request["verb"])()
+                calls = request["calls"]
+                return {"seconds": (time.perf_counter() - began) / calls, "cpu": (time.process_time() - cpu) / calls}
             case "states":
                 return [replica.state for replica in service.status().replicas]
             case "hosts":

@@ -121,6 +121,14 @@ async def _check_bandwidth(hosts: dict[str, Inventory], credentials: Credentials
             found.problems.append(f"{hosts[one].name} to {hosts[other].name}: {rate:.0f} MB/s, median {middle:.0f}")
 
 
+async def seen_by(host: str, credentials: Credentials, path: Path, content: str) -> bool:
+    """Whether a file has this content on a host too; True for a host that is away, which is none of this run's yet."""
+    try:
+        return await ask(host, credentials, do="sees", path=str(path), content=content)
+    except (OSError, HostError):
+        return True
+
+
 async def ask(host: str, credentials: Credentials, **message: Any) -> Any:
     """The answer of a host's daemon.
 

@@ -30,6 +30,7 @@ from .wire import CONNECT_TIMEOUT, LEASE, LONGEST, HostError, connect, joined, p
 log = logging.getLogger(__name__)
 
 LISTEN_TIMEOUT = 60.0  # seconds for a worker to come up
+ENDING = LEASE - 0.5  # seconds that a controller waits for the end of the one before it
 MEASURE_TIMEOUT = 60.0  # seconds for a measurement of bandwidth
 
 
@@ -128,6 +129,9 @@ class Daemon:
         if self._leaving:
             send(writer, {"error": "it is being taken away"})
             return
+        if self._session is not None:  # perhaps one that is just ending
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._session.closed.wait(), ENDING)
         if self._session is not None:
             send(writer, {"error": f"it is held by {self._session.holder}: end that run, or wait for its end"})
             return

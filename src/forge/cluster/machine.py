@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -162,13 +163,12 @@ class Machine:
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    def end(self, reason: str = "it was given back") -> None:
+    def end(self, level: int = logging.INFO, reason: str = "it was given back") -> None:
         """Give it back, or count it as lost: its daemon ends all processes of this controller when it sees the
         connection closed, or hears nothing for LEASE seconds."""
         if self.lost.done():
             return
-        log_it = log.info if reason == "it was given back" else log.warning
-        log_it("host %s: %s", self, reason)
+        log.log(level, "host %s: %s", self, reason)
         self.lost.set_result(reason)
         for answer in self._answers.values():
             if not answer.done():
@@ -198,7 +198,8 @@ class Machine:
             reason = f"it was silent for {LEASE:g} s"
         except (OSError, ValueError) as error:
             reason = f"the connection was lost ({error})"
-        self._loop.call_soon_threadsafe(self.end, reason)
+        with suppress(RuntimeError):  # the run has ended, and its loop with it
+            self._loop.call_soon_threadsafe(self.end, logging.WARNING, reason)
 
     def _take(self, message: dict[str, Any]) -> None:
         if message.get("event") == "leaving":

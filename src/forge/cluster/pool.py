@@ -15,7 +15,7 @@ from ..observability.console import log_failure
 from .credentials import Credentials
 from .inventory import Inventory
 from .machine import Machine, describe
-from .wire import HostError, joined, split
+from .wire import LEASE, HostError, joined, split
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ class Pool:
         except (OSError, HostError, ValueError) as error:
             self._failures[address] = str(error)
             if hasattr(machine, "inventory"):
-                machine.end()
+                machine.end(logging.DEBUG)
             return
         self._failures.pop(address, None)
         self._machines[address] = machine
@@ -425,10 +425,12 @@ def agree(inventory: Inventory) -> None:
 async def survey(given: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
     """What the hosts have that can be reached and are free, and why the others are not. Waits for as many as
     FORGE_EXPECT_HOSTS says."""
-    end = time.monotonic() + REGISTERING
+    began = time.monotonic()
     while True:
         found = await _survey(given, credentials)
-        if len(found[0]) >= int(os.environ.get(EXPECT, "0")) or time.monotonic() > end:
+        took, enough = time.monotonic() - began, len(found[0]) >= int(os.environ.get(EXPECT, "0"))
+        ending = any("is held by" in failure for failure in found[1]) and took < LEASE  # the run before this one
+        if (enough and not ending) or took > REGISTERING:
             return found
         await asyncio.sleep(RETRY)
 

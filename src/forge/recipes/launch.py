@@ -14,13 +14,15 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from secrets import token_hex
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, TextIO
 
 from ..cluster import REQUEUE
 from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
+from ..cluster.doctor import seen_by
 from ..cluster.inventory import VISIBLE, visible_gpus
-from ..cluster.pool import NoRoom, check, survey
+from ..cluster.pool import NoRoom, addresses, check, survey
 from ..config import Arguments, ConfigError, to_dict
 from ..controller import ForgeError, Options, forked_processes, run
 from ..controller.private import log_to
@@ -175,6 +177,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         model = resolve_model(cfg.model or str(initial))
         check_origin(folder, [model, *others], local(cfg.files))
     check_model(cfg, model)
+    check_shared(cfg, model)
     reference = getattr(cfg.services, "ref_model", None)
     for key, other in zip(cfg.others(), others, strict=True):
         check_vocabulary(key, other, model)
@@ -246,6 +249,35 @@ def check_hosts(cfg: Any) -> None:
         check(found, demands)
     except NoRoom as error:
         raise ValueError("; ".join([str(error), *failures])) from None
+
+
+def check_shared(cfg: Any, model: str) -> None:
+    """Reject hosts that do not see the model, or the folder of all runs where trainers on them write checkpoints.
+
+    Raises:
+        ValueError: names the host and the folder.
+    """
+    placed = {name: cfg.placement(name) for name in type(cfg.services).model_fields if cfg.services[name] is not None}
+    there = {name for name, one in placed.items() if one["host"] or one["hosts"] is not None or one["with_gpus"]}
+    if cfg.cluster.given is None or not there:
+        return
+    root, secret = Path(cfg.run.root).absolute(), read_secret()
+    assert secret is not None  # see check_hosts
+    root.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=root, prefix=".forge-", suffix=".tmp") as mark, TemporaryDirectory() as folder:
+        mark.write(token := token_hex(8))
+        mark.flush()
+        files = {Path(model) / "config.json": (Path(model) / "config.json").read_text()}
+        if there & {"trainer", "critic"}:
+            files[Path(mark.name)] = token
+        credentials = Credentials.make(secret, Path(folder))
+        for host in addresses(cfg.cluster.given):
+            for path, content in files.items():
+                seen = asyncio.run(seen_by(host, credentials, path.absolute(), content))
+                if not seen:
+                    raise ValueError(
+                        f"host {host} does not see {path.parent}: share it between the hosts, at the same path"
+                    )
 
 
 def gpus_needed(cfg: Any) -> dict[str, int]:

@@ -1,0 +1,201 @@
+"""Several machines, made of Linux namespaces (needs root): weights, many workers, and faults while a run goes on.
+
+    python benchmarks/machines.py weights --gigabytes 1 --rate 1gbit   # one transfer against three, over slow cables
+    python benchmarks/machines.py scale --workers 8 32                 # start, route, fanout, stop
+    python benchmarks/machines.py chaos --steps 400 --every 30 60      # a GRPO run whose hosts are lost again and again
+
+The last one ends with the weights of the same run without faults, bit for bit, or fails: in lock-step every group is
+then trained once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from tests.cluster.machines import Controller, Machine, Machines, environment, listens, wait_until
+
+CONFIG = "tests/cluster/tiny.yaml"
+
+
+def started(count: int, folder: Path) -> Machines:
+    """Machines with a worker on all but the first."""
+    lab = Machines(count, shared=[ROOT, sys.prefix, folder])
+    for machine in lab[1:]:
+        machine.work(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: all(listens(machine) for machine in lab[1:]), 30 + 5 * count, "workers listen")
+    return lab
+
+
+def weights(gigabytes: float, rate: str, folder: Path) -> None:
+    """Seconds until one host, and until three, have a version of another host."""
+    size = int(gigabytes * 1e9 / 4)
+    took: dict[int, list[float]] = {1: [], 3: []}
+    for readers in (1, 3):
+        with started(2 + readers, folder) as lab:
+            hosts = ",".join(machine.name for machine in lab[1:])
+            controller = Controller(lab[0], "weights", "m2:7070", hosts=hosts)
+            controller.read("ready")
+            for machine in lab:
+                machine.slow(rate)  # what it receives, and what it sends:
+                words = f"tc qdisc replace dev eth0 root tbf rate {rate} burst 256kb latency 50ms"
+                machine.run(words.split(), check=True)
+            for version in (1, 2):
+                controller.ask("put", version=version, size=size)
+                controller.send("get", version=version)
+                answer = controller.read("answer")
+                assert len(answer["value"]) == readers + 1, answer
+                took[readers].append(answer["seconds"])
+            controller.end()
+    line = gigabytes * 8e9 / {"gbit": 1e9, "mbit": 1e6}[rate[-4:]] / float(rate[:-4])
+    print(f"{gigabytes:g} GB at {rate}: {line:.1f} s on the line")
+    for readers, seconds in took.items():
+        print(f"to {readers} hosts: {', '.join(f'{each:.1f}' for each in seconds)} s, reading and checksums included")
+    print(f"three to one: {min(took[3]) / min(took[1]):.2f}")
+
+
+def scale(workers: int, folder: Path) -> None:
+    """Start, route, fanout and stop of one light replica on each of many hosts."""
+    with started(workers + 1, folder) as lab:
+        hosts = ",".join(machine.name for machine in lab[1:])
+        began = time.monotonic()
+        controller = Controller(lab[0], "replicas", str(workers), str(workers), hosts=hosts)
+        controller.read("ready")
+        start = time.monotonic() - began
+        numbers = {}
+        for what in ("route", "fanout"):
+            controller.send("time", verb=what, calls=50)
+            answer = controller.read("answer")
+            numbers[what] = answer["value"]
+        began = time.monotonic()
+        controller.end()
+        stop = time.monotonic() - began
+    route, fanout = numbers["route"], numbers["fanout"]
+    print(
+        f"| {workers} | {start:.1f} | {1000 * route['seconds']:.2f} | {1000 * route['cpu']:.2f} | "
+        f"{1000 * fanout['seconds']:.1f} | {1000 * fanout['cpu']:.1f} | {stop:.1f} |",
+        flush=True,
+    )
+
+
+def undisturbed(steps: int, folder: Path) -> str:
+    command = [sys.executable, "-m", "forge", "train", CONFIG, "--run.root", str(folder / "calm")]
+    command += ["--training.steps", str(steps), "--checkpoint.every", "5"]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True)
+    return digest(folder / "calm" / "tiny")
+
+
+def digest(run: Path) -> str:
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def power(machine: Machine) -> None:
+    machine.kill()
+    time.sleep(5)
+    machine.boot()
+    machine.work()
+
+
+def cable(seconds: float):
+    def pulled(machine: Machine) -> None:
+        machine.cut()
+        time.sleep(seconds)
+        machine.heal()
+
+    pulled.__name__ = f"cable out for {seconds:g} s"
+    return pulled
+
+
+def slow(machine: Machine) -> None:
+    machine.slow("2mbit")
+    time.sleep(10)
+    machine.slow("1gbit")
+
+
+def full_disk(machine: Machine) -> None:
+    fill = "head -c 8g /dev/zero >/tmp/full 2>/dev/null; head -c 8g /dev/zero >/dev/shm/full 2>/dev/null; sleep 5; "
+    machine.run(["sh", "-c", fill + "rm -f /tmp/full /dev/shm/full"])
+
+
+def worker(machine: Machine) -> None:
+    machine.run(["pkill", "-9", "-f", "[f]orge.cluster.worker"])
+
+
+def daemon(machine: Machine) -> None:
+    machine.run(["pkill", "-9", "-f", "[f]orge worker"])
+    time.sleep(1)
+    machine.work()
+
+
+FAULTS = [power, cable(2.0), cable(20.0), slow, full_disk, worker, daemon]
+
+
+def chaos(steps: int, every: list[float], folder: Path, seed: int) -> None:
+    """A run in lock-step whose hosts are lost one after the other."""
+    expected, dice = undisturbed(steps, folder), random.Random(seed)
+    with started(5, folder) as lab:
+        hosts = ",".join(machine.name for machine in lab[1:])
+        command = [sys.executable, "-m", "forge", "train", CONFIG, "--run.root", str(folder)]
+        command += ["--training.steps", str(steps), "--checkpoint.every", "5"]
+        with (folder / "log").open("w") as log:
+            own = environment(FORGE_HOSTS=hosts)
+            process = lab[0].start(command, str(ROOT), env=own, stdout=log, stderr=log)
+            wait_until((folder / "tiny" / "checkpoints").is_dir, 120, "the first checkpoint")
+            began, faults = time.monotonic(), 0
+            while process.poll() is None:
+                fault, machine = FAULTS[faults % len(FAULTS)], dice.choice(lab[1:])
+                print(
+                    f"{time.monotonic() - began:6.1f} s  {fault.__name__.replace('_', ' ')} on {machine.name}",
+                    flush=True,
+                )
+                fault(machine)
+                faults += 1
+                end = time.monotonic() + dice.uniform(*every)
+                while time.monotonic() < end and process.poll() is None:
+                    time.sleep(0.2)
+        lines = (folder / "log").read_text()
+        assert process.returncode == 0, lines[-4000:]
+        took = time.monotonic() - began
+    recovered = [float(line.rsplit(",", 1)[1].split()[0]) for line in lines.splitlines() if "serves again" in line]
+    print(f"{steps} steps, {faults} faults in {took:.0f} s, {len(recovered)} replicas replaced", end="")
+    print(f", median {statistics.median(recovered):.1f} s" if recovered else "")
+    same = digest(folder / "tiny") == expected
+    print("the weights are those of the run without faults" if same else "THE WEIGHTS DIFFER")
+    if not same:
+        raise SystemExit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["weights", "scale", "chaos"])
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--every", type=float, nargs=2, default=[30.0, 60.0])
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        if arguments.part == "weights":
+            weights(arguments.gigabytes, arguments.rate, Path(folder))
+        elif arguments.part == "chaos":
+            chaos(arguments.steps, arguments.every, Path(folder), arguments.seed)
+        else:
+            print("| hosts | start, s | route, ms | CPU-ms | fanout, ms | CPU-ms | stop, s |")
+            print("|---|---|---|---|---|---|---|")
+            for workers in arguments.workers:
+                scale(workers, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
