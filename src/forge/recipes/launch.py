@@ -10,7 +10,9 @@ import os
 import re
 import resource
 import select
+import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,7 +106,12 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
     if hard < OPEN_FILES // 4:
         raise BadInput(f"this shell allows {hard} open files (ulimit -n -H), and a run needs up to {OPEN_FILES}")
     folder = Path(cfg.run.root) / cfg.run.name
+    preemption = Preemption(deadline_of(cfg.run.save_before))
     with ExitStack() as closing:
+        if cfg.checkpoint.every and threading.current_thread() is threading.main_thread():
+            # Until the run has handlers of its own: the default action would end it without its exit code.
+            before = signal.signal(signal.SIGUSR1, lambda *_: preemption.request("SIGUSR1"))
+            closing.callback(signal.signal, signal.SIGUSR1, before)
         try:
             closing.callback(RunLock(folder).close)
             start = find_start(cfg, resume)
@@ -122,12 +129,12 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         use(store := VersionStore.create())
         closing.callback(store.close)
         try:
-            preemption = Preemption(deadline_of(cfg.run.save_before)) if cfg.checkpoint.every else None
+            saved = preemption if cfg.checkpoint.every else None
             run(
-                recipe(cfg, Job(model, held_out, record, store, preemption)),
+                recipe(cfg, Job(model, held_out, record, store, saved)),
                 cfg.cluster.given,
                 cfg.cluster.wait,
-                on_preemption=None if preemption is None else preemption.request,
+                on_preemption=None if saved is None else saved.request,
             )
         except (ForgeError, OSError, RuntimeError) as error:
             gone = [path for path in (record.folder, store.root) if not path.is_dir()]
