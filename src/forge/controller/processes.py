@@ -153,7 +153,7 @@ def spawn(
         del settings["NCCL_SOCKET_IFNAME"]
     bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
     command = CHILD
-    if server is not None and options.threads == 1 and not gpus and not options.env:
+    if server is not None and options.threads == 1 and not any(gpus.values()) and not options.env:
         command = BootstrapCommand(sys.executable, None, server.command, {})
     return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
 
