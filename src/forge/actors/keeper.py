@@ -18,8 +18,10 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 CHUNK = 16 << 20  # bytes
 GRACE = 15.0  # seconds that a call may take beyond the limit of what it asks for
 CHUNK_TIMEOUT = 60.0  # seconds for one of them
+RETRY = 2.0  # seconds between attempts to read a version whose writers are lost
+THREADS = 1024  # of a home keeper: each waits for the other ranks of a put
 IDLE = 60.0  # seconds after which a keeper lets go of memory that no other one has asked for
 HOME = "home"  # the host of the controller
 COPY = "copy"  # what a host's store calls a version that was copied to it
@@ -78,6 +82,7 @@ class Keeper(ForgeActor):
         self._sources: dict[str, Source] = {}
         self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
         self._chains: dict[tuple[str, int], list[str]] = {}
+        self._publishing = ThreadPoolExecutor(THREADS, thread_name_prefix="forge-publish")
 
     @endpoint
     async def link(self, home: Any) -> None:
@@ -87,7 +92,8 @@ class Keeper(ForgeActor):
     @endpoint
     async def publish(self, part: str, ranks: Ranks, timeout: float) -> int:
         """Publish one rank's part, whose segment is on another host; see `VersionStore.put`. At home."""
-        return await asyncio.to_thread(self.store.publish, Manifest.from_json(part), ranks, timeout)
+        put = partial(self.store.publish, Manifest.from_json(part), ranks, timeout)
+        return await asyncio.get_running_loop().run_in_executor(self._publishing, put)
 
     @endpoint
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +125,7 @@ class Keeper(ForgeActor):
             MissingVersion: no host has it any more. TimeoutError: it did not arrive in time.
         """
         if (key, version) not in self._fetching:
-            task = asyncio.get_running_loop().create_task(self._fetch(key, version))
+            task = asyncio.get_running_loop().create_task(self._fetch(key, version, time.monotonic() + timeout))
             self._fetching[key, version] = task
             task.add_done_callback(lambda _: self._fetching.pop((key, version)))
         # One caller that stops waiting must not end the transfer of all.
@@ -152,7 +158,7 @@ class Keeper(ForgeActor):
             source.windows[index] = Window(source.memory[index * CHUNK : index * CHUNK + size])
         return source.windows[index]
 
-    async def _fetch(self, key: str, version: int) -> str:
+    async def _fetch(self, key: str, version: int, end: float) -> str:
         avoid: list[str] = []
         while True:
             text, parent = await self._home.locate.route(key, version, self.host, avoid)
@@ -171,11 +177,16 @@ class Keeper(ForgeActor):
                         await asyncio.to_thread(held.enter_context, self.store.segments.reading([names[segment]]))
                 return here.to_json()
             except (ForgeError, TimeoutError, MissingVersion, RuntimeError) as error:
-                if parent is None:
-                    hosts = ", ".join(sorted({place(segment) for segment in foreign}))
-                    raise MissingVersion(f"{key} version {version} could not be read from {hosts}: {error}") from error
-                log.warning("%s version %d could not be read from %s: %s", key, version, parent, error)
-                avoid.append(parent)
+                writers = ", ".join(sorted({place(segment) for segment in foreign}))
+                if parent is None and time.monotonic() > end - RETRY:
+                    raise MissingVersion(
+                        f"{key} version {version} could not be read from {writers}: {error}"
+                    ) from error
+                log.warning("%s version %d could not be read from %s: %s", key, version, parent or writers, error)
+                if parent is not None:
+                    avoid.append(parent)
+                else:  # its trainer is replaced, and publishes it again
+                    await asyncio.sleep(RETRY)
 
     async def _copy(self, segment: str, size: int, parent: str | None, writing: ExitStack) -> str:
         """Copy a segment from a keeper into this host's store; returns its name here."""
@@ -253,6 +264,15 @@ async def share(store: VersionStore) -> VersionStore | Reach:
             if name not in running.services:  # a host that comes back finds its keeper waiting for it
                 await Keeper.options(mesh_name=name, host=host).as_actor(store, home)
 
+        async def replace_lost(host: str) -> None:
+            """Have the trainer publish again what only the lost host had: others may be waiting for it."""
+            known = store.keys()
+            for key in known:
+                newest = store.versions(key)[-1]
+                if store.publisher is not None and any(place(s) == host for s in store.manifest(key, newest).segments):
+                    await store.publisher(newest)
+
+        pool.on_lost.append(replace_lost)
         await pool.on_each(attend)
         return Reach(store, home)
 

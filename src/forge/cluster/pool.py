@@ -233,6 +233,7 @@ class Pool:
         self._on_new: list[Callable[[str], Coroutine[Any, Any, None]]] = []
         self._attending: set[asyncio.Task] = set()
         self.on_leaving: Callable[[str], None] | None = None  # called when every host will be taken away
+        self.on_lost: list[Callable[[str], Coroutine[Any, Any, None]]] = []  # awaited with the address of a lost host
 
     async def open(self) -> None:
         """Hold every host that is up.
@@ -381,6 +382,8 @@ class Pool:
                 reason = await asyncio.shield(machine.lost)
                 del self._machines[address]
                 self._failures[address] = f"host {machine} was lost: {reason}"
+                for call in self.on_lost:
+                    self._attend(call(machine.at))
             await asyncio.sleep(RETRY)
             await self._hold(address)
 
