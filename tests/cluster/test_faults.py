@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import Controller, inside, wait_until
+from tests.cluster.machines import ROOT, Controller, environment, inside, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 OURS = "[b]ootstrap_main|[f]orge.controller.child"
@@ -104,3 +107,32 @@ def test_a_host_that_does_not_come_back_ends_the_run(lab):
     lab[1].kill()
     controller.send("pause", seconds=0.1, calls=1)
     assert controller.process.wait(60) != 0
+
+
+@pytest.mark.parametrize("lab", [4], indirect=True)
+def test_a_training_run_survives_the_loss_of_any_host(lab, tmp_path):
+    """In lock-step, every group trained once means the same weights, whatever was lost meanwhile."""
+    config = [sys.executable, "-m", "forge", "train", "tests/cluster/tiny.yaml", "--training.steps", "40"]
+    calm = [*config, "--run.root", str(tmp_path / "calm")]
+    subprocess.run(calm, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
+    own = environment(FORGE_HOSTS="m2,m3,m4")
+    process = lab[0].start(
+        [*config, "--run.root", str(tmp_path)], str(ROOT), env=own, stderr=subprocess.PIPE, text=True
+    )
+    checkpoints = tmp_path / "tiny" / "checkpoints"
+    for machine in lab[1:]:
+        before = latest(checkpoints)
+        wait_until(lambda before=before: latest(checkpoints) > before, 120, "a checkpoint")
+        machine.kill()
+        time.sleep(2.0)
+        machine.boot()
+        machine.work()
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said[-4000:]
+    assert said.count("serves again") >= 2
+    weights = [path / "tiny" / "model" / "model.safetensors" for path in (tmp_path, tmp_path / "calm")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def latest(checkpoints: Path) -> int:
+    return max((int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*[0-9]")), default=0)
