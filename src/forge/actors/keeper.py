@@ -65,12 +65,14 @@ class Source:
 
 
 class Keeper(ForgeActor):
-    """Of one host. The one at home knows where every version is.
+    """Of one host. The one at home knows where every version is. A run continues without that of a bad host.
 
     Args:
         store: of the home host.
         home: its keeper; None: this is it, and `link` gives it its own handle.
     """
+
+    vital = False
 
     def __init__(self, store: VersionStore, home: Any = None) -> None:
         self.home_store, self._home, self._at_home = store, home, home is None
@@ -260,9 +262,11 @@ async def share(store: VersionStore) -> VersionStore | Reach:
         await home.link.call_one(home)
 
         async def attend(host: str) -> None:
-            name = keeper_name(host)
-            if name not in running.services:  # a host that comes back finds its keeper waiting for it
-                await Keeper.options(mesh_name=name, host=host).as_actor(store, home)
+            keeper = running.services.get(keeper_name(host))
+            if keeper is None:
+                await Keeper.options(mesh_name=keeper_name(host), host=host).as_actor(store, home)
+            else:  # of a host that came back: it waits for it, or was given up
+                await keeper.scale(1)
 
         async def replace_lost(host: str) -> None:
             """Have the trainer publish again what only the lost host had: others may be waiting for it."""
@@ -273,7 +277,7 @@ async def share(store: VersionStore) -> VersionStore | Reach:
                     await store.publisher(newest)
 
         pool.on_lost.append(replace_lost)
-        await pool.on_each(attend)
+        pool.on_each(attend)
         return Reach(store, home)
 
     if running.shared is None:

@@ -6,7 +6,6 @@ import argparse
 import importlib
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     from ..config import Arguments, ConfigError
     from ..recipes.resume import read_config
 
-    parser = argparse.ArgumentParser(prog=f"forge launch {args.launcher}")
+    parser = argparse.ArgumentParser(prog=f"forge launch {args.launcher}", allow_abbrev=False)
     parser.add_argument("config", help="YAML file")
     parser.add_argument("--recipe", choices=list(RECIPES), default="train", help="default: train")
     parser.add_argument("--nodes", type=int, default=1, help="machines with a worker")
@@ -60,6 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _slurm_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partition")
+    parser.add_argument("--cpus-per-node", type=int, default=None, help="cores of each node; default: Slurm's, often 1")
     parser.add_argument("--time", help="limit of the job, as sbatch takes it; the run saves itself before")
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="a further line, without dashes: account=x"
@@ -81,6 +81,7 @@ def _slurm(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str
         (*partition, *options.sbatch),
         options.setup,
         f"{shlex.quote(sys.executable)} -m forge",
+        options.cpus_per_node,
     )
     print(job.script() if options.dry_run else f"submitted job {job.submit()}, output in {job.runs}/slurm-*.out")
 
@@ -91,6 +92,7 @@ def _ssh_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _ssh(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
+    from ..cluster.process import run_as_child
     from ..cluster.ssh import workers
 
     hosts = options.hosts.split(",")
@@ -101,7 +103,7 @@ def _ssh(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]
     codes = []
     with workers(hosts, os.getcwd(), options.python) as environment:
         for _, command in runs:  # one after the other: each has all machines
-            codes.append(subprocess.run(command, env={**os.environ, **environment}, check=False).returncode)
+            codes.append(run_as_child(command, {**os.environ, **environment}))
     if any(codes):
         raise SystemExit(next(filter(None, codes)))
 

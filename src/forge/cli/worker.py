@@ -26,6 +26,7 @@ def add_to(commands: Any) -> None:
         help="at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at once",
     )
     parser.add_argument("--stdin", action="store_true", help="read the secret from standard input, end when it closes")
+    parser.add_argument("--once", action="store_true", help="end after the first run")
     parser.add_argument("--register", default=None, metavar="FOLDER", help="write the address to a file in this folder")
     parser.set_defaults(run=run)
 
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> None:
             os.environ[SECRET] = sys.stdin.readline().strip()
         address, port = split(args.listen) if args.listen else ("", PORT)
         address = address or routable()
+        if address in ("0.0.0.0", "::"):
+            raise ValueError(f"--listen {address} is every address: give one, or leave it out")
         if (secret := read_secret()) is None:
             raise NoSecret(
                 f"{SECRET} is not set: every process that has it can run programs here. Make one with "
@@ -74,11 +77,12 @@ def run(args: argparse.Namespace) -> None:
         log.info("listening at %s, %d GPUs", where, len(gpus))
         if args.stdin:
             print(where, flush=True)
+            os.dup2(2, 1)  # nothing reads the rest of the output of this worker and its processes
         if file is not None:
             write_atomic(file, f"{where}\n")
 
     async def serve() -> None:
-        daemon = Daemon(gpus, secret, address, port)
+        daemon = Daemon(gpus, secret, address, port, args.once)
         task, loop = asyncio.ensure_future(daemon.serve(ready)), asyncio.get_running_loop()
 
         async def leave() -> None:

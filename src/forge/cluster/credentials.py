@@ -28,7 +28,7 @@ class NoSecret(ValueError):
 
 
 def read_secret() -> str | None:
-    """The secret that FORGE_SECRET gives or names the file of.
+    """The secret that FORGE_SECRET gives, or names the file of: a path that begins with /, ./ or ~.
 
     Raises:
         NoSecret: the file is missing or readable by other users, or the secret is too short.
@@ -36,14 +36,14 @@ def read_secret() -> str | None:
     secret = os.environ.get(SECRET)
     if not secret:
         return None
-    if os.sep in secret:
-        path = Path(secret)
+    if secret.startswith(("/", "./", "~")):
+        path = Path(secret).expanduser()
         try:
             if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise NoSecret(f"{path} holds the secret of a run and is open to other users: chmod 600 {path}")
             secret = path.read_text().strip()
         except OSError as error:
-            raise NoSecret(f"{SECRET} names a file that could not be read: {error}") from None
+            raise NoSecret(f"{SECRET} names a file that could not be read: {path}: {error.strerror}") from None
     if len(secret) < SHORTEST:
         raise NoSecret(
             f"the secret has {len(secret)} characters, {SHORTEST} are needed: `openssl rand -hex 32` makes one"

@@ -41,11 +41,14 @@ class Daemon:
         gpus: what runs may use of its accelerators.
         secret: who has it may run anything here as this user.
         address: the address that it listens at.
+        once: end after the first run.
     """
 
-    def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int) -> None:
+    def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int, once: bool = False) -> None:
+        self._once = once
         self.gpus, self.address, self.port = gpus, address, port
         self._leaving = False
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._secret = secret
         self._session: Session | None = None
         self._boards = Boards()
@@ -74,15 +77,15 @@ class Daemon:
         accept = partial(self._serve_one, context)
         server = await asyncio.start_server(accept, self.address, self.port, limit=LONGEST)
         with self._held:
-            async with server:
+            try:
                 self.port = server.sockets[0].getsockname()[1]
                 if ready is not None:
                     ready(self.port)
-                try:
-                    await server.serve_forever()
-                finally:
-                    if self._session is not None:
-                        await self._session.close()
+                await self._over
+            finally:  # not `async with`: it waits for open connections
+                server.close()
+                if self._session is not None:
+                    await self._session.close()
 
     async def _serve_one(
         self, context: ssl.SSLContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -119,8 +122,9 @@ class Daemon:
                 case other:
                     send(writer, {"error": f"unknown request {other!r}: is another version of forge there?"})
             await writer.drain()
-        except (TimeoutError, ValueError, KeyError, OSError) as error:
+        except (TimeoutError, ValueError, KeyError, OSError, HostError, EOFError) as error:
             log.warning("%s: %s: %s", peer, type(error).__name__, error)
+            send(writer, {"error": f"{type(error).__name__}: {error}"})
         finally:
             writer.close()
 
@@ -157,6 +161,8 @@ class Daemon:
             count = len(session.workers)
             await session.close()
             self._session = None
+            if self._once and not self._over.done():
+                self._over.set_result(None)
             log.info("%s has gone: %s; %d workers of it were killed", session.holder, ended, count)
 
     async def _measure(self, peer: str, size: int) -> float:
@@ -274,15 +280,22 @@ class Session:
         # A new identity and a new port: a controller that has lost a worker can attach to no other one in its place.
         address = f"{identity}@tls://{joined(self.own[0], port)}"
         self.workers[address] = worker = self._spawn(address)
+        try:
+            await self._until_it_listens(worker, port)
+        except BaseException:
+            self.workers.pop(address, None)
+            worker.kill()
+            raise
+        return address
+
+    async def _until_it_listens(self, worker: subprocess.Popen, port: int) -> None:
         async with asyncio.timeout(LISTEN_TIMEOUT):
             while not listens(worker.pid, port):
                 if worker.poll() is not None:
-                    del self.workers[address]
                     raise HostError(
                         f"the worker ended with {worker.returncode} before it listened; see its output there"
                     )
                 await asyncio.sleep(0.05)
-        return address
 
     def _spawn(self, address: str) -> subprocess.Popen:
         settings = {

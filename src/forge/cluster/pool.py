@@ -282,7 +282,7 @@ class Pool:
                 address: self._rooms[address]
                 for address in self._keeping  # in the order in which they were given
                 if (up := self._machines.get(address)) is not None
-                and demand.host in (None, address, up.at)
+                and (demand.host is None or joined(*split(demand.host)) in (address, up.at))
                 and not up.leaving.is_set()
             }
             near = [
@@ -328,10 +328,11 @@ class Pool:
                 self._rooms[machine.address].give_back(place.demand, place.procs, place.gpus[machine.at])
         self._changed.set()
 
-    async def on_each(self, call: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        """Have `call(address)` awaited for every host that is up, and started for those that come."""
+    def on_each(self, call: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        """Have `call(address)` started for every host that is up, and for those that come."""
         self._on_new.append(call)
-        await asyncio.gather(*(call(machine.at) for machine in self.machines))
+        for machine in self.machines:
+            self._attend(call(machine.at))
 
     async def close(self) -> None:
         """Give every host back."""
@@ -353,6 +354,10 @@ class Pool:
             if hasattr(machine, "inventory"):
                 machine.end(logging.DEBUG)
             return
+        except BaseException:
+            if hasattr(machine, "inventory"):
+                machine.end(logging.DEBUG)
+            raise
         self._failures.pop(address, None)
         self._machines[address] = machine
         self._rooms[address] = Room.of(machine.inventory)
@@ -363,9 +368,14 @@ class Pool:
         self._changed.set()
 
     def _attend(self, work: Coroutine[Any, Any, None]) -> None:
-        self._attending.add(task := asyncio.create_task(work))
+        async def attend() -> None:
+            try:
+                await work
+            except Exception as error:  # of a component on a host that is bad, or was lost meanwhile
+                log.warning("%s: %s", type(error).__name__, error)
+
+        self._attending.add(task := asyncio.create_task(attend()))
         task.add_done_callback(self._attending.discard)
-        task.add_done_callback(log_failure)
 
     async def _when_leaving(self, machine: Machine) -> None:
         await machine.leaving.wait()

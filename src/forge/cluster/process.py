@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import shutil
 import signal
+import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 DUMP_TIMEOUT = 15.0  # seconds
+PR_SET_PDEATHSIG = 1
 
 
 class Process:
@@ -77,6 +80,19 @@ def descends(pid: int, ancestor: int) -> bool:
         if pid == ancestor:
             return True
     return False
+
+
+def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command to its end and return its exit code. It gets this process's SIGTERM and SIGUSR1, and SIGTERM when
+    this process is lost; a terminal sends Ctrl-C to both."""
+    libc = ctypes.CDLL(None)
+    process = subprocess.Popen(
+        command, env=dict(environment), preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    )
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    signal.signal(signal.SIGINT, lambda *_: None)
+    return process.wait()
 
 
 async def stacks(pid: int) -> str:

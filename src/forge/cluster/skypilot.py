@@ -10,12 +10,12 @@ from .wire import PORT
 RUN = """export FORGE_HOSTS=$(echo "$SKYPILOT_NODE_IPS" | sed 's/$/:{port}/' | paste -sd, -)
 export FORGE_EXPECT_HOSTS=$SKYPILOT_NUM_NODES
 own=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
-forge worker --listen "$own:{port}" &
+forge worker --listen "$own:{port}" --once &
 if [ "$SKYPILOT_NODE_RANK" = 0 ]; then
     {command}; code=$?
     kill %1; exit $code
 fi
-wait
+wait   # until the run is over
 """
 
 

@@ -23,7 +23,7 @@ export FORGE_EXPECT_HOSTS=$SLURM_JOB_NUM_NODES
 export FORGE_SECRET=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')
 mkdir -p "$FORGE_HOSTS"
 {setup}
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --export=ALL \\
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1{cpus} --no-kill --kill-on-bad-exit=0 --export=ALL \\
     {forge} worker --listen :0 --register "$FORGE_HOSTS" --grace {grace} &
 workers=$!
 
@@ -69,6 +69,7 @@ class SlurmJob:
     options: tuple[str, ...] = ()
     setup: str = ""
     forge: str = "forge"
+    cpus_per_node: int | None = None
 
     def script(self) -> str:
         """The batch script."""
@@ -77,6 +78,7 @@ class SlurmJob:
             f"nodes={self.nodes}",
             "ntasks-per-node=1",
             *([f"gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
+            *([f"cpus-per-task={self.cpus_per_node}"] if self.cpus_per_node else []),
             *([f"time={self.time}"] if self.time else []),
             "requeue",
             "no-kill",
@@ -96,6 +98,7 @@ class SlurmJob:
             runs=shlex.quote(str(self.runs)),
             setup=self.setup,
             forge=self.forge,
+            cpus=f" --cpus-per-task={self.cpus_per_node}" if self.cpus_per_node else "",
             command=command,
             grace=GRACE,
             requeue=REQUEUE,

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
+from .credentials import read_secret
+
 START_TIMEOUT = 120.0  # seconds for a worker to listen: it counts its GPUs first
 
 
@@ -33,7 +35,7 @@ def workers(
     Raises:
         NotStarted: one of them did not come up.
     """
-    secret = os.environ.get("FORGE_SECRET") or secrets.token_hex(32)
+    secret = read_secret() or secrets.token_hex(32)
     path = os.environ.get("PYTHONPATH", "")
     worker = f"cd {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} exec {shlex.quote(python)} -m forge worker"
     started: dict[str, subprocess.Popen] = {}
@@ -41,7 +43,12 @@ def workers(
         for host in hosts:
             command = [*ssh, host, f"{worker} --listen :0 --stdin"]
             started[host] = process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                start_new_session=True,  # Ctrl-C is for the controller, which ends the workers' work
             )
             assert process.stdin is not None  # the secret must not be among the arguments, which other users can read
             try:

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from datetime import timedelta
 
+from .process import run_as_child
+
 MEETING = timedelta(minutes=10)
 
 
@@ -51,7 +53,7 @@ def main() -> int:
         # The run's own processes are no ranks of torchrun.
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             own.pop(name, None)
-        code = subprocess.run([sys.executable, "-m", "forge", *sys.argv[1:]], env=own, check=False).returncode
+        code = run_as_child([sys.executable, "-m", "forge", *sys.argv[1:]], own)
         store.set(f"{life}/over", str(code))
         return code
     finally:

@@ -97,6 +97,7 @@ class ForgeActor:
     Methods marked by Monarch's own decorator, `monarch.actor.endpoint`, are endpoints as well."""
 
     context: ActorContext = ActorContext("local")
+    vital = True  # whether the run ends when no replica of it is left
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

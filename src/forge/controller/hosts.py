@@ -185,9 +185,10 @@ class PooledHosts(Hosts):
 
     async def stop(self) -> None:
         workers, self._workers, self._mesh, self._unusable = self._workers, {}, None, False
-        for machine, worker in workers.items():
-            if not machine.lost.done():
-                machine.tell("stop", worker=worker)
+        stopping = [machine.request("stop", worker=worker) for machine, worker in workers.items()]
+        for error in await asyncio.gather(*stopping, return_exceptions=True):
+            if isinstance(error, Exception) and not isinstance(error, HostError):  # a lost host has stopped its own
+                raise error
 
 
 def _start(address: str) -> subprocess.Popen:

@@ -35,7 +35,7 @@ class Component:
     """What every replica of a service is: a class with its arguments, and where it is placed."""
 
     name: str
-    cls: type
+    cls: type[Any]
     options: Options
     args: tuple
     kwargs: dict[str, Any]

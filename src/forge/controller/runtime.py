@@ -66,13 +66,15 @@ class Runtime:
         endpoints = cls.endpoints()
         plain = frozenset(name for name in endpoints if not inspect.iscoroutinefunction(getattr(cls, name)))
         component = Component(self._name(cls, options), cls, options, args, kwargs, plain)
-        service = Service(component, endpoints, self._launcher(component), self._give_back, self._on_dead)
+        on_dead = self._on_dead if cls.vital else log_loss
+        service = Service(component, endpoints, self._launcher(component), self._give_back, on_dead)
         self.services[component.name] = service
         try:
             await service.scale(options.num_replicas)
         except BaseException:
             await asyncio.shield(asyncio.ensure_future(service.stop()))
             del self.services[component.name]
+            self._names.discard(component.name)
             raise
         return service
 
@@ -174,8 +176,9 @@ class Runtime:
             demand = demand_of(f"{component.name}[{index}]", options)
             with service.waiting_for_a_host(index):
                 try:
-                    waits = options.host is not None  # for that one, as long as it takes
-                    limited = lambda: not waits and service.is_alone(index)  # noqa: E731
+                    if key in self._pooled and self._pooled[key].place.lost:
+                        await self._pooled.pop(key).stop()  # on the hosts that are left
+                    limited = lambda: component.cls.vital and service.is_alone(index)  # noqa: E731
                     place = await self.pool.take(key, demand, limited, kind, most)
                 except NoRoom as error:
                     raise Unrecoverable(str(error)) from error
@@ -232,6 +235,11 @@ class Runtime:
             self.failure.set_result(error)
 
 
+def log_loss(error: BaseException) -> None:
+    """Of a component that a run continues without."""
+    log.warning("%s", error)
+
+
 _runtime: Runtime | None = None
 _local: list[ForgeActor] = []  # components of this process, see `ForgeActor.as_local`
 _scratch: Scratch | None = None
@@ -259,7 +267,7 @@ async def attach(hosts: str | Sequence[str] | None = None, wait: float = 600.0) 
         wait: seconds that a service without any replica waits for a host.
 
     Raises:
-        NoSecret: FORGE_SECRET is not set. NoRoom: no host could be held; says why. ForgeError: it is too late.
+        NoSecret: FORGE_SECRET is not set. ForgeError: no host could be held; says why. Or it is too late.
     """
     hosts = hosts or os.environ.get(HOSTS)
     if not hosts:
@@ -271,12 +279,22 @@ async def attach(hosts: str | Sequence[str] | None = None, wait: float = 600.0) 
         raise ForgeError(f"there are no hosts in {hosts}")
     if runtime().pool is not None or runtime().services:
         raise ForgeError("hosts are attached before the first component is started, and once")
-    own = own_address(known[0])
+    try:
+        own = next(own for host in known if not (own := own_address(host)).startswith(("127.", "::1")))
+    except StopIteration:
+        own = own_address(known[0])  # all of them are on this machine
     credentials = Credentials.make(secret, _private_folder(), [own])
     os.environ.update(credentials.environment)
     enable_tls(own)
     pool = Pool(hosts, credentials, wait)
-    await pool.open()
+    try:
+        await pool.open()
+    except NoRoom as error:
+        await pool.close()
+        raise ForgeError(str(error)) from None
+    except BaseException:
+        await pool.close()
+        raise
     runtime().pool = pool
 
 

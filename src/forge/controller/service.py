@@ -312,8 +312,9 @@ class Service(Handle):
             supervisor.homeless = False
 
     def is_alone(self, index: int) -> bool:
-        """Whether no other replica serves."""
-        return not any(one.state == "up" for one in self._supervisors if one.index != index)
+        """Whether no other replica serves, or the service is only being started."""
+        starting = any(one.state == "starting" for one in self._supervisors if one.index == index)
+        return starting or not any(one.state == "up" for one in self._supervisors if one.index != index)
 
     async def _retire(self, supervisor: Supervisor) -> None:
         supervisor.retire()

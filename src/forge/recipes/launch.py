@@ -25,6 +25,7 @@ from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
 from ..cluster.doctor import seen_by
 from ..cluster.inventory import VISIBLE, visible_gpus
 from ..cluster.pool import NoRoom, addresses, check, survey
+from ..cluster.wire import joined, split
 from ..config import Arguments, ConfigError, to_dict
 from ..controller import ForgeError, Options, forked_processes, run
 from ..controller.private import log_to
@@ -244,6 +245,9 @@ def check_hosts(cfg: Any) -> None:
         if cfg.services[name] is None:
             continue
         options = Options(**cfg.placement(name))
+        if options.host is not None and joined(*split(options.host)) not in addresses(cfg.cluster.given):
+            known = ", ".join(addresses(cfg.cluster.given))
+            raise ValueError(f"services.{name}.host is {options.host}, which is none of the hosts: {known}")
         if options.share in shares or (options.hosts is None and not options.with_gpus):
             continue
         shares |= {options.share} - {None}
@@ -251,11 +255,12 @@ def check_hosts(cfg: Any) -> None:
         demands += [demand_of(f"services.{name}, replica {index}", options) for index in range(count)]
     with TemporaryDirectory() as folder:
         credentials = Credentials.make(secret, Path(folder))
-        found, failures = asyncio.run(survey(cfg.cluster.given, credentials))
-    try:
-        check(found, demands)
-    except NoRoom as error:
-        raise ValueError("; ".join([str(error), *failures])) from None
+        failures: list[str] = []
+        try:
+            found, failures = asyncio.run(survey(cfg.cluster.given, credentials))
+            check(found, demands)
+        except NoRoom as error:
+            raise ValueError("; ".join([str(error), *failures])) from None
 
 
 def check_shared(cfg: Any, model: str) -> None:

@@ -53,7 +53,7 @@ class Preemption:
         self._signal: str | None = None
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds
         self._saves: deque[float] = deque(maxlen=RECENT)
-        self._before = time.monotonic()
+        self._before: float | None = None
 
     def request(self, signal: str) -> None:
         """End after the step that is being done."""
@@ -64,11 +64,13 @@ class Preemption:
         self._saves.append(seconds)
 
     def reason(self) -> str | None:
-        """Why to end now; None: there is none. To be called once after every step."""
-        now = time.monotonic()
-        self._steps.append(now - self._before)
+        """Why to end now; None: there is none. To be called once after every step. The deadline counts from the second
+        call on: every start makes progress, and its own duration is not that of a step."""
+        now, before = time.monotonic(), self._before
         self._before = now
-        if self._signal is not None:
+        if before is not None:
+            self._steps.append(now - before)
+        if self._signal is not None or not self._steps:
             return self._signal
         # Another step and its checkpoint, each at twice its longest time so far.
         margin = 2 * max(self._steps) + 2 * max(self._saves, default=0.0) + RESERVE
