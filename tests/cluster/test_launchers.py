@@ -76,13 +76,13 @@ def test_a_run_by_ssh(machines_missing, tmp_path):
     with Machines(3, shared=[ROOT, sys.prefix, tmp_path]) as lab:
         for machine in lab[1:]:
             setup = (
-                f"mkdir -p /run/sshd /root/.ssh; cp {key}.pub /root/.ssh/authorized_keys; chmod 700 /root /root/.ssh; "
+                f"mkdir -p /run/sshd ~root/.ssh; cp {key}.pub ~root/.ssh/authorized_keys; chmod 700 ~root ~root/.ssh; "
             )
-            setup += "chmod 600 /root/.ssh/authorized_keys; ssh-keygen -A >/dev/null; "
+            setup += "chmod 600 ~root/.ssh/authorized_keys; ssh-keygen -A >/dev/null; "
             setup += "exec /usr/sbin/sshd -D -e -o PermitRootLogin=yes -o StrictModes=no"
             machine.start(["sh", "-c", setup], stderr=(tmp_path / f"sshd-{machine.name}").open("w"))
         (tmp_path / "config").write_text(options)
-        lab[0].run(["sh", "-c", f"mkdir -p /root/.ssh; cp {tmp_path}/config /root/.ssh/config"], check=True)
+        lab[0].run(["sh", "-c", f"mkdir -p ~root/.ssh; cp {tmp_path}/config ~root/.ssh/config"], check=True)
         wait_until(
             lambda: all(":22 " in m.run(["ss", "-ltn"], capture_output=True, text=True).stdout for m in lab[1:]),
             20,

@@ -94,7 +94,7 @@ def test_nothing_between_machines_can_be_read_and_every_listener_asks_for_a_cert
         if address.startswith("127."):
             continue
         assert address == machine.address, f"{owner} listens at {address}"
-        said = refused(lab[0], address, port)
+        said = without_certificate(lab[0], address, port)
         assert said == "b''\n" or "alert" in said.lower(), f"{owner} at {port}: {said}"
     controller.end()
     seen = capture.read_bytes()
@@ -105,7 +105,7 @@ def test_nothing_between_machines_can_be_read_and_every_listener_asks_for_a_cert
         assert not found, f"{plain!r} is readable between machines"
 
 
-def refused(machine, address: str, port: int) -> str:
+def without_certificate(machine, address: str, port: int) -> str:
     """What a peer without a certificate gets."""
     program = (
         "import ssl, socket, sys\n"

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..cluster import HOST, STORE
-from ..controller import ForgeActor, ForgeError, endpoint, runtime
+from ..controller import ForgeActor, endpoint, runtime
 from ..controller.rdma import Window
 from ..store import MissingVersion, Store, VersionStore
 from ..store.manifest import Manifest
@@ -109,7 +109,12 @@ class Keeper(ForgeActor):
 
         Args:
             avoid: keepers that did not answer.
+
+        Raises:
+            MissingVersion: it was never published, or is no longer kept.
         """
+        if version not in (held := await asyncio.to_thread(self.store.versions, key)):
+            raise MissingVersion(f"{key} version {version} is not in the store; it holds {held or 'none'}")
         manifest = await asyncio.to_thread(self.store.manifest, key, version)
         for old in [chained for chained in self._chains if chained[0] == key and chained[1] < version - 8]:
             del self._chains[old]
@@ -145,7 +150,9 @@ class Keeper(ForgeActor):
             if place(segment) == self.host:
                 held = ExitStack()
                 memory = await asyncio.to_thread(self._open, segment, held)
-                self._sources.setdefault(segment, Source(memory, -(-len(memory) // CHUNK), held))
+                opened = Source(memory, -(-len(memory) // CHUNK), held)
+                if self._sources.setdefault(segment, opened) is not opened:  # another request was quicker
+                    held.close()
             elif not self._fetching or time.monotonic() > end:
                 raise MissingVersion(f"{segment} is not on {self.host}")
             else:
@@ -178,7 +185,10 @@ class Keeper(ForgeActor):
                         held = self._sources[segment].held
                         await asyncio.to_thread(held.enter_context, self.store.segments.reading([names[segment]]))
                 return here.to_json()
-            except (ForgeError, TimeoutError, MissingVersion, RuntimeError) as error:
+            except (KeyError, RuntimeError, TimeoutError) as error:  # it, a keeper, or a host is gone
+                for segment in foreign:  # the memory of what did arrive is not kept
+                    if (arrived := self._sources.get(segment)) is not None:
+                        await self._release(segment, arrived)
                 writers = ", ".join(sorted({place(segment) for segment in foreign}))
                 if parent is None and time.monotonic() > end - RETRY:
                     raise MissingVersion(
@@ -230,7 +240,10 @@ class Keeper(ForgeActor):
     async def _release(self, segment: str, source: Source) -> None:
         if self._sources.get(segment) is source:
             del self._sources[segment]
-        await asyncio.gather(*(window.close() for window in source.windows.values()))
+        if source.idle is not None:
+            source.idle.cancel()
+        windows, source.windows = source.windows, {}
+        await asyncio.gather(*(window.close() for window in windows.values()))
         source.held.close()
 
 

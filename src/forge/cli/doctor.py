@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
             raise NoSecret(f"{SECRET} is not set: set it to the secret of the workers")
         with TemporaryDirectory() as folder:
             found = asyncio.run(examine(addresses(given), Credentials.make(secret, Path(folder)), args.folder))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
     print(shown(found))
     if found.problems:

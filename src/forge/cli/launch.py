@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
             own = [options.recipe, options.config, *overrides, *more, "--run.name", name, "--resume", "auto"]
             runs.append((name, [sys.executable, "-m", "forge", *own]))
         LAUNCHERS[args.launcher][1](options, cfg, runs)
-    except (ConfigError, ValueError, RuntimeError, OSError) as error:
+    except (ConfigError, ValueError, RuntimeError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

@@ -27,12 +27,16 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--api-key", help="what clients must send; other users of this machine can read it here, not in FORGE_API_KEY"
     )
-    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="generation engine")
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default=argparse.SUPPRESS, help="generation engine")
     parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
     parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
-    parser.add_argument("--slots", type=int, default=256, help="sequences that one engine decodes at once")
+    parser.add_argument(
+        "--slots", type=int, default=argparse.SUPPRESS, help="sequences that one engine decodes at once"
+    )
     parser.add_argument("--max-seq-len", type=int, help="prompt and completion together; the model's own if not given")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and cache")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default=argparse.SUPPRESS, help="of weights and cache"
+    )
     parser.set_defaults(run=serve)
 
 
@@ -46,7 +50,8 @@ def serve(args: argparse.Namespace) -> None:
         from ..web import bind, required_key
 
         args.api_key = required_key(args.host, args.api_key)
-        settings = {"engine": args.engine, "slots": args.slots, "max_seq_len": args.max_seq_len, "dtype": args.dtype}
+        given = ("engine", "slots", "max_seq_len", "dtype")
+        settings = {name: getattr(args, name) for name in given if hasattr(args, name)}
         EngineSettings(**settings).check_installed()
         check_family(args.model)
         model = resolve_model(args.model)

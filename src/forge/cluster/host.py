@@ -49,7 +49,6 @@ class Daemon:
         self.gpus, self.address, self.port = gpus, address, port
         self._leaving = False
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._secret = secret
         self._session: Session | None = None
         self._boards = Boards()
         self._held = ExitStack()

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ HOSTS = "FORGE_HOSTS"  # environment variable: addresses, or the path of a file 
 EXPECT = "FORGE_EXPECT_HOSTS"  # environment variable: how many hosts to wait for
 REGISTERING = 300.0  # seconds to wait for them
 RETRY = 1.0  # seconds between attempts to reach a host
+LOOK_AGAIN = 1.0  # seconds between looks at what else has changed, while a replica waits for room
 
 
 class NoRoom(RuntimeError):
@@ -58,7 +60,7 @@ class Demand:
         return f"{self.who}: {self.procs} processes{gpus}{memory}{hosts}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Room:
     """Free resources of one host."""
 
@@ -112,20 +114,19 @@ def choose(rooms: Sequence[Room], demand: Demand, near: Sequence[Room] = (), mos
         NoRoom: lists the room of each host.
     """
     if most is not None and len(near) >= most:
-        rooms = [room for room in rooms if any(room is other for other in near)]
-    counts = [demand.hosts] if demand.hosts is not None else [n for n in range(1, demand.procs + 1)]
-    for count in counts:
+        rooms = [room for room in rooms if room in near]
+
+    def preference(room: Room) -> tuple[bool, int, float]:
+        return most is not None and room in near, len(room.gpus) if demand.gpus else 0, room.load
+
+    for count in range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]:
         if demand.procs % count:
             continue
         each = demand.procs // count
         fitting = [room for room in rooms if room.fits(demand) >= each]
         if len(fitting) >= count:
-            new = {id(room): most is not None and any(room is other for other in near) for room in fitting}
-            key: Callable[[Room], tuple] = lambda room: (new[id(room)], room.load)  # noqa: B023,E731
-            if demand.gpus:
-                key = lambda room: (new[id(room)], len(room.gpus), room.load)  # noqa: B023,E731
-            chosen = sorted(fitting, key=key)[:count]
-            return [room for room in rooms if any(room is other for other in chosen)]
+            chosen = sorted(fitting, key=preference)[:count]
+            return [room for room in rooms if room in chosen]
     lines = []
     for room in rooms:
         lacks = f"{room.fits(demand)} of these processes fit"
@@ -202,7 +203,7 @@ async def expected(given: str | Sequence[str]) -> list[str]:
     while True:
         try:
             found = await asyncio.to_thread(addresses, given)
-        except (FileNotFoundError, IndexError):  # no worker has registered yet, or one is about to
+        except FileNotFoundError:  # no worker has registered yet
             found = []
         if len(found) >= count and (found or not count):
             return found
@@ -276,7 +277,7 @@ class Pool:
             if not place.lost:
                 return place
             self.give_back(key)
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         while True:
             rooms = {
                 address: self._rooms[address]
@@ -292,27 +293,23 @@ class Pool:
                 for machine in place.machines
                 if machine.address in rooms
             ]
-            near = list({id(room): room for room in near}.values())
             try:
-                chosen = choose(list(rooms.values()), demand, near, most)
+                chosen = choose(list(rooms.values()), demand, list(dict.fromkeys(near)), most)
                 break
             except NoRoom as error:
                 away = [reason for address, reason in self._failures.items() if address not in self._machines]
                 text = f"{error}{'; ' if away else ''}{'; '.join(away)}"
                 if alone() and time.monotonic() - began > self.wait:
                     raise NoRoom(f"{text} (waited {self.wait:g} s)") from None
-                if not told:
+                if not warned:
                     log.log(logging.DEBUG if demand.host else logging.WARNING, "%s; waiting for a host", text)
-                    told = True
+                    warned = True
             self._changed.clear()
-            with_limit = min(5.0, self.wait)
-            try:
-                await asyncio.wait_for(self._changed.wait(), max(0.05, with_limit))
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LOOK_AGAIN)
         machines, gpus = [], {}
         for address, room in rooms.items():
-            if any(room is other for other in chosen):
+            if room in chosen:
                 machines.append(self._machines[address])
                 gpus[self._machines[address].at] = room.take(demand, demand.procs // len(chosen))
         self._places[key] = place = Place(demand, machines, gpus)
@@ -340,7 +337,7 @@ class Pool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for machine in self.machines:
+        for machine in self._machines.values():  # also those that are not kept yet
             machine.end()
         self._machines.clear()
 
@@ -403,7 +400,7 @@ class Pool:
             await asyncio.sleep(RETRY)
             try:
                 wanted = await asyncio.to_thread(addresses, self.given)
-            except (OSError, ValueError, IndexError) as error:
+            except (OSError, ValueError) as error:
                 log.warning("%s cannot be read, its hosts stay as they are: %s", self.given, error)
                 continue
             for address in wanted:

@@ -279,10 +279,7 @@ async def attach(hosts: str | Sequence[str] | None = None, wait: float = 600.0) 
         raise ForgeError(f"there are no hosts in {hosts}")
     if runtime().pool is not None or runtime().services:
         raise ForgeError("hosts are attached before the first component is started, and once")
-    try:
-        own = next(own for host in known if not (own := own_address(host)).startswith(("127.", "::1")))
-    except StopIteration:
-        own = own_address(known[0])  # all of them are on this machine
+    own = own_address(known)
     credentials = Credentials.make(secret, _private_folder(), [own])
     os.environ.update(credentials.environment)
     enable_tls(own)
@@ -298,16 +295,25 @@ async def attach(hosts: str | Sequence[str] | None = None, wait: float = 600.0) 
     runtime().pool = pool
 
 
-def own_address(host: str) -> str:
-    """The address of this machine from which a host is reached."""
-    name, port = split(host)
-    try:
-        family, kind, _, _, there = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(there)  # sends nothing
-            return probe.getsockname()[0]
-    except OSError as error:
-        raise ForgeError(f"host {host} has no address that can be reached from here: {error}") from None
+def own_address(hosts: Sequence[str]) -> str:
+    """The address of this machine from which hosts are reached: the loopback only where all of them are on it.
+
+    Raises:
+        ForgeError: none of them has an address.
+    """
+    found, errors = [], []
+    for host in hosts:
+        name, port = split(host)
+        try:
+            family, kind, _, _, there = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(there)  # sends nothing
+                found.append(probe.getsockname()[0])
+        except OSError as error:
+            errors.append(f"host {host}: {error}")
+    if not found:
+        raise ForgeError(f"no host has an address that this machine reaches: {'; '.join(errors)}")
+    return next((own for own in found if not own.startswith(("127.", "::1"))), found[0])
 
 
 def demand_of(who: str, options: Options) -> Demand:
