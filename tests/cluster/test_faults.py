@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import ROOT, Controller, environment, inside, wait_until
+from tests.cluster.machines import ROOT, Controller, environment, inside, listens, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 OURS = "[b]ootstrap_main|[f]orge.controller.child"
@@ -89,24 +89,38 @@ def test_a_daemon_or_a_worker_that_is_killed_takes_its_processes_along(lab):
     controller.end()
 
 
-def test_the_last_host_is_waited_for(lab):
-    controller = Controller(lab[0], "replicas", "1", "1", hosts="m2", WAIT="60")
+def test_what_a_scheduler_sends_to_every_process_of_a_host_ends_none_of_the_run(lab):
+    """Slurm sends SIGTERM to all processes of a job step, and expects them to use the time until SIGKILL."""
+    lab[1].run(["pkill", "-f", "[f]orge worker"])
+    wait_until(lambda: not listens(lab[1]), 10, "the worker ends")
+    lab[1].work("--grace", "600")
+    wait_until(lambda: listens(lab[1]), 60, "a worker with a grace period")
+    controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
+    controller.read("ready")
+    before = controller.ask("where")
+    controller.send("pause", seconds=2.0, calls=4)
+    time.sleep(0.5)
+    assert lab[1].processes("[p]ython") >= 3  # the daemon, its worker, a replica
+    lab[1].run(["pkill", "-TERM", "-f", "python|forge"])
+    assert controller.read("answer")["value"].count("m2") == 2
+    assert controller.ask("where") == before
+    controller.end()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_the_last_host_is_waited_for_as_long_as_configured(lab, comes_back):
+    controller = Controller(lab[0], "replicas", "1", "1", hosts="m2", WAIT="60" if comes_back else "2")
     controller.read("ready")
     lab[1].kill()
     controller.send("pause", seconds=0.1, calls=2)
+    if not comes_back:
+        assert controller.process.wait(60) != 0
+        return
     time.sleep(8.0)
     lab[1].boot()
     lab[1].work()
     assert controller.read("answer")["value"] == ["m2", "m2"]
     controller.end()
-
-
-def test_a_host_that_does_not_come_back_ends_the_run(lab):
-    controller = Controller(lab[0], "replicas", "1", "1", hosts="m2", WAIT="2")
-    controller.read("ready")
-    lab[1].kill()
-    controller.send("pause", seconds=0.1, calls=1)
-    assert controller.process.wait(60) != 0
 
 
 @pytest.mark.parametrize("lab", [4], indirect=True)

@@ -115,7 +115,7 @@ class Daemon:
                 case "measure":
                     send(writer, {"ok": await self._measure(message["peer"], int(message["bytes"]))})  # type: ignore[index]
                 case "forward":
-                    await self._forward(int(message["port"]), reader, writer)  # type: ignore[index]
+                    return await self._forward(int(message["port"]), reader, writer)  # type: ignore[index]
                 case None:
                     pass
                 case other:

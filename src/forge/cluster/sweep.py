@@ -46,7 +46,7 @@ def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
         values, step = _values(folder / "metrics.jsonl", metric)
         state = "finished" if (folder / "finished").exists() else "unfinished"
         numbers = [f"{value:.3f}" for value in (values[0], values[-1], max(values))] if values else ["", "", ""]
-        rows.append([folder.name, state, str(step), *numbers])
+        rows.append([folder.name, state, f"{step:g}", *numbers])
         if values:
             groups.setdefault(re.sub(r"-?seed\d+", "", folder.name), []).append(values[-1])
     for name, last in groups.items():

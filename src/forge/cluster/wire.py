@@ -94,7 +94,8 @@ async def receive(reader: asyncio.StreamReader, timeout: float | None = LEASE) -
 
 def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
     """Send a message; it is buffered, and lost with the connection."""
-    writer.write(json.dumps(message).encode() + b"\n")
+    if not writer.is_closing():  # asyncio's TLS transport raises AttributeError otherwise
+        writer.write(json.dumps(message).encode() + b"\n")
 
 
 async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

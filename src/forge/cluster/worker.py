@@ -24,7 +24,8 @@ def serve(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above, which therefore never fires
         return
-    for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal sends is for the daemon to handle
+    # What terminals and schedulers send to every process is for the daemon to handle. Inherited by the run's processes.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     address = sys.stdin.readline().strip()
     threading.Thread(target=_end_without_signs_of_life, daemon=True).start()
