@@ -14,6 +14,7 @@ It takes Linux, iproute2, util-linux and root.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import signal
@@ -219,6 +220,15 @@ class Controller:
     def end(self) -> None:
         self.send("end")
         assert self.process.wait(30) == 0
+
+
+def trained(run: Path) -> str:
+    """The digest of a run's weights, after a check that each of its steps has changed them."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    norms = {row["step"]: row["train/grad_norm"] for row in rows if "train/grad_norm" in row}
+    assert norms, f"no step in {run}"
+    assert all(norms.values()), f"steps without a gradient in {run}: {norms}"
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def listens(machine: Machine, port: int = 7070) -> bool:

@@ -1,6 +1,5 @@
 """Jobs of a real Slurm: however they are interrupted, they end with the weights of a run that was not."""
 
-import hashlib
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import ROOT, environment
+from tests.cluster.machines import ROOT, environment, trained
 from tests.cluster.slurm import Slurm, missing, requeue_now
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.skipif(bool(missing()), reason=str(missing()))]
@@ -32,11 +31,7 @@ def undisturbed(tmp_path_factory) -> str:
     command = [sys.executable, "-m", "forge", "train", CONFIG, "--run.root", str(root)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return weights(root / "tiny")
-
-
-def weights(run: Path) -> str:
-    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+    return trained(root / "tiny")
 
 
 class Submitted:
@@ -79,7 +74,7 @@ class Submitted:
 def test_a_job_runs_to_its_end(slurm, tmp_path, undisturbed):
     job = Submitted(slurm, tmp_path, "--nodes", "2")
     job.ends()
-    assert weights(tmp_path / "tiny") == undisturbed
+    assert trained(tmp_path / "tiny") == undisturbed
     assert not list(tmp_path.glob("hosts-*"))
 
 
@@ -90,7 +85,7 @@ def test_a_preempted_job_saves_itself_and_goes_on(slurm, tmp_path, undisturbed):
     job.ends()
     assert "SIGTERM at every host: the run ended after step" in job.output
     assert slurm.state(other) == "COMPLETED"
-    assert weights(tmp_path / "tiny") == undisturbed
+    assert trained(tmp_path / "tiny") == undisturbed
 
 
 def test_a_requeued_job_goes_on(slurm, tmp_path, undisturbed):
@@ -98,7 +93,7 @@ def test_a_requeued_job_goes_on(slurm, tmp_path, undisturbed):
     job.step(2)
     slurm.say("scontrol", "requeue", job.job)
     job.ends()
-    assert weights(tmp_path / "tiny") == undisturbed
+    assert trained(tmp_path / "tiny") == undisturbed
 
 
 def test_a_cancelled_job_is_not_started_again(slurm, tmp_path):
@@ -120,7 +115,7 @@ def test_a_job_is_continued_before_its_time_limit(slurm, tmp_path, undisturbed):
     slurm.say("scancel", "--signal=USR1", "--batch", job.job)
     job.ends()
     assert "SIGUSR1: the run ended after step" in job.output
-    assert weights(tmp_path / "tiny") == undisturbed
+    assert trained(tmp_path / "tiny") == undisturbed
 
 
 def test_a_lost_node_costs_the_job_nothing(slurm, tmp_path, undisturbed):
@@ -129,7 +124,7 @@ def test_a_lost_node_costs_the_job_nothing(slurm, tmp_path, undisturbed):
     slurm[2].kill()  # the second of three: the first runs the controller
     job.ends()
     assert " is dead " in job.output  # whoever noticed it first
-    assert weights(tmp_path / "tiny") == undisturbed
+    assert trained(tmp_path / "tiny") == undisturbed
 
 
 def test_an_array_of_seeds_is_one_table(slurm, tmp_path):
