@@ -93,6 +93,7 @@ def test_a_killed_process_is_replaced(model: Path):
     run(main())
 
 
+@pytest.mark.processes
 def test_degrees_must_make_the_processes(model: Path):
     async def main() -> None:
         await ReferenceModel.options(procs=3).as_service(str(model), parallelism={"tensor_parallel_degree": 2})
