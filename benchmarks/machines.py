@@ -76,9 +76,7 @@ def scale(workers: int, folder: Path) -> None:
     with started(workers + 1, folder) as lab:
         hosts = ",".join(machine.name for machine in lab[1:])
         began = time.monotonic()
-        # All of them start on this machine's few cores, which takes longer than Monarch's 30 s.
-        patience = {f"HYPERACTOR_MESH_{what}_SPAWN_MAX_IDLE": "300s" for what in ("PROC", "ACTOR")}
-        controller = Controller(lab[0], "replicas", str(workers), str(workers), hosts=hosts, **patience)
+        controller = Controller(lab[0], "replicas", str(workers), str(workers), hosts=hosts)
         controller.read("ready")
         start = time.monotonic() - began
         numbers = {}

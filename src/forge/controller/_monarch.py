@@ -1,7 +1,8 @@
 """Every import from Monarch, in one place, with the settings it needs before it is first imported.
 
 Monarch's defaults notice a killed process after about 9 s and a stopped one after 39 s; these bring both under 4 s
-for 1.5 % of a core.
+for 1.5 % of a core. They also give up a process that needs more than 30 s to start, as many do on a busy machine:
+`Options.setup_timeout` is the limit here.
 """
 
 import atexit
@@ -17,6 +18,9 @@ for _key, _value in {
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "4s",
     "HYPERACTOR_MESH_ATTACH_CONFIG_TIMEOUT": "15s",
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
+    "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "120s",
+    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "120s",
 }.items():
     os.environ.setdefault(_key, _value)
 
