@@ -23,6 +23,29 @@ from forge.store import VersionStore
 from tests.cluster.place import Place
 
 
+class Rank(Place):
+    """One of several."""
+
+    @endpoint
+    def reduce(self) -> tuple[float, str]:
+        """The sum over ranks of their numbers from 1, also in a group of its own and by an object."""
+        import torch.distributed as dist
+
+        from forge.training.distributed import join, leave
+
+        join(self.context.rank, self.context.world_size, self.context.rendezvous)
+        try:
+            values = torch.full((100_000,), float(self.context.rank + 1))
+            dist.all_reduce(values)
+            dist.all_reduce(values, group=dist.new_group(list(range(self.context.world_size))))
+            names = [socket.gethostname()]
+            dist.broadcast_object_list(names, src=self.context.world_size - 1)
+            assert len(set(values.tolist())) == 1
+            return float(values[0]), names[0]
+        finally:
+            leave()
+
+
 class Weights(ForgeActor):
     """Reads and writes versions."""
 
@@ -105,7 +128,7 @@ async def replicas(count: str, hosts: str) -> None:
 
 async def ranks(procs: str, hosts: str) -> None:
     """One replica over hosts."""
-    actor = await Place.options(procs=int(procs), hosts=int(hosts)).as_actor()
+    actor = await Rank.options(procs=int(procs), hosts=int(hosts)).as_actor()
 
     async def handle(request: dict[str, Any]) -> Any:
         return await getattr(actor, request["do"]).call()

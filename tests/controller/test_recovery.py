@@ -108,6 +108,16 @@ def test_one_lost_rank_replaces_the_whole_mesh():
     run(main())
 
 
+def test_what_a_rank_raises_because_its_peer_died_is_the_death(tmp_path):
+    async def main():
+        service = await Counter.options(procs=2).as_actor()
+        (tmp_path / "flag").touch()
+        assert await service.lose_a_peer.call(tmp_path / "flag") == [0, 1]
+        assert service.status().replicas[0].restarts == 1
+
+    run(main())
+
+
 def test_a_replacement_takes_up_state_and_what_it_missed_before_it_serves(tmp_path):
     async def main():
         service = await Replayed.options(num_replicas=2).as_service(str(tmp_path))

@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 
+from ..cluster.wire import LEASE
 from ._monarch import ActorError, SupervisionError
 from .actor_host import ActorHost, Answer
 from .context import ActorContext
@@ -94,12 +95,12 @@ class Replica:
         limit = self.options.setup_timeout
         definition = cloudpickle.dumps((self.component.cls, self.component.args, self.component.kwargs))
         self.group.starting += 1
+        self.group.members.append(self)  # before its processes are there: their host may be lost meanwhile
         try:
             try:
                 self.group.watch(_unwrap(await self._all_ranks("start", limit, "ping")))
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
-            self.group.members.append(self)
             rendezvous = self.group.hosts.rendezvous() if self.options.procs > 1 else None
             _unwrap(await self._all_ranks("setup", limit, "start", definition, rendezvous))
         finally:
@@ -226,12 +227,16 @@ class Replica:
             return [(await self._wait(label, send.call_one(*args).as_asyncio(), limit))[1]]
         answers: list[asyncio.Future[Answer]] = [answer.as_asyncio() for answer in send.stream(*args)]
 
+        # A rank whose peer dies raises as well, often before the death is known here: it is a death then, no error.
+        noticed = LEASE + 1.0 if self.group.hosts.spans_machines else 1.0
+
         async def in_rank_order() -> list[Any]:
             by_rank = {}
             try:
                 for answer in asyncio.as_completed(answers):
                     rank, by_rank[rank] = await answer
                     if isinstance(by_rank[rank], RemoteFailure):
+                        await asyncio.wait(answers, timeout=noticed)
                         return [by_rank[rank]]
             finally:
                 for answer in answers:
