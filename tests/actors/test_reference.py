@@ -52,6 +52,7 @@ def expected(model: Path) -> np.ndarray:
     return torch.cat(found).numpy()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "degrees", [{}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}], ids=["shards", "tensor", "context"]
@@ -73,6 +74,7 @@ def test_two_processes_score_as_one_does(model: Path, degrees: dict[str, int]):
     run(main())
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_killed_process_is_replaced(model: Path):
     batch = pack(episodes())

@@ -78,6 +78,7 @@ def test_the_disk_is_full(tmp_path: Path):
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
+@pytest.mark.full
 def test_the_terminal_closes(tmp_path: Path):
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a run would ignore it, as its parent does
     process = running(tmp_path)
@@ -88,6 +89,7 @@ def test_the_terminal_closes(tmp_path: Path):
     assert {"report.html", "trace.json"} <= {path.name for path in (tmp_path / "runs/test").iterdir()}
 
 
+@pytest.mark.full
 def test_the_reader_of_standard_output_ends(tmp_path: Path):
     process = subprocess.Popen(
         command(tmp_path), cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

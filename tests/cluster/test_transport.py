@@ -1,12 +1,14 @@
 """What goes between machines: groups of ranks, weights, and who may listen or speak."""
 
+import os
 import re
+import signal
 import sys
 
 import pytest
 import torch
 
-from tests.cluster.machines import ROOT, Controller, environment, wait_until
+from tests.cluster.machines import ROOT, Controller, environment, inside, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -82,7 +84,7 @@ def test_nothing_between_machines_can_be_read_and_every_listener_asks_for_a_cert
     controller.read("ready")
     controller.ask("put", version=1, size=1_000_000)
     controller.ask("get", version=1)
-    sniffer.terminate()
+    os.kill(inside(sniffer), signal.SIGTERM)
     sniffer.wait(10)
     listeners = []
     for machine in lab:

@@ -245,6 +245,7 @@ def test_a_service_can_be_called_from_inside_another_actor():
     run(main())
 
 
+@pytest.mark.full
 def test_hosts_are_processes_of_their_own_and_come_back():
     async def main():
         service = await Counter.options(num_replicas=2, hosts=2).as_service()

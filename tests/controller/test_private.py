@@ -132,6 +132,7 @@ def test_no_socket_of_a_run_is_open_to_other_users(a_run: subprocess.Popen):
     assert kept_open(ports[0], os.geteuid())
 
 
+@pytest.mark.full
 @as_root
 def test_the_sockets_of_monarch_itself_are_open_to_them():
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(MONARCH)], stdout=subprocess.PIPE, text=True)

@@ -45,6 +45,8 @@ async def answer_of(reader: asyncio.StreamReader, address: str, timeout: float |
         message = await receive(reader, limit)
     except TimeoutError:
         raise ConnectionError(f"host {address} gave no answer within {limit:g} s") from None
+    except ConnectionResetError:  # it had closed the connection before the request arrived there
+        message = None
     except OSError as error:
         raise explained(error, address) from None
     if message is None:
