@@ -67,8 +67,9 @@ def weights(gigabytes: float, rate: str, folder: Path) -> None:
             for all_, alone in zip(*(t[readers] for t in (took, read)), strict=True)
         )
         print(f"to {readers} hosts: {pairs} to read it")
-    one, three = (min(a - b for a, b in zip(took[n], read[n], strict=True)) for n in (1, 3))
-    print(f"three to one: {min(took[3]) / min(took[1]):.2f}, without reading {three / one:.2f}")
+    median = statistics.median
+    one, three = (median(a - b for a, b in zip(took[n], read[n], strict=True)) for n in (1, 3))
+    print(f"three to one, medians: {median(took[3]) / median(took[1]):.2f}, without reading {three / one:.2f}")
 
 
 def scale(workers: int, folder: Path) -> None:
