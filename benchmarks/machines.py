@@ -1,7 +1,7 @@
 """Several machines, made of Linux namespaces (needs root): weights, many workers, and faults while a run goes on.
 
     python benchmarks/machines.py weights --gigabytes 1 --rate 1gbit   # one transfer against three, over slow cables
-    python benchmarks/machines.py scale --workers 8 32 64               # start, route, fanout, stop
+    python benchmarks/machines.py scale --workers 8 32 64              # start, route, fanout, stop
     python benchmarks/machines.py chaos --steps 400 --every 30 60      # a GRPO run whose hosts are lost again and again
 
 The last one ends with the weights of the same run without faults, bit for bit, or fails: in lock-step every group is
@@ -63,8 +63,7 @@ def weights(gigabytes: float, rate: str, folder: Path) -> None:
     print(f"{gigabytes:g} GB at {rate}: {line:.1f} s on the line")
     for readers in took:
         pairs = ", ".join(
-            f"{all_:.1f} s, of which {alone:.1f} s"
-            for all_, alone in zip(*(t[readers] for t in (took, read)), strict=True)
+            f"{all_:.1f} s, of which {alone:.1f} s" for all_, alone in zip(took[readers], read[readers], strict=True)
         )
         print(f"to {readers} hosts: {pairs} to read it")
     median = statistics.median

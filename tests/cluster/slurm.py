@@ -122,5 +122,10 @@ class Slurm(Machines):
 
 
 def requeue_now(slurm: Slurm, job: str) -> None:
-    """Have a job that waits after a requeue start again without Slurm's delay of two minutes."""
+    """Have a job that waits after a requeue start again without Slurm's delay of two minutes.
+
+    The delay protects from a start in the second in which the job's former credential was revoked: the new one is then
+    rejected ("Job credential revoked"), and the job fails. Two seconds are enough.
+    """
+    time.sleep(2)
     subprocess.run(slurm[0].command(["scontrol", "update", f"JobId={job}", "StartTime=now"]), env=slurm.environment)

@@ -1,8 +1,8 @@
 """Every import from Monarch, in one place, with the settings it needs before it is first imported.
 
 Monarch's defaults notice a killed process after about 9 s and a stopped one after 39 s; these bring both under 4 s
-for 1.5 % of a core. They also give up a process that needs more than 30 s to start, as many do on a busy machine:
-`Options.setup_timeout` is the limit here.
+for 1.5 % of a core. They also give up a process that needs more than 30 s to start, as some do on a busy machine:
+here that is 60 s, and `Options.setup_timeout` for the start as a whole.
 """
 
 import atexit
