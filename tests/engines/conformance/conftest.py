@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from forge.engines import load_engine
+from forge.types import Completion
 
 from ..conftest import EOS, random_model
 
@@ -66,6 +68,23 @@ class Subject:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+
+
+class Hold:
+    """A listener that stops the embedded engine at the n-th piece of its request, until `release`: what a test does
+    meanwhile happens while the request runs, however busy the machine is."""
+
+    def __init__(self, pieces: int = 1) -> None:
+        self.holds, self._released, self._pieces = threading.Event(), threading.Event(), pieces
+
+    def __call__(self, sample: int, piece: Completion) -> None:
+        self._pieces -= 1
+        if self._pieces <= 0:
+            self.holds.set()
+            self._released.wait(60)
+
+    def release(self) -> None:
+        self._released.set()
 
 
 def digest(version: int) -> str:

@@ -13,7 +13,7 @@ from forge.engines.interface import extend
 from forge.types import Completion, Sampling
 
 from ..conftest import check_by_hand, error_of
-from .conftest import SLOTS, Subject, digest, wait_for
+from .conftest import SLOTS, Hold, Subject, digest, wait_for
 
 pytestmark = pytest.mark.costly
 
@@ -63,15 +63,22 @@ def test_pieces_join_to_the_completions(engine: Any) -> None:
 def test_every_piece_is_of_the_weights_it_names(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     sampling = Sampling(n=6, max_tokens=300, seed=1)
-    heard = [Heard(), Heard()]
+    heard, hold = [Heard(), Heard()], Hold(pieces=60)
+
+    def first(sample: int, piece: Completion) -> None:
+        heard[0](sample, piece)
+        hold(sample, piece)
+
     futures = [
-        engine.submit(prompt, sampling, listener=listener)
-        for prompt, listener in zip([[1, 2, 3], [4, 5] * 90], heard, strict=True)
+        engine.submit([1, 2, 3], sampling, listener=first),
+        engine.submit([4, 5] * 90, sampling, listener=heard[1]),
     ]
-    wait_for(lambda: engine.stats()["running"] == SLOTS)
+    wait_for(hold.holds.is_set)
     for version in (1, 2):
+        update = subject.update(version)
+        hold.release()
+        update.result(60)
         time.sleep(0.02)
-        subject.update(version).result(60)
     for future, listener in zip(futures, heard, strict=True):
         completions = future.result(60)
         assert listener.completions() == completions

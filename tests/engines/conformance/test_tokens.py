@@ -13,7 +13,7 @@ from forge.engines import load_engine
 from forge.types import Sampling
 
 from ..conftest import EOS, VOCAB, check_shape, error_of, logits_of, oracle
-from .conftest import LONGEST, SLOTS, Subject, wait_for
+from .conftest import LONGEST, SLOTS, Hold, Subject, wait_for
 
 
 def test_greedy_is_that_of_transformers(subject: Subject, engine: Any) -> None:
@@ -129,12 +129,13 @@ def test_many_callers_at_once(subject: Subject, engine: Any) -> None:
 
 def test_a_lower_priority_number_starts_first(engine: Any) -> None:
     order: list[int] = []
-    running = engine.submit([1, 2], Sampling(n=SLOTS, max_tokens=60, temperature=0))
-    wait_for(lambda: engine.stats()["running"] > 0)
+    running = engine.submit([1, 2], Sampling(n=SLOTS, max_tokens=60, temperature=0), listener=(hold := Hold()))
+    wait_for(hold.holds.is_set)
     futures = []
     for priority in (2, 1, 1, 0, -1, 2):
         futures.append(engine.submit([3, 4], Sampling(n=SLOTS, max_tokens=4, seed=0), priority=priority))
         futures[-1].add_done_callback(lambda _, priority=priority: order.append(priority))
+    hold.release()
     for future in (running, *futures):
         future.result(60)
     assert order == sorted(order)

@@ -1,9 +1,8 @@
-"""The likeliest tokens at each position, for those who ask: those of the distribution that was drawn from."""
+"""The most probable tokens at each position, for those who ask: those of the distribution that was drawn from."""
 
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from forge.types import Sampling
 
 from ..conftest import EOS, check_shape, logits_of, oracle
-from .conftest import SLOTS, Subject, wait_for
+from .conftest import Hold, Subject, wait_for
 
 ASKED = [
     Sampling(n=2, max_tokens=120, temperature=0, top_logprobs=5),
@@ -26,10 +25,16 @@ ASKED = [
 def test_they_are_those_of_transformers(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     # More samples than slots, that end at different times, under two versions.
-    futures = [engine.submit([i + 1, i + 2, 9], sampling) for i, sampling in enumerate(ASKED)]
-    wait_for(lambda: engine.stats()["running"] == SLOTS)
-    time.sleep(0.03)
-    subject.update(1).result(60)
+    hold = Hold(pieces=20)
+    listeners = [hold, *[None] * (len(ASKED) - 1)]
+    futures = [
+        engine.submit([i + 1, i + 2, 9], sampling, listener=listener)
+        for i, (sampling, listener) in enumerate(zip(ASKED, listeners, strict=True))
+    ]
+    wait_for(hold.holds.is_set)
+    update = subject.update(1)
+    hold.release()
+    update.result(60)
     seen = set()
     for future, sampling in zip(futures, ASKED, strict=True):
         completions = future.result(60)

@@ -10,7 +10,7 @@ import pytest
 from forge.types import Sampling
 
 from ..conftest import EOS, check_by_hand, check_shape, error_of
-from .conftest import SLOTS, Subject, build, digest, wait_for
+from .conftest import SLOTS, Hold, Subject, build, digest, wait_for
 
 pytestmark = pytest.mark.costly
 
@@ -35,12 +35,15 @@ def test_under_load_every_token_is_of_the_weights_it_names(subject: Subject, eng
     sampling = Sampling(n=6, max_tokens=300, temperature=1.0, seed=1)
     # More than there are slots; the second prompt fills more than one block of vLLM's cache.
     requests = [[1, 2, 3], [4, 5] * 90, [6], [7, 8, 9, 10]]
-    futures = [engine.submit(prompt, sampling) for prompt in requests]
-    wait_for(lambda: engine.stats()["running"] == SLOTS)
+    futures = [engine.submit(requests[0], sampling, listener=(hold := Hold(pieces=60)))]
+    futures += [engine.submit(prompt, sampling) for prompt in requests[1:]]
+    wait_for(hold.holds.is_set)
     for version in (1, 2):
-        time.sleep(0.02)
-        subject.update(version).result(60)
+        update = subject.update(version)
+        hold.release()
+        update.result(60)
         assert engine.version == version
+        time.sleep(0.02)
     seen = []
     for future in futures:
         completions = future.result(60)
@@ -57,10 +60,12 @@ def test_under_load_every_token_is_of_the_weights_it_names(subject: Subject, eng
 def test_no_prompt_is_left_of_the_old_weights(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     prompt = [i % 61 for i in range(300)]
-    long = engine.submit(prompt, Sampling(n=SLOTS, max_tokens=60, seed=2))
+    long = engine.submit(prompt, Sampling(n=SLOTS, max_tokens=60, seed=2), listener=(hold := Hold()))
     waiting = engine.submit(prompt, Sampling(n=2, max_tokens=5, seed=3))
-    wait_for(lambda: engine.stats()["running"] > 0)
-    subject.update(1).result(60)
+    wait_for(hold.holds.is_set)
+    update = subject.update(1)
+    hold.release()
+    update.result(60)
     after = engine.submit(prompt, Sampling(n=2, max_tokens=5, seed=3))
     for completion in (*waiting.result(60), *after.result(60)):
         assert set(completion.versions) == {1}
@@ -104,10 +109,11 @@ def test_a_failed_one_changes_nothing(subject: Subject, engine: Any, fault: str)
 @pytest.mark.parametrize("mode", MODES)
 def test_released_and_restored(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
-    running = engine.submit([1, 2], Sampling(n=4, max_tokens=200, temperature=0))
-    wait_for(lambda: engine.stats()["running"] == 4)
+    running = engine.submit([1, 2], Sampling(n=4, max_tokens=200, temperature=0), listener=(hold := Hold()))
+    wait_for(hold.holds.is_set)
     released = engine.release()
     waiting = engine.submit([1, 2], Sampling(n=2, max_tokens=5, seed=1))
+    hold.release()
     released.result(60)
     assert running.done()
     assert all(set(c.versions) == {0} for c in running.result())
