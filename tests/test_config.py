@@ -208,6 +208,7 @@ def test_eight_bits_need_torchao_and_whole_rows(config, tmp_path, monkeypatch):
         (["--training.steps", "0"], "training.steps must be at least 1"),
         (["--grpo.n_samples", "1"], "one sample has nothing to be compared with"),
         (["--parallelism.pipeline_parallel_degree", "2"], "is not supported: set it to 1 and raise"),
+        (["--parallelism.expert_parallel_degree", "2"], "expert_parallel_degree does nothing with .* fsdp: set titan"),
         (["--parallelism.tensor_parallel_degree", "2"], "2 \\* 1 does not divide services.trainer.procs = 1"),
         (["--training.cpu_offload", "true", "--trainer.with_gpus", "false"], "services.trainer has no GPUs"),
         (["--trainer.procs", "3", "--parallelism.data_parallel_shard_degree", "2"], "does not divide"),

@@ -6,6 +6,7 @@ import pickle
 import traceback
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,25 @@ STEPS: dict[str, tuple[tuple[int, int, int, int], str, dict[str, Any]]] = {
 }
 
 
-def degrees(copies: int, shards: int, context: int, tensor: int) -> Parallelism:
+# Those that TorchTitan's dense models have too.
+TITAN = [name for name, (_, _, settings) in STEPS.items() if not settings.keys() & {"lora", "router_aux_loss"}]
+
+# Of TorchTitan's mixtures: degrees, ranks that divide the experts between them, settings. The loss of the routers gives
+# every expert a gradient: AdamW's first steps make much of rounding where there is none.
+EXPERTS: dict[str, tuple[tuple[int, int, int, int], int, dict[str, Any]]] = {
+    "ep2": ((1, 2, 1, 1), 2, {"router_aux_loss": 0.1}),
+    "ep2 checkpointed": ((1, 2, 1, 1), 2, {"router_aux_loss": 0.1, "gradient_checkpointing": True}),
+    "ep2 cp2": ((1, 1, 2, 1), 2, {"router_aux_loss": 0.1}),
+    "fsdp2 without ep": ((1, 2, 1, 1), 1, {"router_aux_loss": 0.1}),
+    "ep2 fsdp2": ((1, 4, 1, 1), 2, {"router_aux_loss": 0.1}),
+    "ep2 hsdp2": ((2, 2, 1, 1), 2, {"router_aux_loss": 0.1}),
+    "ep2 fsdp2 cp2": ((1, 2, 2, 1), 2, {"router_aux_loss": 0.1, "loss": GSPO}),
+}
+
+
+def degrees(copies: int, shards: int, context: int, tensor: int, experts: int = 1) -> Parallelism:
     return Parallelism(
+        expert_parallel_degree=experts,
         data_parallel_replicate_degree=copies,
         data_parallel_shard_degree=shards,
         tensor_parallel_degree=tensor,
@@ -69,8 +87,7 @@ def degrees(copies: int, shards: int, context: int, tensor: int) -> Parallelism:
 
 
 def world(name: str) -> int:
-    copies, shards, context, tensor = STEPS[name][0]
-    return copies * shards * context * tensor
+    return prod((STEPS if name in STEPS else EXPERTS)[name][0])
 
 
 def stored(ranks: Ranks, model: Path, store: VersionStore) -> dict[str, Any]:
@@ -127,14 +144,23 @@ def of_titan(
 ) -> dict[str, Callable[[], Any]]:
     """The layouts with TorchTitan's models, and a checkpoint with an export of one of them."""
     found: dict[str, Callable[[], Any]] = {}
-    for name, (layout, _model, settings) in STEPS.items():
-        if world(name) == size and "lora" not in settings:
-            for family in ("qwen3", "llama"):
-                found[f"{name}, {family}"] = partial(
-                    lambda layout, model, more: five_steps(at(degrees(*layout)), model, backend="titan", **more),
-                    *(layout, models[family], settings),
-                )
+    for name in TITAN:
+        layout, _, settings = STEPS[name]
+        for family in ("qwen3", "llama") if world(name) == size else ():
+            found[f"{name}, {family}"] = partial(
+                lambda layout, model, more: five_steps(at(degrees(*layout)), model, backend="titan", **more),
+                *(layout, models[family], settings),
+            )
+    for name, (layout, experts, settings) in EXPERTS.items():
+        if world(name) == size:
+            found[f"{name}, qwen3_moe"] = partial(
+                lambda layout, more: five_steps(at(layout), models["qwen3_moe"], backend="titan", **more),
+                *(degrees(*layout, experts), settings),
+            )
     if size == 4:
+        mixed = at(degrees(1, 4, 1, 1, 2))
+        settings = {"backend": "titan", "router_aux_loss": 0.1}
+        found["saved, qwen3_moe"] = partial(saved, mixed, models["qwen3_moe"], folder / "qwen3_moe", **settings)
         for family in ("qwen3", "llama"):
             square = at(degrees(1, 2, 1, 2))
             found[f"saved, {family}"] = partial(saved, square, models[family], folder / family, backend="titan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from forge.training.distributed import Group, Ranks, join
 from forge.training.policy import build as build_model
 from forge.training.settings import Parallelism
 from forge.training.trainer import move
-from tests.training.cases import example, largest_difference, make_trainer, weights_of
+from tests.training.cases import example, largest_difference, make_trainer, weights_of, write_model
 from tests.training.ranks import LOSS
 
 DEGREE = st.integers(1, 6)
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def degrees_of(*values: int | None) -> Parallelism:
-    """Replicate, shard, tensor, context, as far as given."""
+    """Replicate, shard, tensor, context, experts, as far as given."""
     return Parallelism(**dict(zip(Parallelism.model_fields, values, strict=False)))  # type: ignore[arg-type]
 
 
@@ -51,6 +52,8 @@ def test_by_default_all_ranks_share_the_weights():
         (degrees_of(None, 3, 2), 4, "shard_degree = 3 does not divide .* tensor and context parallelism leave 2"),
         (degrees_of(None, 0), 4, "data_parallel_shard_degree = 0 does not divide the trainer's 4 ranks"),
         (degrees_of(3), 4, "data_parallel_replicate_degree = 3 does not divide the trainer's 4 ranks"),
+        (Parallelism(expert_parallel_degree=0), 4, "expert_parallel_degree must be at least 1, got 0"),
+        (degrees_of(2, 2, 1, 1, 4), 4, r"expert_parallel_degree = 4 does not divide .* = 2 \* 1"),
         (degrees_of(2, 4), 4, r"= 2 \* 4 does not make the trainer's 4 ranks"),
     ],
     ids=str,
@@ -95,6 +98,28 @@ def test_a_model_that_cannot_be_divided(model: Path):
     ):
         with pytest.raises(ValueError, match=message):
             Parallelism(tensor_parallel_degree=2).check(SimpleNamespace(**four | changes))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "changes", "message"),
+    [
+        ({"expert_parallel_degree": 2}, 2, {"model_type": "qwen3"}, "needs a mixture of experts, this is qwen3"),
+        ({"expert_parallel_degree": 4}, 4, {}, "num_experts = 6 is no multiple of expert_parallel_degree = 4"),
+        ({"expert_parallel_degree": 2}, 8, {}, "6 experts cannot be divided over 8 ranks; raise data_parallel_replic"),
+        ({"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}, 8, {}, None),
+    ],
+)
+def test_experts_that_cannot_be_divided(degrees: dict[str, int], ranks: int, changes: dict[str, str], message: str):
+    config = SimpleNamespace(**{"model_type": "qwen3_moe", "num_experts": 6, "num_hidden_layers": 2} | changes)
+    config.mlp_only_layers, config.decoder_sparse_step = [], 1
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        Parallelism(**degrees).over(ranks).check_experts(config)
+
+
+def test_experts_are_divided_by_torchtitan_alone(tmp_path: Path):
+    model = write_model(tmp_path, "qwen3_moe")
+    with pytest.raises(ValueError, match="expert_parallel_degree does nothing with"):
+        make_trainer(model, Ranks(0, 2, CPU, None, experts=2))
 
 
 def test_host_memory_is_refused_where_there_is_no_other():

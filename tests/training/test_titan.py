@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from forge.store import VersionStore
 from forge.training import checkpoint
 from forge.training.distributed import join
 from forge.training.titan_setup import VERSION, check_model
+from forge.types import UNKNOWN_EXPERT
 from tests.training import layouts, ranks
 from tests.training.cases import example, make_trainer, tiny_model, weights_of
 from tests.training.conftest import Outcome, run
@@ -28,9 +30,10 @@ needs_titan = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None,
     reason=f"torchtitan is not installed (extra titan): make test-titan runs these with {VERSION}",
 )
-FAMILIES = ("qwen3", "llama")
+FAMILIES = ("qwen3", "llama", "qwen3_moe")
 BY_SIZE = {
-    size: [f"{name}, {family}" for name in layouts.STEPS if layouts.world(name) == size for family in FAMILIES]
+    size: [f"{name}, {family}" for name in layouts.TITAN if layouts.world(name) == size for family in FAMILIES[:2]]
+    + [f"{name}, qwen3_moe" for name in layouts.EXPERTS if layouts.world(name) == size]
     for size in (2, 4)
 }
 
@@ -53,13 +56,14 @@ def test_one_process_trains_as_the_default_backend_does(models: dict[str, Path],
 
 
 @needs_titan
-@pytest.mark.parametrize("name", [name for names in BY_SIZE.values() for name in names if "adapters" not in name])
+@pytest.mark.parametrize("name", [name for names in BY_SIZE.values() for name in names])
 def test_a_layout_trains_as_one_process_of_the_default_backend(
     outcomes: dict[int, Outcome], models: dict[str, Path], name: str
 ):
     layout, family = name.rsplit(", ", 1)
     results = outcomes[layouts.world(layout)](name)
-    one = ranks.five_steps(join(), models[family], **layouts.STEPS[layout][2])
+    steps = layouts.EXPERTS if family == "qwen3_moe" else layouts.STEPS
+    one = ranks.five_steps(join(), models[family], **steps[layout][2])
     assert_as_one(results, one)
     for result in results:
         np.testing.assert_allclose(result["scores"], one["scores"], atol=1e-5)
@@ -81,6 +85,19 @@ def test_a_checkpoint_goes_on_and_an_export_is_a_transformers_model(outcomes: di
     np.testing.assert_allclose(
         alone.logprobs(example(0)), make_trainer(Path(results[0]["model"])).logprobs(example(0)), atol=1e-5
     )
+
+
+@needs_titan
+def test_replayed_experts_compute_as_in_the_default_backend(models: dict[str, Path]):
+    batch = example(0)
+    drawn = np.random.default_rng(0).integers(0, 6, (len(batch.tokens), 2, 1))
+    experts = np.concatenate([drawn, (drawn + 1) % 6], -1).astype(np.uint8)
+    experts[::3] = UNKNOWN_EXPERT
+    replayed = replace(batch, experts=experts)
+    ours, theirs = (make_trainer(models["qwen3_moe"], backend=backend) for backend in ("fsdp", "titan"))
+    expected = ours.logprobs(replayed)
+    assert np.abs(expected - ours.logprobs(batch)).max() > 0.01
+    np.testing.assert_allclose(theirs.logprobs(replayed), expected, atol=1e-5)
 
 
 @needs_titan
@@ -112,7 +129,7 @@ def test_scaled_rotary_embeddings_are_those_of_transformers(tmp_path: Path):
 @needs_titan
 @pytest.mark.parametrize("settings", [{"head": "value"}, {"lora": {"rank": 2, "alpha": 4.0}}], ids=["head", "lora"])
 def test_it_refuses_what_it_does_not_have(models: dict[str, Path], settings: dict[str, Any]):
-    with pytest.raises(ValueError, match="take fsdp"):
+    with pytest.raises(ValueError, match="use fsdp"):
         make_trainer(models["qwen3"], backend="titan", **settings)
 
 

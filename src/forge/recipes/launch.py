@@ -344,6 +344,8 @@ def check_model(cfg: Any, model: str) -> None:
         load_config(Path(model))
         generator.check(config)
     cfg.parallelism.check(config)
+    if cfg.parallelism.expert_parallel_degree > 1:
+        cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)
     for scalar in cfg.scalar(model):
         config = AutoConfig.from_pretrained(resolve_model(scalar))
         check_classifier(config)

@@ -348,6 +348,8 @@ class TrainingRecipe(Section):
             raise ConfigError("run.save_before needs checkpoints: set checkpoint.every")
         if self.trainer.backend == "titan" and (self.lora is not None or self.training.weights_dtype != "float32"):
             raise ConfigError("trainer.backend titan trains all weights: leave lora out, or set fsdp; in float32 alone")
+        if self.trainer.backend == "fsdp" and self.parallelism.expert_parallel_degree != 1:
+            raise ConfigError("parallelism.expert_parallel_degree does nothing with trainer.backend fsdp: set titan")
         if self.training.optimizer == "adamw8bit" and self.parallelism.tensor_parallel_degree > 1:
             raise ConfigError(
                 "training.optimizer adamw8bit does not support parallelism.tensor_parallel_degree: its state cannot be "

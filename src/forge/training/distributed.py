@@ -40,6 +40,7 @@ class Ranks:
     data: the data-parallel ranks, over which batches are divided.
     context, tensor: the context- and tensor-parallel ranks.
     sequence: both together, the ranks that share the tokens of a pack.
+    experts: the number of ranks that divide the experts of a layer between them.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Ranks:
     context: Group = ALONE
     tensor: Group = ALONE
     sequence: Group = ALONE
+    experts: int = 1
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over all parts of a batch, in place. Ranks that share sequences must have the same values."""
@@ -131,6 +133,7 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
         context=_group(everyone.transpose(1, 2).flatten(0, 1), rank),
         tensor=_group(everyone.flatten(0, 1), rank),
         sequence=_group(everyone.flatten(1), rank),
+        experts=layout.expert_parallel_degree,
     )
 
 

@@ -7,31 +7,34 @@ engine recorded. The gates are those of its own router, so that the router learn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from ..types import UNKNOWN_EXPERT
 
 
 class Routers:
-    """The routers of a transformers model: those of Qwen3-MoE and OLMoE, which return logits, gates and experts.
+    """The routers of a model: those of transformers' Qwen3-MoE and OLMoE, which return logits, gates and experts.
 
     `begin` before a forward pass, `take` after it; a backward pass that recomputes activations routes as the forward
     pass before it.
+
+    Args:
+        routers: by layer.
+        k: experts of a token.
+        normalised: whether the gates of a token add up to 1.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        layers: Any = model.model.layers
-        self.k = model.config.num_experts_per_tok
-        self.layers = [i for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts")]
+    def __init__(self, routers: Mapping[int, nn.Module], k: int, normalised: bool) -> None:
+        self.k, self.normalised, self.layers = k, normalised, list(routers)
         self._replayed: Tensor | None = None
-        self._seen: list[tuple[Tensor, Tensor]] | None = None  # logits and experts of each layer, while they are noted
-        for number, i in enumerate(self.layers):
-            layers[i].mlp.gate.register_forward_hook(partial(self._route, number))
+        self._seen: list[tuple[Tensor, Tensor]] | None = None  # probabilities and experts of each layer
+        for number, router in enumerate(routers.values()):
+            router.register_forward_hook(partial(self._hook, number))
 
     def begin(self, replayed: Tensor | None, real: int) -> None:
         """Replay these experts, [tokens, layers with experts, k], or route freely where they are `UNKNOWN_EXPERT`.
@@ -48,25 +51,30 @@ class Routers:
         the sums of its probabilities, which alone have a gradient."""
         assert self._seen is not None
         counts, probabilities = [], []
-        for logits, chosen in self._seen:
-            own = logits[: self._real].float().softmax(-1)
+        for each, chosen in self._seen:
+            own = each[: self._real]
             counts.append(torch.bincount(chosen[: self._real].flatten(), minlength=own.shape[1]).to(own.dtype))
             probabilities.append(own.sum(0))
         self._seen = None  # a recomputation is not noted
         return torch.stack([torch.stack(counts), torch.stack(probabilities)])
 
-    def _route(self, number: int, router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _hook(self, number: int, _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, gates, chosen = output
+        return logits, *self.route(number, logits.float().softmax(-1), gates, chosen)
+
+    def route(self, number: int, probabilities: Tensor, gates: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The gates and experts that a layer takes, both [tokens, k], in place of those that its router chose.
+        probabilities: [tokens, E], float32."""
         if self._replayed is not None:
             wanted = self._replayed[:, number]
             chosen = torch.where(wanted == UNKNOWN_EXPERT, chosen, wanted)
-            gates = logits.float().softmax(-1).gather(-1, chosen)
-            if router.norm_topk_prob:
-                gates = gates / gates.sum(-1, keepdim=True)
-            gates = gates.to(logits.dtype)
+            replayed = probabilities.gather(-1, chosen)
+            if self.normalised:
+                replayed = replayed / replayed.sum(-1, keepdim=True)
+            gates = replayed.to(gates.dtype)
         if self._seen is not None:
-            self._seen.append((logits, chosen))
-        return logits, gates, chosen
+            self._seen.append((probabilities, chosen))
+        return gates, chosen
 
 
 def balance(own: Tensor, everyone: Tensor, k: int) -> Tensor:

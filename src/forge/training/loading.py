@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +65,28 @@ def fill(model: PreTrainedModel, path: str | Path, device: torch.device) -> None
     """Allocate the parameters of a sharded model that are on the meta device, and read this rank's part of them.
 
     Raises:
-        ValueError: a tensor has another shape than the model; names it.
+        ValueError: as `read_weights`.
     """
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     if not empty:
         return
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    named, files = dict(model.named_parameters()), files_of(Path(path))
+    read_weights({name: tensor for name, tensor in model.named_parameters() if name in empty}, Path(path))
+
+
+@torch.no_grad()
+def read_weights(named: Mapping[str, Tensor], folder: Path) -> None:
+    """Read this rank's part of tensors, by their names in transformers' models, from a folder's safetensors files.
+
+    Raises:
+        ValueError: the files lack a tensor, or it has another shape; names it.
+    """
+    files = files_of(folder)
     reads: dict[Path, list[Read]] = {}
-    for name in empty:
-        for read in _parts(name, named[name].detach()):
+    for name, tensor in named.items():
+        for read in _parts(name, tensor.detach()):
+            if read[0] not in files:
+                raise ValueError(f"{folder} has no safetensors file with tensor {read[0]!r}")
             reads.setdefault(files[read[0]], []).append(read)
     for file, of_file in reads.items():
         for some in _batches(of_file):

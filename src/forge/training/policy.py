@@ -161,8 +161,10 @@ class Policy(PackedModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        if sparse_layers(model.config):
-            self.routers = Routers(model)
+        config: Any = model.config
+        if sparse := sparse_layers(config):
+            gates: dict[int, Any] = {i: model.model.layers[i].mlp.gate for i in sparse}
+            self.routers = Routers(gates, config.num_experts_per_tok, config.norm_topk_prob)
 
     @classmethod
     def from_pretrained(

@@ -151,6 +151,9 @@ class Parallelism(Section):
     """Ranks that share the heads and feed-forward of each layer, and the tokens between them."""
     context_parallel_degree: int = 1
     """Ranks that share the weights, the tokens of a sequence and, in attention, the heads (Ulysses)."""
+    expert_parallel_degree: int = 1
+    """Of a mixture of experts: neighbouring ranks, out of those of shards and context, that divide the experts between
+    them and exchange tokens instead of weights ([mixtures.md](mixtures.md)). Needs `trainer.backend` titan."""
     pipeline_parallel_degree: int = 1
     """1: pipelines are not supported."""
 
@@ -167,7 +170,8 @@ class Parallelism(Section):
                 f"parallelism.pipeline_parallel_degree = {self.pipeline_parallel_degree} is not supported: set it to 1 "
                 "and raise data_parallel_shard_degree, tensor_parallel_degree or context_parallel_degree"
             )
-        for name in ("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree"):
+        degrees = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "expert_parallel")
+        for name in (f"{kind}_degree" for kind in degrees):
             if (degree := getattr(self, name)) is not None and degree < 1:
                 raise ValueError(f"parallelism.{name} must be at least 1, got {degree}")
         if ranks % (self.tensor_parallel_degree * self.context_parallel_degree):
@@ -188,8 +192,13 @@ class Parallelism(Section):
                 f"parallelism: data_parallel_replicate_degree * data_parallel_shard_degree = {replicate} * {shard} "
                 f"does not make {who}{left}"
             )
-        degrees = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
-        return self.model_copy(update=degrees)
+        if (shard * self.context_parallel_degree) % self.expert_parallel_degree:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree = {self.expert_parallel_degree} does not divide "
+                f"data_parallel_shard_degree * context_parallel_degree = {shard} * {self.context_parallel_degree}"
+            )
+        filled = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
+        return self.model_copy(update=filled)
 
     def shares(self, ranks: int) -> int:
         """The parts that the weights are divided into; raises as `over` does."""
@@ -215,3 +224,20 @@ class Parallelism(Section):
                 raise ValueError(
                     f"parallelism: the model's {name} = {getattr(config, name)} is no multiple of {whose} = {degree}"
                 )
+
+    def check_experts(self, config: Any) -> None:
+        """ValueError: a transformers config whose experts these degrees, filled in by `over`, cannot divide."""
+        degree = self.expert_parallel_degree
+        if not sparse_layers(config):
+            raise ValueError(
+                f"parallelism.expert_parallel_degree needs a mixture of experts, this is {config.model_type}"
+            )
+        if (there := config.num_experts) % degree:
+            raise ValueError(
+                f"parallelism: the model's num_experts = {there} is no multiple of expert_parallel_degree = {degree}"
+            )
+        if (ranks := self.data_parallel_shard_degree * self.context_parallel_degree) > there:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree: the model's {there} experts cannot be divided over {ranks} "
+                "ranks; raise data_parallel_replicate_degree"
+            )

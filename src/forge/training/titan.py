@@ -1,4 +1,4 @@
-"""TorchTitan's Llama 3 and Qwen3 as a policy, behind the interface of `forge.training.policy`.
+"""TorchTitan's Llama 3, Qwen3 and Qwen3-MoE as a policy, behind the interface of `forge.training.policy`.
 
 Only how a model computes and how it is sharded comes from TorchTitan: data, loss, optimiser and checkpoints are those
 of `PolicyTrainer`, so that both backends train the same way. Nothing of its `experiments` is used.
@@ -13,19 +13,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Partial
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from ..architecture import sparse_layers
 from ..types import Batch
 from . import titan_setup
 from .attention import PackedLayout, gather_scores, packed_attention
 from .distributed import Group, Ranks
+from .experts import Routers
 from .linear import token_logprobs
+from .loading import read_weights
 from .policy import TokenScores, own_tokens, sum_gradients
 
 titan_setup.prepare()
@@ -35,9 +37,18 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.config_utils import (
+    make_ffn_config,
+    make_gqa_config,
+    make_moe_config,
+    make_router_config,
+    make_token_dispatcher_config,
+)
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE, RoutedExperts
+from torchtitan.models.common.moe_sharding import expert_param_placement_sparse
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
@@ -45,7 +56,11 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-FAMILIES = {"llama": (Llama3Model, Llama3TransformerBlock), "qwen3": (Qwen3Model, Qwen3TransformerBlock)}
+FAMILIES = {
+    "llama": (Llama3Model, Llama3TransformerBlock),
+    "qwen3": (Qwen3Model, Qwen3TransformerBlock),
+    "qwen3_moe": (Qwen3Model, Qwen3TransformerBlock),
+}
 
 assert tuple(FAMILIES) == titan_setup.FAMILIES
 
@@ -64,15 +79,19 @@ _LAYER = {
     "feed_forward.w2": "mlp.down_proj",
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "moe.router.gate": "mlp.gate",
 }
+_EXPERTS = "moe.routed_experts.inner_experts"
 
 
 def plain_name(name: str) -> str:
-    """The Hugging Face name of one of TorchTitan's parameters."""
+    """The Hugging Face name of one of TorchTitan's parameters; of stacked experts, transformers' name."""
     module, _, kind = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "").rpartition(".")
     if module in _OUTER:
         return f"{_OUTER[module]}.{kind}"
     _layers, index, inner = module.split(".", 2)
+    if inner == _EXPERTS:
+        return f"model.layers.{index}.mlp.experts.{kind}"
     return f"model.layers.{index}.{_LAYER[inner]}.{kind}"
 
 
@@ -100,6 +119,44 @@ class PackedAttention(Module):
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         layout, context = attention_masks
         return packed_attention(self, q, k, v, scaling=scale, layout=layout, context=context)[0]
+
+
+class Experts(Module):
+    """The experts of a layer, stacked as transformers stacks them, in place of TorchTitan's, which compute in bfloat16
+    whatever the dtype. E: experts, D: width, F: width within an expert."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        dim: int
+        hidden_dim: int
+        num_experts: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.num_experts = E = config.num_experts
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * config.hidden_dim, config.dim))
+        self.down_proj = nn.Parameter(torch.empty(E, config.dim, config.hidden_dim))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """[rows, D] in and out, in the order of this rank's experts; counts [own experts], the rows of each."""
+        both, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.gate_up_proj, self.down_proj))
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate, up = F.grouped_mm(x, both.transpose(-2, -1), offs=ends).chunk(2, -1)
+            return F.grouped_mm(F.silu(gate) * up, down.transpose(-2, -1), offs=ends)
+        rows = []
+        for own, one, other in zip(x.split(counts.tolist()), both, down, strict=True):
+            gate, up = F.linear(own, one).chunk(2, -1)
+            rows.append(F.linear(F.silu(gate) * up, other))
+        return torch.cat(rows)
+
+
+class TitanRouters(Routers):
+    """TorchTitan's routers, which return gates, experts and probabilities, [1, tokens, ...] each."""
+
+    def _hook(self, number: int, _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        gates, chosen, probabilities = (each[0] for each in output)
+        return *(each[None] for each in self.route(number, probabilities, gates, chosen)), output[2]
 
 
 class Head(Linear):
@@ -140,12 +197,25 @@ def titan_config(of: Any, seq_len: int) -> Decoder.Config:
     """
     titan_setup.check_model(of)
     dim, head = of.hidden_size, getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
-    model, block = FAMILIES[of.model_type]
+    (model, block), sparse = FAMILIES[of.model_type], sparse_layers(of)
 
     def norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=size, eps=of.rms_norm_eps, param_init=READ)
 
-    def layer() -> Any:
+    def mixture() -> MoE.Config:
+        E, k = of.num_experts, of.num_experts_per_tok
+        read = dict.fromkeys(("gate_up_proj", "down_proj"), skip_param_init)
+        experts: Any = Experts.Config(dim=dim, hidden_dim=of.moe_intermediate_size, num_experts=E, param_init=read)
+        tokens = make_token_dispatcher_config(num_experts=E, top_k=k, comm_backend="standard")
+        router = {"top_k": k, "score_func": "softmax", "route_norm": of.norm_topk_prob}
+        return make_moe_config(
+            num_experts=E,
+            router=make_router_config(dim=dim, num_experts=E, gate_param_init=READ, **router),
+            routed_experts=RoutedExperts.Config(inner_experts=experts, token_dispatcher=tokens),
+            load_balance_coeff=None,  # a bias update; Qwen3 is trained with the auxiliary loss of `experts.balance`
+        )
+
+    def layer(index: int) -> Any:
         return block.Config(
             attention=make_gqa_config(
                 dim=dim,
@@ -156,11 +226,12 @@ def titan_config(of: Any, seq_len: int) -> Decoder.Config:
                 wo_param_init=READ,
                 inner_attention=PackedAttention.Config(),
                 rope=Rotary.Config(dim=head, max_seq_len=min(seq_len, of.max_position_embeddings), of=of),
-                qk_norm=norm(head) if of.model_type == "qwen3" else None,
+                qk_norm=norm(head) if of.model_type != "llama" else None,
             ),
-            feed_forward=make_ffn_config(
-                dim=dim, hidden_dim=of.intermediate_size, w1_param_init=READ, w2w3_param_init=READ
-            ),
+            feed_forward=None
+            if index in sparse
+            else make_ffn_config(dim=dim, hidden_dim=of.intermediate_size, w1_param_init=READ, w2w3_param_init=READ),
+            moe=mixture() if index in sparse else None,
             attention_norm=norm(dim),
             ffn_norm=norm(dim),
         )
@@ -172,7 +243,7 @@ def titan_config(of: Any, seq_len: int) -> Decoder.Config:
         tok_embeddings=Embedding.Config(num_embeddings=of.vocab_size, embedding_dim=dim, param_init=READ),
         norm=norm(dim),
         lm_head=Head.Config(in_features=dim, out_features=of.vocab_size, param_init=READ),
-        layers=[layer() for _ in range(of.num_hidden_layers)],
+        layers=[layer(index) for index in range(of.num_hidden_layers)],
     )
 
 
@@ -184,7 +255,7 @@ class TitanPolicy(nn.Module):
         folder: the Hugging Face checkpoint that it was read from.
     """
 
-    routers: None = None  # as `policy.PackedModel` has them of a mixture of experts
+    routers: TitanRouters | None = None  # of a mixture of experts
 
     def __init__(self, model: Decoder, folder: Path, ranks: Ranks) -> None:
         super().__init__()
@@ -193,10 +264,16 @@ class TitanPolicy(nn.Module):
         stated = (folder / GENERATION_CONFIG_NAME).exists()
         self.generation = GenerationConfig.from_pretrained(folder) if stated else None
         model._skip_lm_head = True  # it is computed for trained tokens alone
+        if sparse := sparse_layers(self.config):
+            layers: dict[str, Any] = dict(model.layers.items())
+            routers = {i: layers[str(i)].moe.router for i in sparse}
+            self.routers = TitanRouters(routers, self.config.num_experts_per_tok, self.config.norm_topk_prob)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Log-probability and entropy of each token with mask True."""
         own = own_tokens(batch, 1, self.ranks)  # the state at t - 1 predicts token t
+        if self.routers is not None:
+            self.routers.begin(own.experts, own.real)
         hidden = self.model(own.gathered[None], own.positions[None], (own.layout, self.ranks.context))
         states = shared(hidden)[0].chunk(self.ranks.tensor.size)[self.ranks.tensor.rank]
         scores = self.model.lm_head(states[own.at], own.labels, temperature)
@@ -230,7 +307,7 @@ def build_titan(
     No rank ever holds the whole model: it is sharded before it is read.
 
     Raises:
-        ValueError: TorchTitan lacks the model, or a size is no multiple of a degree.
+        ValueError: TorchTitan lacks the model, a size is no multiple of a degree, or the folder lacks a tensor.
     """
     config = AutoConfig.from_pretrained(path)
     sizes, checkpointing = titan_config(config, seq_len), FullAC.Config().build(dump_folder="")
@@ -246,24 +323,34 @@ def build_titan(
                 # Context parallelism is in `PackedAttention`; to the weights it is data parallelism.
                 data_parallel_shard_degree=degrees["shard"],
                 tensor_parallel_degree=degrees.get("tensor", 1),
+                expert_parallel_degree=ranks.experts,
                 spmd_backend="partial_dtensor",  # the default does not work with torch 2.13's fully_shard
             )
+            set_spmd_backend(parallelism.spmd_backend)
             sizes.update_from_config(config=SimpleNamespace(parallelism=parallelism))
             # The head sees this rank's trained tokens alone: only its weight is sharded, not its input.
             head = sizes.lm_head.sharding_config
             sizes.lm_head.sharding_config = ShardingConfig(state_shardings=head.state_shardings)
+            for layer in sizes.layers:
+                if layer.moe is not None:
+                    names, own = ("gate_up_proj", "down_proj"), expert_param_placement_sparse()
+                    by_expert = ShardingConfig(state_shardings=dict.fromkeys(names, own))
+                    layer.moe.routed_experts.inner_experts.sharding_config = by_expert
             model = sizes.build()
             places = ParallelDims.from_config(parallelism, ranks.world_size)
-            if places.tp_enabled:
+            if places.tp_enabled or places.ep_enabled:
                 model.parallelize(places)
-                if config.tie_word_embeddings:
+                if config.tie_word_embeddings and places.tp_enabled:
                     # TorchTitan shards each by itself; FSDP2 has to see that they are one.
                     model.tok_embeddings.weight = model.lm_head.weight
             if gradient_checkpointing:
                 checkpointing.apply(model)
+            copies = ["dp_replicate"] if places.dp_replicate_enabled else []
             apply_fsdp_to_decoder(
                 model,
-                places.get_mesh(["dp_replicate", "fsdp"] if places.dp_replicate_enabled else ["fsdp"]),
+                places.get_mesh([*copies, "fsdp"]),
+                ep_degree=places.ep,
+                edp_mesh=places.get_mesh([*copies, "efsdp"]) if places.ep_enabled else None,
                 param_dtype=dtype,
                 reduce_dtype=torch.float32,
                 pp_enabled=False,
@@ -271,8 +358,7 @@ def build_titan(
             )
     model.to_empty(device="cpu" if cpu_offload else ranks.device)
     model.init_states(buffer_device=ranks.device)
-    read = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
-    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=ranks.world_size == 1)
+    read_weights({plain_name(name): parameter for name, parameter in model.named_parameters()}, Path(path))
     sum_gradients(model)
     if compile:
         for layer in model.layers.values():

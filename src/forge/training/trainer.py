@@ -67,6 +67,8 @@ class PolicyTrainer:
         self.head, self.offloaded = head, False
         self.lora = None if lora is None else LoraSettings(**lora)
         if head == "policy":
+            if backend == "fsdp" and ranks.experts > 1:
+                raise ValueError("parallelism.expert_parallel_degree does nothing with trainer.backend fsdp: set titan")
             passes.check(AutoConfig.from_pretrained(model))
         elif head == "reward" and passes.router_aux_loss:
             raise ValueError("training.router_aux_loss is of policies: a reward model has none")
