@@ -3,9 +3,10 @@
     python benchmarks/machines.py weights --gigabytes 1 --rate 1gbit   # one transfer against three, over slow cables
     python benchmarks/machines.py scale --workers 8 32 64              # start, route, fanout, stop
     python benchmarks/machines.py chaos --steps 400 --every 30 60      # a GRPO run whose hosts are lost again and again
+    python benchmarks/machines.py matrix --steps 1500                  # each fault on the host of each component
 
-The last one ends with the weights of the same run without faults, bit for bit, or fails: in lock-step every group is
-then trained once.
+The last two end with the weights of the same run without faults, bit for bit, or fail: in lock-step every group is then
+trained once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from tests.cluster.machines import Controller, Machine, Machines, environment, listens, trained, wait_until
 
 CONFIG = "tests/cluster/tiny.yaml"
+PROCESSES = "[b]ootstrap_main|[f]orge.controller.child"  # in the command line of a component's
 
 
 def started(count: int, folder: Path) -> Machines:
@@ -95,15 +97,17 @@ def scale(workers: int, folder: Path) -> None:
     )
 
 
-def training(steps: int, root: Path) -> list[str]:
+def training(steps: int, root: Path, **more: object) -> list[str]:
     """A run that learns so slowly that its groups never run out of signal."""
     settings = {"run.root": root, "training.steps": steps, "training.learning_rate": 1e-5, "checkpoint.every": 5}
+    settings |= {name.replace("__", "."): value for name, value in more.items()}
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-m", "forge", "train", CONFIG, *words]
 
 
-def undisturbed(steps: int, folder: Path) -> str:
-    subprocess.run(training(steps, folder / "calm"), cwd=ROOT, env=environment(), check=True, capture_output=True)
+def undisturbed(steps: int, folder: Path, **more: object) -> str:
+    command = training(steps, folder / "calm", **more)
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True)
     return trained(folder / "calm" / "tiny")
 
 
@@ -145,6 +149,10 @@ def daemon(machine: Machine) -> None:
     machine.work()
 
 
+def cable_for_good(machine: Machine) -> None:
+    machine.cut()
+
+
 FAULTS = [power, cable(2.0), cable(20.0), slow, full_disk, worker, daemon]
 
 
@@ -181,9 +189,50 @@ def chaos(steps: int, every: list[float], folder: Path, seed: int) -> None:
         raise SystemExit(1)
 
 
+def matrix(steps: int, folder: Path) -> None:
+    """For each component, a run where it alone is on a host, out of two. That host gets one fault after the other."""
+    nowhere = {"services__trainer__hosts": "null", "services__generator__hosts": "null"}
+    expected = undisturbed(steps, folder, **nowhere)
+    print("| on the host of | fault | steps again after, s | components replaced |\n|---|---|---|---|", flush=True)
+    for role in ("trainer", "generator", "replay_buffer"):
+        root = folder / role
+        root.mkdir()
+        with started(3, folder) as lab, (root / "log").open("w") as log:
+            own = environment(FORGE_HOSTS="m2,m3")
+            command = training(steps, root, **nowhere | {f"services__{role}__hosts": 1})
+            process = lab[0].start(command, str(ROOT), env=own, stdout=log, stderr=log)
+            wait_until(lambda root=root: latest(root) >= 10, 180, "the first steps")
+            for fault in [*FAULTS, cable_for_good]:
+                machine = max(lab[1:], key=lambda machine: machine.processes(PROCESSES))
+                before, replaced, began = latest(root), serves_again(root), time.monotonic()
+                fault(machine)
+                wait_until(lambda root=root, before=before: latest(root) >= before + 10, 180, f"steps after {fault}")
+                took, replaced = time.monotonic() - began, serves_again(root) - replaced
+                assert process.poll() is None, f"the run ended before its faults: raise --steps\n{tail(root)}"
+                print(f"| {role} | {fault.__name__.replace('_', ' ')} | {took:.1f} | {replaced} |", flush=True)
+            assert process.wait(600) == 0, tail(root)
+        if trained(root / "tiny") != expected:
+            raise SystemExit(f"{role}: THE WEIGHTS DIFFER")
+        print(f"{role}: the weights are those of the run without faults", flush=True)
+
+
+def latest(root: Path) -> int:
+    """The last step with a checkpoint."""
+    names = (path.name for path in (root / "tiny" / "checkpoints").glob("step_*[0-9]"))
+    return max((int(name.removeprefix("step_")) for name in names), default=0)
+
+
+def serves_again(root: Path) -> int:
+    return (root / "log").read_text().count("serves again")
+
+
+def tail(root: Path) -> str:
+    return (root / "log").read_text()[-4000:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["weights", "scale", "chaos"])
+    parser.add_argument("part", choices=["weights", "scale", "chaos", "matrix"])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 32, 64])
@@ -194,6 +243,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         if arguments.part == "weights":
             weights(arguments.gigabytes, arguments.rate, Path(folder))
+        elif arguments.part == "matrix":
+            matrix(arguments.steps, Path(folder))
         elif arguments.part == "chaos":
             chaos(arguments.steps, arguments.every, Path(folder), arguments.seed)
         else:
