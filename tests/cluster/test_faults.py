@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forge.controller.supervisor import SOUND_AFTER
 from tests.cluster.machines import ROOT, Controller, environment, inside, listens, trained, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -86,6 +87,18 @@ def test_a_daemon_or_a_worker_that_is_killed_takes_its_processes_along(lab):
     lab[1].run(["pkill", "-9", "-f", "[f]orge worker"])
     wait_until(lambda: lab[1].processes(OURS) == 0, 10, "its processes end")
     wait_until(lambda: [host for _, host, _ in controller.ask("where")] == ["m3", "m3"], 40, "they are replaced")
+    controller.end()
+
+
+def test_a_replacement_that_is_sent_to_a_dead_worker_costs_seconds(lab):
+    """The end of a process is known at once, that of its worker a beat later. A replica that served for a while is
+    replaced without back-off, and so in between."""
+    controller = Controller(lab[0], "replicas", "1", "1", hosts="m2")
+    controller.read("ready")
+    time.sleep(SOUND_AFTER + 1.0)
+    lab[1].run(["pkill", "-9", "-f", "[f]orge.cluster.worker"])
+    wait_until(lambda: controller.ask("states") != ["up"], 10, "the loss is noticed")
+    wait_until(lambda: controller.ask("states") == ["up"], 40, "another worker has its replacement")
     controller.end()
 
 

@@ -93,6 +93,7 @@ class Machine:
         self._ids = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._watched: dict[int, Callable[[], None]] = {}
+        self._of_workers: dict[str, list[Callable[[], None]]] = {}
         self._tasks: list[asyncio.Task] = []  # of the line's loop
         self._telling: set[asyncio.Task] = set()
 
@@ -210,6 +211,8 @@ class Machine:
         if "id" not in message:
             if "worker" in message:
                 self.ended.add(message["worker"])
+                for call in self._of_workers.pop(message["worker"], ()):
+                    call()
             if (ended := self._watched.pop(message.get("pid", -1), None)) is not None:
                 ended()
             return
@@ -227,6 +230,10 @@ class Machine:
             return
         self._watched[pid] = ended
         self.tell("watch", pid=pid)
+
+    def when_worker_ends(self, worker: str, call: Callable[[], None]) -> None:
+        """Have `call` called when a worker there has ended without having been stopped."""
+        self._of_workers.setdefault(worker, []).append(call)
 
     def unwatch(self, pid: int) -> None:
         self._watched.pop(pid, None)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -62,7 +63,7 @@ class Hosts:
         return Process(pid, ended)
 
     def when_lost(self, call: Callable[[str], None]) -> None:
-        """Have `call(reason)` called once one of the machines is lost."""
+        """Have `call(reason)` called once one of the machines, or a worker there, is lost."""
 
     def pids(self) -> list[int]:
         """The worker processes of the hosts that were started here."""
@@ -179,6 +180,9 @@ class PooledHosts(Hosts):
                 call(f"host {machine} was lost: {lost.result()}")
 
             machine.lost.add_done_callback(tell)
+        # A start that was sent to a worker that had just ended would wait for Monarch's limit of a minute.
+        for machine, worker in self._workers.items():
+            machine.when_worker_ends(worker, partial(call, f"its worker on host {machine} ended"))
 
     def give_up(self) -> None:
         self._unusable = True

@@ -1,0 +1,109 @@
+"""`forge runs`: what runs have come to. `forge compare A B`: how they differ, in settings and in numbers."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+LIST = "list runs with their state and last values"
+COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
+METRICS = [
+    *("reward", "eval/accuracy", "train/loss", "train/entropy", "train/grad_norm", "policy_age"),
+    *("groups_without_signal", "generation/truncated", "generation/completion_length", "seconds/step"),
+]
+
+
+def add_to(commands: Any) -> None:
+    """Add the commands to the parser's."""
+    runs = commands.add_parser("runs", help=LIST, description=LIST)
+    runs.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders with runs: runs/")
+    runs.set_defaults(run=list_runs)
+    compare = commands.add_parser("compare", help=COMPARE, description=COMPARE)
+    compare.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="two or more folders of runs")
+    compare.add_argument("--metrics", nargs="+", default=METRICS, metavar="NAME", help="columns of metrics.jsonl")
+    compare.set_defaults(run=compare_runs)
+
+
+def list_runs(args: argparse.Namespace) -> None:
+    """Print one line for each run, the one that was written last at the end."""
+    from ..observability.runs import find_runs, last, rows, settings, state
+
+    try:
+        folders = find_runs(args.folders)
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: {error}") from None
+    if not folders:
+        raise SystemExit(f"error: no runs in {', '.join(map(str, args.folders))}")
+    lines = []
+    for folder in folders:
+        numbers, when = rows(folder), _written(folder)
+        try:
+            of, damaged = settings(folder).get("training.steps") or "?", ""
+        except ValueError:
+            of, damaged = "?", " (damaged config.yaml)"
+        accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
+        reached = f"{numbers[-1]['step']:g}" if numbers else "0"
+        held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
+        cells = [folder.name, state(folder) + damaged, f"{reached}/{of}", _number(last(numbers, "reward")), held_out]
+        lines.append((when, [*cells, _number(last(numbers, "train/entropy")), _ago(time.time() - when)]))
+    head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
+    _print([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
+
+
+def compare_runs(args: argparse.Namespace) -> None:
+    """Print two tables."""
+    from ..observability.run import CONFIG
+    from ..observability.runs import differences, last, rows
+
+    if len(args.folders) < 2:
+        raise SystemExit("error: compare takes two runs or more")
+    for folder in args.folders:
+        if not (folder / CONFIG).is_file():
+            raise SystemExit(f"error: {folder} is no run: it has no {CONFIG}")
+    names = [str(folder) for folder in args.folders]
+    try:
+        settings = differences(args.folders)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    if settings:
+        _print([["setting", *names], *([key, *map(str, values)] for key, values in settings.items())])
+    else:
+        print("the settings are the same")
+    numbers = [rows(folder) for folder in args.folders]
+    if not all(numbers):
+        raise SystemExit(f"error: {names[[bool(some) for some in numbers].index(False)]} has no step")
+    step = min(some[-1]["step"] for some in numbers)
+    shared = [[row for row in some if row["step"] <= step] for some in numbers]
+    two = len(names) == 2
+    lines = [[f"\nat step {step:g}", *names, *["difference"] * two]]
+    for metric in args.metrics:
+        values = [last(some, metric) for some in shared]
+        known = [value for value in values if value is not None]
+        if known:
+            change = f"{known[1] - known[0]:+.4g}" if len(known) == 2 else ""
+            lines.append([metric, *map(_number, values), *[change] * two])
+    _print(lines)
+
+
+def _written(folder: Path) -> float:
+    """When, in seconds since the epoch."""
+    return max((path.stat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(0, seconds):.0f} s ago"
+
+
+def _print(table: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,101 @@
+"""Folders that runs have left, or are writing: their state, settings and numbers."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .run import CONFIG, FINISHED, MARK
+
+ABSENT, SECTION = "-", "(a section)"
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """The folders of runs among these and one level below them, by name.
+
+    Raises:
+        FileNotFoundError: one of the paths is no folder.
+    """
+    found = set()
+    for path in paths:
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path} is no folder of runs")
+        found |= {folder for folder in (path, *path.iterdir()) if (folder / CONFIG).is_file()}
+    return sorted(found)
+
+
+def state(folder: Path) -> str:
+    """`running`, `finished`, or `stopped`: it failed, was killed or preempted, and can be resumed.
+
+    A run on another machine counts as running if that machine's locks are seen here, as on NFS.
+    """
+    if (folder / "lock").exists():
+        handle = os.open(folder / "lock", os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "running"
+        finally:
+            os.close(handle)
+    return "finished" if (folder / FINISHED).exists() else "stopped"
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """A run's configuration, by dotted keys."""
+    try:
+        nested = yaml.safe_load((folder / CONFIG).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder / CONFIG} cannot be read: {error}") from None
+    return dict(_flat(nested if isinstance(nested, dict) else {}, ""))
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl in the order of steps. A line that is only half written is left out."""
+    found = []
+    path = folder / MARK
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int | float):
+            found.append(row)
+    return found
+
+
+def last(of: Iterable[dict[str, float]], metric: str) -> float | None:
+    """The last value of a metric, which not every row has."""
+    return next((row[metric] for row in reversed([*of]) if metric in row), None)
+
+
+def differences(folders: list[Path]) -> dict[str, list[Any]]:
+    """By key, the settings in which runs differ, one value for each; `ABSENT` where a run lacks the key. A section that
+    a run lacks is one key, `SECTION` where it is there. The section `run`, their names and folders, is left out."""
+    each = [settings(folder) for folder in folders]
+    found: dict[str, list[Any]] = {}
+    for key in sorted({key for one in each for key in one if not key.startswith("run.")}):
+        values = [one.get(key, ABSENT) for one in each]
+        parts = key.split(".")
+        for length in range(1, len(parts)):
+            section = ".".join(parts[:length])
+            there = [any(other == section or other.startswith(f"{section}.") for other in one) for one in each]
+            if not all(there):
+                key, values = section, [SECTION if one else ABSENT for one in there]
+                break
+        if any(value != values[0] for value in values):
+            found[key] = values
+    return found
+
+
+def _flat(nested: dict[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for key, value in nested.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
