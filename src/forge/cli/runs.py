@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-LIST = "list runs with their state and last values"
+LIST = "list runs with their state and last values; of a single one, also what deserves a look"
 COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
 METRICS = [
     *("reward", "eval/accuracy", "train/loss", "train/entropy", "train/grad_norm", "policy_age"),
@@ -28,6 +28,7 @@ def add_to(commands: Any) -> None:
 
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the one that was written last at the end."""
+    from ..observability.alerts import alerts
     from ..observability.runs import find_runs, last, rows, settings, state
 
     try:
@@ -38,11 +39,12 @@ def list_runs(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: no runs in {', '.join(map(str, args.folders))}")
     lines = []
     for folder in folders:
-        numbers, when = rows(folder), _written(folder)
+        numbers, when, damaged = rows(folder), _written(folder), ""
         try:
-            of, damaged = settings(folder).get("training.steps") or "?", ""
+            known = settings(folder)
         except ValueError:
-            of, damaged = "?", " (damaged config.yaml)"
+            known, damaged = {}, " (damaged config.yaml)"
+        of = known.get("training.steps") or "?"
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         reached = f"{numbers[-1]['step']:g}" if numbers else "0"
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
@@ -50,6 +52,9 @@ def list_runs(args: argparse.Namespace) -> None:
         lines.append((when, [*cells, _number(last(numbers, "train/entropy")), _ago(time.time() - when)]))
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
     _print([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
+    if len(folders) == 1:
+        for alert in alerts(numbers, known):
+            print(f"alert: {alert}")
 
 
 def compare_runs(args: argparse.Namespace) -> None:

@@ -56,7 +56,7 @@ def log_failure(task: asyncio.Task) -> None:
 
 
 class Progress:
-    """Shows step, reward, accuracy, tokens per second, policy age and the remaining time."""
+    """Shows step, reward, accuracy, entropy and KL, tokens per second, policy age and the remaining time."""
 
     def __init__(self, name: str, steps: int, start: int = 0) -> None:
         self.steps = steps
@@ -73,6 +73,8 @@ class Progress:
             "loss": ("train/loss", ".3f"),
             "accuracy": ("accuracy", ".2f"),
             "held-out": ("eval/accuracy", ".2f"),
+            "entropy": ("train/entropy", ".2f"),
+            "KL": ("train/kl", ".3f"),
             "tok/s": ("generation/tokens_per_second", ".0f"),
             "age": ("policy_age", ".1f"),
         }

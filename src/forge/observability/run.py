@@ -14,9 +14,11 @@ from typing import Any
 import xxhash
 import yaml
 
+from ..config import flat
 from ..files import write_atomic
 from ..integrity import DamagedFile, read_sealed, write_sealed
 from ..types import Group
+from .alerts import alerts
 from .console import Progress, configure_logging, log
 from .metrics import Clock, Snapshot, phase
 from .report import write_report, write_trace
@@ -76,7 +78,7 @@ class Run:
             self._trackers = TrackerProcess(self.folder, start)
         configure_logging()
         self._progress = Progress(name, steps, start)
-        self._all, self._finished = Snapshot(), False
+        self._all, self._finished, self._settings = Snapshot(), False, flat(config)
         self._clock = Clock()
         self._warned_flat = False
         self._last = time.perf_counter()
@@ -193,6 +195,8 @@ class Run:
                 f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
                 f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
             )
+        for alert in alerts(self.history, self._settings)[:3]:
+            log.info("alert: %s", alert)
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from ..config import flat
 from .run import CONFIG, FINISHED, MARK
 
 ABSENT, SECTION = "-", "(a section)"
@@ -52,7 +53,7 @@ def settings(folder: Path) -> dict[str, Any]:
         nested = yaml.safe_load((folder / CONFIG).read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{folder / CONFIG} cannot be read: {error}") from None
-    return dict(_flat(nested if isinstance(nested, dict) else {}, ""))
+    return flat(nested if isinstance(nested, dict) else {})
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -91,11 +92,3 @@ def differences(folders: list[Path]) -> dict[str, list[Any]]:
         if any(value != values[0] for value in values):
             found[key] = values
     return found
-
-
-def _flat(nested: dict[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
-    for key, value in nested.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -1,0 +1,100 @@
+"""What in a run's numbers deserves a look, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+WINDOW = 20  # steps that a judgement is based on
+
+Rows = Sequence[Mapping[str, float]]
+
+
+class Alert(NamedTuple):
+    """`found` is what the numbers say, `advice` what to try."""
+
+    found: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.found}. {self.advice}"
+
+
+def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
+    """The most important first; empty for a run of fewer than `WINDOW` steps.
+
+    Args:
+        rows: of metrics.jsonl, in the order of steps.
+        settings: the configuration by dotted keys, see `forge.observability.runs.settings`.
+    """
+    rows = [row for row in rows if row.get("step", 0) > 0]
+    if len(rows) < WINDOW:
+        return []
+    start, window = rows[:WINDOW], rows[-WINDOW:]
+    found = []
+
+    reward, spread = mean(window, "reward"), mean(window, "reward/std")
+    solved = (mean(window, "accuracy") or 0.0) > 0.8
+    no_signal, cut = mean(window, "groups_without_signal"), mean(window, "generation/truncated")
+    if reward is not None and spread == 0:
+        advice = "The reward may expect another format, or targets that responses never equal: compare them"
+        if cut is not None and cut > 0.5:
+            advice = f"{cut:.0%} of the completions were cut at max_tokens: raise it"
+        found.append(Alert(f"every sample of the last {WINDOW} steps had the reward {reward:.4g}", advice))
+    elif no_signal is not None and no_signal > 0.8:
+        harder, easier = "The prompts are solved: take harder ones, or stop", "Take easier prompts, or more samples"
+        equal = f"{no_signal:.0%} of the groups had equal rewards and taught nothing"
+        found.append(Alert(equal, harder if solved else easier))
+
+    held_out = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row]
+    if held_out and (best := max(held_out))[0] - held_out[-1][0] > 0.1:
+        fell = f"held-out accuracy fell from {best[0]:.3f} at step {best[1]:.0f} to {held_out[-1][0]:.3f}"
+        found.append(Alert(fell, "Take a checkpoint from there, a lower learning rate or a KL term (grpo.beta)"))
+
+    before, entropy = mean(start, "train/entropy"), mean(window, "train/entropy")
+    earlier = mean(rows[-2 * WINDOW : -WINDOW], "reward")
+    rises = reward is not None and earlier is not None and reward > earlier + 0.1 * (spread or 0.0)
+    if before and entropy is not None and entropy < 0.1 * before and spread and not rises and not solved:
+        fell = f"entropy fell to {entropy:.2g} nats, {entropy / before:.0%} of its start, and the reward rises no more"
+        found.append(Alert(fell, "Raise grpo.clip_high, add training.entropy_coef, or lower the learning rate"))
+
+    difference = mean(window, "train/engine_difference")
+    if difference is not None and difference > 0.05:
+        gap = f"log-probabilities of engine and trainer differ by {difference:.2g} nats on average"
+        found.append(Alert(gap, "Use the same dtype in both, a correction, and generator.router_replay for mixtures"))
+
+    clipped = mean(window, "train/clip_fraction")
+    if clipped is not None and clipped > 0.3:
+        found.append(
+            Alert(f"{clipped:.0%} of the tokens were clipped", "Lower the learning rate, or make fewer updates")
+        )
+
+    if cut is not None and cut > 0.3 and spread:
+        found.append(Alert(f"{cut:.0%} of the completions were cut at max_tokens", "Raise it, or shape the length"))
+
+    bound, old = settings.get("async.max_policy_age"), total(window, "dropped/too_old")
+    trained = len(window) * (settings.get("training.batch_size") or 1)
+    if bound and old > 0.1 * trained:
+        dropped = f"{old:.0f} groups of the last {WINDOW} steps were older than async.max_policy_age = {bound}"
+        found.append(Alert(dropped, "Raise it, with a correction, or use fewer generators"))
+
+    unscored = total(rows, "dropped/unscored") + total(rows, "dropped/unscored_episodes")
+    if unscored:
+        lost = f"{unscored:.0f} groups or responses were left out because they had no score"
+        found.append(Alert(lost, "The log has the reasons; each of them once"))
+
+    names = sorted({name for row in rows for name in row if name.startswith("restarts/")})
+    if names:
+        services = ", ".join(f"{name.removeprefix('restarts/')} {total(rows, name):.0f} times" for name in names)
+        found.append(Alert(f"components were lost and replaced: {services}", "The log says what ended each"))
+    return found
+
+
+def mean(rows: Rows, metric: str) -> float | None:
+    """Over the rows that have it; None if none has."""
+    values = [row[metric] for row in rows if metric in row]
+    return sum(values) / len(values) if values else None
+
+
+def total(rows: Rows, metric: str) -> float:
+    return sum(row.get(metric, 0.0) for row in rows)

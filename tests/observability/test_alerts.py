@@ -1,0 +1,64 @@
+"""Alerts: one for each thing that goes wrong, none for a run that goes well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forge.observability.alerts import WINDOW, alerts
+
+SETTINGS = {"async.max_policy_age": 1, "training.batch_size": 8}
+
+
+def a_run(steps: int = 3 * WINDOW, **last: float) -> list[dict[str, float]]:
+    """Rows of a run that learns; the last third has these values instead."""
+    rows = []
+    for step in range(steps + 1):
+        share = step / steps
+        row = {"step": float(step), "reward": share, "reward/std": 0.3, "groups_without_signal": 0.4, "accuracy": share}
+        row |= {"train/entropy": 2.0 - share, "generation/truncated": 0.01, "train/engine_difference": 1e-3}
+        row |= {"train/clip_fraction": 0.02, "policy_age": 0.9, "dropped/too_old": 0.0, "eval/accuracy": share}
+        rows.append(row | (last if share > 0.66 else {}))
+    return rows
+
+
+def test_a_run_that_goes_well_has_none():
+    assert alerts(a_run(), SETTINGS) == []
+
+
+@pytest.mark.parametrize(
+    ("last", "found", "advice"),
+    [
+        ({"reward": 0.0, "reward/std": 0.0}, "every sample of the last 20 steps had the reward 0", "another format"),
+        ({"reward": 0.0, "reward/std": 0.0, "generation/truncated": 0.9}, "every sample", "cut at max_tokens"),
+        ({"groups_without_signal": 0.9, "accuracy": 0.1}, "90% of the groups had equal rewards", "easier prompts"),
+        ({"groups_without_signal": 0.9, "accuracy": 0.95}, "90% of the groups", "prompts are solved"),
+        ({"eval/accuracy": 0.2}, "held-out accuracy fell from 0.650 at step 39 to 0.200", "checkpoint from there"),
+        (
+            {"train/entropy": 0.02, "reward": 0.3, "accuracy": 0.3},
+            "entropy fell to 0.02 nats, 1% of",
+            "clip_high",
+        ),
+        ({"train/engine_difference": 0.2}, "log-probabilities of engine and trainer differ by 0.2 nats", "same dtype"),
+        ({"train/clip_fraction": 0.5}, "50% of the tokens were clipped", "Lower the learning rate"),
+        ({"generation/truncated": 0.5}, "50% of the completions were cut", "Raise it"),
+        ({"dropped/too_old": 2.0}, "40 groups of the last 20 steps were older than async.max_policy_age = 1", "Raise"),
+        ({"dropped/unscored": 1.0}, "21 groups or responses were left out", "reasons"),
+        ({"restarts/generator": 1.0}, "components were lost and replaced: generator 21 times", "log"),
+    ],
+)
+def test_what_goes_wrong_has_one(last: dict[str, float], found: str, advice: str):
+    only = alerts(a_run(**last), SETTINGS)
+    assert len(only) == 1, only
+    assert only[0].found.startswith(found)
+    assert advice in only[0].advice
+
+
+def test_a_short_run_is_not_judged():
+    assert alerts(a_run(WINDOW - 1, reward=0.0, **{"reward/std": 0.0}), SETTINGS) == []
+
+
+def test_metrics_that_a_recipe_lacks_are_no_alert():
+    rows: list[dict[str, Any]] = [{"step": float(step), "train/loss": 1.0} for step in range(50)]
+    assert alerts(rows, {}) == []
