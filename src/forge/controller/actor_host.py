@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..cluster import HOST
 from ..observability.metrics import drain
@@ -36,7 +36,11 @@ _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token
 class ActorHost(Actor):
     """Hosts `cls(*args, **kwargs)`; every endpoint answers `(rank, value or RemoteFailure)`, and never raises."""
 
+    here: ClassVar[dict[ActorContext, ActorHost]] = {}  # those of this process, by what their replicas say
+
     def __init__(self, context: ActorContext) -> None:
+        self.here[context] = self
+        self._known_as = context
         self._context = replace(context, rank=current_rank().rank)
         self._instance: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
@@ -74,6 +78,9 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def invoke(self, token: int, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Answer:
+        return await self._invoke(token, request_id, method, args, kwargs)
+
+    async def _invoke(self, token: int, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Answer:
         task = asyncio.current_task()
         assert task is not None
         self._serving[token] = task
@@ -83,6 +90,23 @@ class ActorHost(Actor):
             return await self._guarded(method, lambda: self._run(getattr(self._instance, method), *args, **kwargs))
         finally:
             del self._serving[token]
+
+    @concurrent_endpoint
+    async def invoke_each(
+        self, calls: list[tuple[ActorContext, int, str]], method: str, payload: bytes
+    ) -> tuple[int, list[Answer]]:
+        """`invoke` on several components of this process, with what each of them is known as, a token and a request
+        id. `payload` is the pickled (args, kwargs)."""
+
+        async def one(context: ActorContext, token: int, request_id: str) -> Answer:
+            try:
+                args, kwargs = pickle.loads(payload)
+                host = self.here[context]
+            except BaseException as error:
+                return 0, RemoteFailure.capture(f"{context}.{method} (pid {os.getpid()})", error)
+            return await host._invoke(token, request_id, method, args, kwargs)
+
+        return self._context.rank, list(await asyncio.gather(*(one(*call) for call in calls)))
 
     @concurrent_endpoint
     async def cancel(self, token: int) -> Answer:
@@ -106,6 +130,7 @@ class ActorHost(Actor):
             if self._instance is not None:
                 await self._run(self._instance.teardown)
             self._thread.shutdown(wait=False)
+            self.here.pop(self._known_as, None)
             self._instance = None  # the process may live on with other components in it
 
         return await self._guarded("teardown", close)

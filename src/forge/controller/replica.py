@@ -140,9 +140,12 @@ class Replica:
         """
         message = (request.token, request.id, request.endpoint, request.args, request.kwargs)
         try:
-            values = await self._all_ranks(
-                request.endpoint, request.left if limit is None else limit, "invoke", *message
-            )
+            within = request.left if limit is None else limit
+            if request.cast is not None and request.attempts == 1:
+                answer = await self._wait(request.endpoint, request.cast.send(self, request), within)
+                values = [answer[1]]
+            else:
+                values = await self._all_ranks(request.endpoint, within, "invoke", *message)
         except CallTimeout as error:
             await self._abandon(request)
             raise CallTimeout(f"{request.caller} timed out: {error}") from None

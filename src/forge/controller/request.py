@@ -29,6 +29,7 @@ class Request:
         fatal_age: seconds of work on it when that replica died.
         lost: when a replica last died while serving it.
         avoid: indices of these replicas.
+        cast: the `Cast` of a fanout, which the first sending shares with others.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Request:
     caller: str
     limit: float
     session: str | None = None
+    cast: Any = None
     made: float = field(default_factory=time.monotonic)
     token: int = 0
     sent: float = 0.0

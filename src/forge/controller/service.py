@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..observability.metrics import Reduce, record_metric
+from .cast import Cast
 from .errors import CallTimeout, ForgeError, PoisonRequest, ReplicaDied, ServiceStopped
 from .handle import Call, Handle
 from .load_balancer import LoadBalancer
@@ -256,7 +257,8 @@ class Service(Handle):
 
         up = [one for one in self._supervisors if one.state == "up"]
         there = up if catch_up else [one for one in self._supervisors if not (up and one.homeless)]
-        legs = [leg(one, self._request(call)) for one in there]
+        cast = Cast() if self._options.per_process > 1 else None
+        legs = [leg(one, self._request(call, cast)) for one in there]
         answers = await asyncio.gather(*legs, return_exceptions=True)
         self._check_runs()
         for answer in answers:
@@ -269,10 +271,10 @@ class Service(Handle):
                 raise answer
         return [answer[0] for answer in answers if isinstance(answer, list)]
 
-    def _request(self, call: Call) -> Request:
+    def _request(self, call: Call, cast: Cast | None = None) -> Request:
         limit = self._options.call_timeout if call.timeout is None else call.timeout
         request_id = call.request_id or new_id(self._name)
-        return Request(request_id, call.endpoint, call.args, call.kwargs, call.caller, limit, call.session)
+        return Request(request_id, call.endpoint, call.args, call.kwargs, call.caller, limit, call.session, cast)
 
     def _supervisor(self, index: int) -> Supervisor:
         async def launch(incarnation: int) -> Replica:
