@@ -120,27 +120,37 @@ async def many(replicas: int, per_process: int) -> None:
     await asyncio.gather(*(service.pause.route(0.01) for _ in range(calls)))
     served = [replica.served for replica in service.status().replicas]
     rate = calls / (time.perf_counter() - start)
+    routes = await milliseconds(lambda: service.echo.route(1), 300)
+    cpu = time.process_time()
+    fanouts = await milliseconds(lambda: service.echo.fanout(1), 50)
+    cpu = 1e3 * (time.process_time() - cpu) / 50
     start = time.perf_counter()
     await service.stop()
     stopped = time.perf_counter() - start
+    route, fanout = statistics.median(routes), statistics.median(fanouts)
     print(
-        f"\n{replicas} replicas, {per_process} a process: up in {started:.1f} s; {calls} calls at {rate:.0f}/s, "
-        f"{min(served)} to {max(served)} a replica; stopped in {stopped:.1f} s"
+        f"| {replicas} | {replicas // per_process} | {started:.1f} | {rate:.0f} | {min(served)} to {max(served)} | "
+        f"{route:.2f} | {fanout:.1f} | {fanout / route:.1f} | {cpu:.1f} | {stopped:.1f} |",
+        flush=True,
     )
 
 
 async def main(args: argparse.Namespace) -> None:
     await calls(args.rounds, args.times)
-    for per_process in args.per_process:
-        await many(args.replicas, per_process)
+    print(
+        "\n| replicas | processes | start, s | calls/s | calls of each | route, ms | fanout, ms | in routes | "
+        "controller's CPU, ms | stop, s |\n" + "|---" * 10 + "|"
+    )
+    for replicas in args.replicas:
+        await many(replicas, args.per_process)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--times", type=int, default=400, help="calls of each kind in a round")
-    parser.add_argument("--replicas", type=int, default=64)
-    parser.add_argument("--per-process", type=int, nargs="*", default=[16])
+    parser.add_argument("--replicas", type=int, nargs="*", default=[64, 512], help="light replicas of one service")
+    parser.add_argument("--per-process", type=int, default=64)
     # Components are sent by the name of their module: this one must have one that their processes can import.
     sys.path.insert(0, str(Path(__file__).parent))
     run(main(parser.parse_args()))
