@@ -49,6 +49,16 @@ class Light(ForgeActor):
         """Returns once it runs in four replicas of this process."""
         return MEETING.wait(60)
 
+    @endpoint
+    async def wait_for_release(self) -> int:
+        self.released = asyncio.Event()
+        await self.released.wait()
+        return self.context.replica
+
+    @endpoint
+    async def release(self) -> None:
+        self.released.set()
+
     @endpoint(catch_up=True)
     async def load(self, version: int) -> int:
         self.version = version
@@ -128,5 +138,28 @@ def test_plain_endpoints_run_beside_one_another():
     async def main():
         service = await Light.options(num_replicas=4, per_process=4).as_service()
         assert sorted(await service.meet.fanout()) == [0, 1, 2, 3]
+
+    run(main())
+
+
+def test_routes_and_fanouts_of_a_component_run_in_one_event_loop():
+    async def main():
+        service = await Light.options(num_replicas=4, per_process=4).as_service()
+        waiting = asyncio.gather(*(service.wait_for_release.route() for _ in range(4)))
+        while sum(replica.in_flight for replica in service.status().replicas) < 4:
+            await asyncio.sleep(0.01)
+        await service.asked.fanout()
+        await service.release.fanout()
+        assert sorted(await asyncio.wait_for(waiting, 30)) == [0, 1, 2, 3]
+
+    run(main())
+
+
+def test_a_process_with_thousands_of_calls_before_a_ping_is_no_hang():
+    async def main():
+        service = await Light.options(num_replicas=4, per_process=4, ping_timeout=1.0).as_service()
+        calls = [service.wait_at.route(0, 0.01) for _ in range(20_000)]
+        assert set(await asyncio.gather(*calls)) == {0, 1, 2, 3}
+        assert service.status().restarts == 0
 
     run(main())

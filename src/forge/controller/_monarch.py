@@ -1,8 +1,10 @@
 """Every import from Monarch, in one place, with the settings it needs before it is first imported.
 
-Monarch's defaults notice a killed process after about 9 s and a stopped one after 39 s; these bring both under 4 s
-for 1.5 % of a core. They also give up a process that needs more than 30 s to start, as some do on a busy machine:
-here that is 60 s, and `Options.setup_timeout` for the start as a whole.
+Monarch asks for the state of each process every 500 ms here (every 10 s by default), at 1.5 % of a core. That a process
+ended or hangs is noticed by `ProcessGroup`. Monarch's own judgement is the last resort, after 60 s: it comes from the
+controller, whose thousands of calls in flight can hold up the answers for tens of seconds. Monarch also gives up a
+process that needs more than 30 s to start, as some do on a busy machine: here that is 60 s, and
+`Options.setup_timeout` for the start as a whole.
 """
 
 import atexit
@@ -15,8 +17,8 @@ from . import private
 
 for _key, _value in {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "4s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ATTACH_CONFIG_TIMEOUT": "15s",
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "60s",

@@ -1,4 +1,4 @@
-"""The process side of a replica: a Monarch actor that hosts one component and answers calls for it.
+"""The process side of replicas: one Monarch actor that hosts the components of a process and answers calls for them.
 
 User code never runs on the event loop unless it is `async def`, so a busy component still answers `ping`:
 an `async def` endpoint interleaves with others as asyncio does; a plain `def` endpoint runs in the component's own
@@ -12,11 +12,10 @@ import contextvars
 import inspect
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from ..cluster import HOST
 from ..observability.metrics import drain
@@ -26,138 +25,144 @@ from .errors import RemoteFailure
 
 Answer = tuple[int, Any]
 
-# Components that share a process are set up one after the other: large libraries do not survive being imported for the
-# first time by two threads at once.
-_setting_up = threading.Lock()
-
 _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
 
 
 class ActorHost(Actor):
-    """Hosts `cls(*args, **kwargs)`; every endpoint answers `(rank, value or RemoteFailure)`, and never raises."""
+    """Each component here is known by its replica's number. Every endpoint answers `(rank, value or RemoteFailure)`,
+    and never raises: that would end this actor, and with it every component."""
 
-    here: ClassVar[dict[ActorContext, ActorHost]] = {}  # those of this process, by what their replicas say
-
-    def __init__(self, context: ActorContext) -> None:
-        self.here[context] = self
-        self._known_as = context
-        self._context = replace(context, rank=current_rank().rank)
-        self._instance: Any = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
+    def __init__(self) -> None:
+        self._hosted: dict[int, Hosted] = {}
         self._serving: dict[int, asyncio.Task] = {}
-        self._in_thread_now: int | None = None
+        # Components of a process are set up one after the other: large libraries do not survive being imported for the
+        # first time by two threads at once.
+        self._setting_up = asyncio.Lock()
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
-        return self._context.rank, (os.getpid(), os.environ.get(HOST, ""))
+        return current_rank().rank, (os.getpid(), os.environ.get(HOST, ""))
 
     @concurrent_endpoint
-    async def start(self, definition: bytes, rendezvous: str | None) -> Answer:
-        """Build the component from its pickled (class, args, kwargs) and run its `setup`; in a replaced process, its
+    async def start(self, number: int, context: ActorContext, definition: bytes) -> Answer:
+        """Build a component from its pickled (class, args, kwargs) and run its `setup`; in a replaced process, its
         `on_respawn` too."""
-
-        def build() -> Any:
-            cls, args, kwargs = pickle.loads(definition)
-            instance = cls.__new__(cls)
-            instance.context = self._context
-            instance.__init__(*args, **kwargs)
-            return instance
+        context = replace(context, rank=current_rank().rank if context.world_size > 1 else 0)
+        hosted = Hosted(context)
 
         async def start() -> None:
-            self._context = replace(self._context, rendezvous=rendezvous)
-            await asyncio.to_thread(_setting_up.acquire)
-            try:
-                self._instance = await self._in_thread(build)
-                await self._run(self._instance.setup)
-            finally:
-                _setting_up.release()
-            if self._context.incarnation:
-                await self._run(self._instance.on_respawn)
+            async with self._setting_up:
+                await hosted.in_thread(lambda: hosted.build(definition))
+                await hosted.run("setup")
+            if context.incarnation:
+                await hosted.run("on_respawn")
+            self._hosted[number] = hosted
 
-        return await self._guarded("setup", start)
+        return await hosted.guarded("setup", start)
 
     @concurrent_endpoint
-    async def invoke(self, token: int, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Answer:
-        return await self._invoke(token, request_id, method, args, kwargs)
+    async def invoke(
+        self, number: int, token: int, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]
+    ) -> Answer:
+        return await self._invoke(number, token, request_id, method, lambda: (args, kwargs))
 
-    async def _invoke(self, token: int, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Answer:
+    @concurrent_endpoint
+    async def invoke_each(
+        self, calls: list[tuple[int, int, str]], method: str, payload: bytes
+    ) -> tuple[int, list[Answer]]:
+        """`invoke` on several components: the number, token and request id of each. `payload` is the pickled
+        (args, kwargs), of which each has its own copy."""
+        serving = (
+            self._invoke(number, token, request_id, method, lambda: pickle.loads(payload))
+            for number, token, request_id in calls
+        )
+        return current_rank().rank, list(await asyncio.gather(*serving))
+
+    async def _invoke(
+        self, number: int, token: int, request_id: str, method: str, given: Callable[[], tuple[tuple, dict[str, Any]]]
+    ) -> Answer:
+        hosted = self._hosted.get(number)
+        if hosted is None:
+            gone = LookupError(f"replica {number} is not in this process")
+            return current_rank().rank, RemoteFailure.capture(f"{method} (pid {os.getpid()})", gone)
+
+        async def call() -> Any:
+            args, kwargs = given()
+            return await hosted.run(method, *args, **kwargs)
+
         task = asyncio.current_task()
         assert task is not None
         self._serving[token] = task
         _token.set(token)
         _request.set(request_id)
         try:
-            return await self._guarded(method, lambda: self._run(getattr(self._instance, method), *args, **kwargs))
+            return await hosted.guarded(method, call)
         finally:
             del self._serving[token]
-
-    @concurrent_endpoint
-    async def invoke_each(
-        self, calls: list[tuple[ActorContext, int, str]], method: str, payload: bytes
-    ) -> tuple[int, list[Answer]]:
-        """`invoke` on several components of this process, with what each of them is known as, a token and a request
-        id. `payload` is the pickled (args, kwargs)."""
-
-        async def one(context: ActorContext, token: int, request_id: str) -> Answer:
-            try:
-                args, kwargs = pickle.loads(payload)
-                host = self.here[context]
-            except BaseException as error:
-                return 0, RemoteFailure.capture(f"{context}.{method} (pid {os.getpid()})", error)
-            return await host._invoke(token, request_id, method, args, kwargs)
-
-        return self._context.rank, list(await asyncio.gather(*(one(*call) for call in calls)))
 
     @concurrent_endpoint
     async def cancel(self, token: int) -> Answer:
         """Stop work on a request whose caller has stopped waiting. False if it cannot be stopped: a plain endpoint that
         has begun."""
-        if token == self._in_thread_now:
-            return self._context.rank, False
+        if any(hosted.in_thread_now == token for hosted in self._hosted.values()):
+            return current_rank().rank, False
         if token in self._serving:
             self._serving[token].cancel()
-        return self._context.rank, True
+        return current_rank().rank, True
 
     @concurrent_endpoint
     async def drain_metrics(self) -> Answer:
-        return self._context.rank, drain()
+        return current_rank().rank, drain()
 
     @concurrent_endpoint
-    async def close(self) -> Answer:
-        """Run the component's `teardown`; the process is stopped afterwards by its owner."""
+    async def close(self, number: int) -> Answer:
+        """Run a component's `teardown`; the process is stopped afterwards by its owner, or lives on with others."""
+        hosted = self._hosted.pop(number)
+        answer = await hosted.guarded("teardown", lambda: hosted.run("teardown"))
+        hosted.thread.shutdown(wait=False)
+        return answer
 
-        async def close() -> None:
-            if self._instance is not None:
-                await self._run(self._instance.teardown)
-            self._thread.shutdown(wait=False)
-            self.here.pop(self._known_as, None)
-            self._instance = None  # the process may live on with other components in it
 
-        return await self._guarded("teardown", close)
+class Hosted:
+    """One component: the instance, and the thread of its plain endpoints."""
 
-    async def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    instance: Any
+
+    def __init__(self, context: ActorContext) -> None:
+        self.context = context
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
+        self.in_thread_now: int | None = None  # the token of the request that runs there
+
+    def build(self, definition: bytes) -> None:
+        cls, args, kwargs = pickle.loads(definition)
+        self.instance = cls.__new__(cls)
+        self.instance.context = self.context
+        self.instance.__init__(*args, **kwargs)
+
+    async def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(self.instance, method)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
-        return await self._in_thread(lambda: function(*args, **kwargs))
+        return await self.in_thread(lambda: function(*args, **kwargs))
 
-    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+    async def in_thread(self, function: Callable[[], Any]) -> Any:
         context = contextvars.copy_context()
 
         def work() -> Any:
-            self._in_thread_now = _token.get()
+            self.in_thread_now = _token.get()
             try:
                 return function()
             except StopIteration as error:
                 # A future cannot carry it: the caller would wait for ever.
                 raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
             finally:
-                self._in_thread_now = None
+                self.in_thread_now = None
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, context.run, work)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, context.run, work)
 
-    async def _guarded(self, call: str, make: Callable[[], Any]) -> Answer:
+    async def guarded(self, call: str, make: Callable[[], Any]) -> Answer:
         try:
-            return self._context.rank, await make()
-        # The caller decides what an error means; raising here would end this actor, and with it every other call.
+            return self.context.rank, await make()
+        # The caller decides what an error means.
         except BaseException as error:
-            return self._context.rank, RemoteFailure.capture(f"{self._context}.{call} (pid {os.getpid()})", error)
+            return self.context.rank, RemoteFailure.capture(f"{self.context}.{call} (pid {os.getpid()})", error)

@@ -36,7 +36,7 @@ class Cast:
         if not sent:
             return
         replica, request, _ = sent[0]
-        calls = [(other.context, own.token, own.id) for other, own, _ in sent]
+        calls = [(other.number, own.token, own.id) for other, own, _ in sent]
         post: Any = replica.actor_host.invoke_each
         try:
             payload = cloudpickle.dumps((request.args, request.kwargs))

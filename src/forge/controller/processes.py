@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ..forkserver import ForkServer
 from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import PROCESS_NAME
 from ._monarch import CHILD, BootstrapCommand, HostMesh, ProcMesh
+from .actor_host import ActorHost
 from .errors import ForgeError
 from .hosts import Hosts
 from .options import Options
@@ -43,6 +45,7 @@ class ProcessGroup:
 
     def __init__(self, name: str, mesh: ProcMesh, options: Options, hosts: Hosts, *, shared: bool = False) -> None:
         self.name, self.mesh, self.options, self.hosts, self.shared = name, mesh, options, hosts, shared
+        self.actor_host = mesh.spawn(name, ActorHost)  # one in each process
         self.members: list[Any] = []
         self.starting = 0
         self.dead: str | None = None
@@ -116,7 +119,8 @@ class ProcessGroup:
                 process.close()
 
     async def _ping(self) -> None:
-        """Two pings in a row without an answer are a hang. One alone may be the controller's own slowness."""
+        """Two pings in a row without an answer, to them or to any call, are a hang. One alone may be the controller's
+        own slowness, and behind thousands of calls a ping waits for its turn."""
         missed = 0
         every, patience = self.options.ping_timeout / 8, 3 * self.options.ping_timeout / 8
         while self.dead is None:
@@ -124,10 +128,12 @@ class ProcessGroup:
             if self.starting or not self.members:
                 missed = 0
                 continue
-            whole = next((member for member in self.members if member.options.procs == self.procs), None)
-            asked = self.members if whole is None else [whole]
+            whole = [member for member in self.members if member.options.procs == self.procs]
+            asked, sent = whole[:1] or list(self.members), time.monotonic()
             answers = await asyncio.gather(*(member.ping(patience) for member in asked))
-            missed = 0 if all(answers) else missed + 1
+            heard = any(member.last_answer > sent for member in whole)
+            heard = heard or all(answers[n] or member.last_answer > sent for n, member in enumerate(asked))
+            missed = 0 if heard else missed + 1
             if missed == 2 and not self.starting:
                 self.fail(f"it did not answer a ping for {2 * patience:g} s")
 

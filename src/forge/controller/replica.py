@@ -8,14 +8,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
 
 from ..cluster.wire import LEASE
 from ._monarch import ActorError, SupervisionError
-from .actor_host import ActorHost, Answer
+from .actor_host import Answer
 from .context import ActorContext
 from .errors import CallTimeout, RemoteError, RemoteFailure, ReplicaDied
 from .options import Options
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 TEARDOWN_PATIENCE = 5.0
 CANCEL_PATIENCE = 5.0
 
-_spawned = itertools.count()
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Replica:
         self.suspects: set[Request] = set()
         self._abandoning: set[asyncio.Task] = set()
         self._answers: set[asyncio.Future[Any]] = set()
+        self.number = next(_numbers)  # what it is known by in its processes
         # Which of the processes, if not all.
         self.place = index % group.procs if self.options.procs < group.procs else None
-        mesh = group.mesh if self.place is None else group.mesh.slice(procs=self.place)
-        self.actor_host = mesh.spawn(f"{component.name}_{index}_{next(_spawned)}", ActorHost, self.context)
+        self.actor_host = group.actor_host if self.place is None else group.actor_host.slice(procs=self.place)
 
     def __str__(self) -> str:
         return f"{self.component.name}[{self.index}]"
@@ -101,8 +101,9 @@ class Replica:
                 self.group.watch(_unwrap(await self._all_ranks("start", limit, "ping")))
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
-            rendezvous = self.group.hosts.rendezvous() if self.options.procs > 1 else None
-            _unwrap(await self._all_ranks("setup", limit, "start", definition, rendezvous))
+            if self.options.procs > 1:
+                self.context = replace(self.context, rendezvous=self.group.hosts.rendezvous())
+            _unwrap(await self._all_ranks("setup", limit, "start", self.number, self.context, definition))
         finally:
             self.group.starting -= 1
 
@@ -138,7 +139,7 @@ class Replica:
         Raises:
             what the endpoint raised, ReplicaDied, or CallTimeout after the request's time limit.
         """
-        message = (request.token, request.id, request.endpoint, request.args, request.kwargs)
+        message = (self.number, request.token, request.id, request.endpoint, request.args, request.kwargs)
         try:
             within = request.left if limit is None else limit
             if request.cast is not None and request.attempts == 1:
@@ -193,7 +194,7 @@ class Replica:
         """Run `teardown`, and end the processes unless others live in them."""
         if self.alive:
             try:
-                _unwrap(await self._all_ranks("teardown", TEARDOWN_PATIENCE, "close"))
+                _unwrap(await self._all_ranks("teardown", TEARDOWN_PATIENCE, "close", self.number))
             except Exception as error:
                 # The replica is stopped all the same.
                 log.warning("%s: teardown failed: %s", self, error)
