@@ -26,6 +26,13 @@ def test_shards_stay_within_hosts():
     assert layout(("parallelism.tensor_parallel_degree", "2")) == (2, 2, 2)
 
 
+def test_the_trainer_alone_divides_experts():
+    overrides = [("trainer.backend", "titan"), ("parallelism.expert_parallel_degree", "4")]
+    cfg = read(RLConfig, CONFIG, [("services.trainer.procs", "8"), *overrides])
+    assert cfg.layout("trainer").expert_parallel_degree == 4
+    assert cfg.layout("critic").over(1).expert_parallel_degree == 1
+
+
 def test_a_generator_over_several_devices_is_one_process_of_one_host():
     options, kwargs = Generator.place(Options(hosts=1, procs=8, with_gpus=True, num_replicas=16), {"engine": "vllm"})
     assert (options.procs, options.gpus_per_proc, options.hosts, options.num_replicas) == (1, 8, None, 16)

@@ -148,5 +148,5 @@ def test_a_component_that_holds_the_interpreter_ends_the_run_with_its_name():
     process, pids = start("await service.hold_the_interpreter.route()")
     _, error = process.communicate(timeout=15)
     assert "ReplicaDied: no replica of counter is left" in error
-    assert "did not answer a ping" in error
+    assert "answered neither a ping nor a call" in error
     assert leaves_nothing(process, pids)

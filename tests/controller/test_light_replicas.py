@@ -56,6 +56,10 @@ class Light(ForgeActor):
         return self.context.replica
 
     @endpoint
+    async def lock_of(self, index: int) -> object:
+        return threading.Lock() if self.context.replica == index else index
+
+    @endpoint
     async def release(self) -> None:
         self.released.set()
 
@@ -93,6 +97,9 @@ def test_an_error_of_one_is_raised_and_harms_no_other():
         with pytest.raises(Exception, match="cannot pickle"):
             await service.keep.fanout([threading.Lock()])
         assert await service.fail_at.fanout(9) == [9] * 4
+        with pytest.raises(TypeError, match=r"cannot pickle.*"):
+            await service.lock_of.fanout(2)
+        assert await service.lock_of.fanout(9) == [9] * 4
         assert all(replica.state == "up" for replica in service.status().replicas)
 
     run(main())
@@ -101,8 +108,8 @@ def test_an_error_of_one_is_raised_and_harms_no_other():
 def test_a_slow_one_is_named_and_cancelled():
     async def main():
         service = await Light.options(num_replicas=4, per_process=4).as_service()
-        with pytest.raises(CallTimeout, match=r"light\[\d\].wait_at gave no answer within 0.5 s"):
-            await service.wait_at.options(timeout=0.5).fanout(3, 60.0)
+        with pytest.raises(CallTimeout, match=r"light\[3\].wait_at gave no answer within 1.5 s"):
+            await service.wait_at.options(timeout=1.5).fanout(3, 60.0)
         assert await service.wait_at.fanout(-1, 0.0) == [0, 1, 2, 3]
 
     run(main())
@@ -119,6 +126,19 @@ def test_a_process_that_dies_meanwhile_is_replaced_and_asked_again():
         assert await waiting == list(range(8))
         assert await service.loaded.fanout() == [3] * 8
         assert len({pid for pid, _ in await service.asked.fanout()}) == 2
+
+    run(main())
+
+
+def test_a_slow_one_keeps_no_other_busy():
+    async def main():
+        service = await Light.options(num_replicas=4, per_process=4).as_service()
+        waiting = asyncio.create_task(service.wait_at.fanout(2, 60.0))
+        while [replica.in_flight for replica in service.status().replicas] != [0, 0, 1, 0]:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert await service.wait_at.fanout(-1, 0.0) == [0, 1, 2, 3]
 
     run(main())
 

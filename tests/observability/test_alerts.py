@@ -8,6 +8,7 @@ import pytest
 
 from forge.observability.alerts import WINDOW, alerts
 
+FLAT = {"reward/std": 0.0, "accuracy": 0.0}
 SETTINGS = {"async.max_policy_age": 1, "training.batch_size": 8}
 
 
@@ -30,8 +31,10 @@ def test_a_run_that_goes_well_has_none():
 @pytest.mark.parametrize(
     ("last", "found", "advice"),
     [
-        ({"reward": 0.0, "reward/std": 0.0}, "every sample of the last 20 steps had the reward 0", "another format"),
-        ({"reward": 0.0, "reward/std": 0.0, "generation/truncated": 0.9}, "every sample", "cut at max_tokens"),
+        (FLAT | {"reward": 0.0}, "every sample of the last 20 steps had the reward 0", "another format"),
+        (FLAT | {"reward": 0.0, "generation/truncated": 0.9}, "every sample", "cut at max_tokens"),
+        (FLAT | {"reward": 1.0, "accuracy": 1.0}, "every sample of the last 20 steps had the reward 1", "are solved"),
+        (FLAT | {"reward": 0.5}, "every sample of the last 20 steps had the reward 0.5", "too coarse"),
         ({"groups_without_signal": 0.9, "accuracy": 0.1}, "90% of the groups had equal rewards", "easier prompts"),
         ({"groups_without_signal": 0.9, "accuracy": 0.95}, "90% of the groups", "prompts are solved"),
         ({"eval/accuracy": 0.2}, "held-out accuracy fell from 0.650 at step 39 to 0.200", "checkpoint from there"),

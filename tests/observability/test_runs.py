@@ -92,10 +92,10 @@ def test_a_row_that_is_half_written_is_left_out(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["runs", "{}/nowhere"], r"error: .*nowhere is no folder of runs"),
+        (["runs", "{}/nowhere"], r"error: .*nowhere is not a folder of runs"),
         (["runs", "{}/empty"], r"error: no runs in .*empty"),
         (["compare", "{}/run"], "error: compare takes two runs or more"),
-        (["compare", "{}/run", "{}/empty"], r"error: .*empty is no run: it has no config.yaml"),
+        (["compare", "{}/run", "{}/empty"], r"error: .*empty is not a run: it has no config.yaml"),
         (["compare", "{}/run", "{}/new"], r"error: .*new has no step"),
     ],
 )

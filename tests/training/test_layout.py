@@ -105,11 +105,17 @@ def test_a_model_that_cannot_be_divided(model: Path):
     [
         ({"expert_parallel_degree": 2}, 2, {"model_type": "qwen3"}, "needs a mixture of experts, this is qwen3"),
         ({"expert_parallel_degree": 4}, 4, {}, "num_experts = 6 is no multiple of expert_parallel_degree = 4"),
-        ({"expert_parallel_degree": 2}, 8, {}, "6 experts cannot be divided over 8 ranks; raise data_parallel_replic"),
+        ({"expert_parallel_degree": 2}, 8, {}, "6 experts cannot be divided over 8 ranks: raise data_parallel_replic"),
+        ({}, 8, {}, "6 experts cannot be divided over 8 ranks: set expert_parallel_degree"),
+        ({"data_parallel_replicate_degree": 2}, 8, {}, "6 experts cannot be divided over 8 ranks: set expert_paralle"),
+        ({}, 6, {}, None),
+        ({}, 8, {"model_type": "qwen3"}, None),
         ({"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}, 8, {}, None),
     ],
 )
-def test_experts_that_cannot_be_divided(degrees: dict[str, int], ranks: int, changes: dict[str, str], message: str):
+def test_experts_that_cannot_be_divided(
+    degrees: dict[str, int], ranks: int, changes: dict[str, str], message: str | None
+):
     config = SimpleNamespace(**{"model_type": "qwen3_moe", "num_experts": 6, "num_hidden_layers": 2} | changes)
     config.mlp_only_layers, config.decoder_sparse_step = [], 1
     with pytest.raises(ValueError, match=message) if message else nullcontext():

@@ -1,4 +1,4 @@
-"""`forge runs`: what runs have come to. `forge compare A B`: how they differ, in settings and in numbers."""
+"""`forge runs`: the state of runs. `forge compare A B`: how they differ, in settings and in numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-LIST = "list runs with their state and last values; of a single one, also what deserves a look"
+LIST = "list runs with their state and last values; of a single run, also its alerts"
 COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
 METRICS = [
     *("reward", "eval/accuracy", "train/loss", "train/entropy", "train/grad_norm", "policy_age"),
@@ -66,7 +66,7 @@ def compare_runs(args: argparse.Namespace) -> None:
         raise SystemExit("error: compare takes two runs or more")
     for folder in args.folders:
         if not (folder / CONFIG).is_file():
-            raise SystemExit(f"error: {folder} is no run: it has no {CONFIG}")
+            raise SystemExit(f"error: {folder} is not a run: it has no {CONFIG}")
     names = [str(folder) for folder in args.folders]
     try:
         settings = differences(args.folders)

@@ -232,8 +232,15 @@ class Machine:
         self.tell("watch", pid=pid)
 
     def when_worker_ends(self, worker: str, call: Callable[[], None]) -> None:
-        """Have `call` called when a worker there has ended without having been stopped."""
+        """Have `call` called when a worker there has ended without having been stopped; at once if it has."""
+        if worker in self.ended:
+            asyncio.get_running_loop().call_soon(call)
+            return
         self._of_workers.setdefault(worker, []).append(call)
+
+    def forget_worker(self, worker: str) -> None:
+        """It was stopped."""
+        self._of_workers.pop(worker, None)
 
     def unwatch(self, pid: int) -> None:
         self._watched.pop(pid, None)

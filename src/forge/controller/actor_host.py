@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import cloudpickle
+
 from ..cluster import HOST
 from ..observability.metrics import drain
 from ._monarch import Actor, concurrent_endpoint, current_rank
@@ -35,6 +37,7 @@ class ActorHost(Actor):
     def __init__(self) -> None:
         self._hosted: dict[int, Hosted] = {}
         self._serving: dict[int, asyncio.Task] = {}
+        self._casts: dict[int, asyncio.Task[bytes]] = {}  # calls of fanouts whose answers were not fetched yet
         # Components of a process are set up one after the other: large libraries do not survive being imported for the
         # first time by two threads at once.
         self._setting_up = asyncio.Lock()
@@ -68,15 +71,33 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def invoke_each(
-        self, calls: list[tuple[int, int, str]], method: str, payload: bytes
-    ) -> tuple[int, list[Answer]]:
+        self, calls: list[tuple[int, int, str]], method: str, payload: bytes, wait: float
+    ) -> tuple[int, dict[int, bytes]]:
         """`invoke` on several components: the number, token and request id of each. `payload` is the pickled
-        (args, kwargs), of which each has its own copy."""
-        serving = (
-            self._invoke(number, token, request_id, method, lambda: pickle.loads(payload))
-            for number, token, request_id in calls
-        )
-        return current_rank().rank, list(await asyncio.gather(*serving))
+        (args, kwargs), of which each has its own copy. Answers as `fetch` does."""
+
+        async def one(number: int, token: int, request_id: str) -> bytes:
+            answer = await self._invoke(number, token, request_id, method, lambda: pickle.loads(payload))
+            try:
+                return cloudpickle.dumps(answer)
+            except Exception as error:
+                return pickle.dumps((answer[0], RemoteFailure.capture(f"the answer of {method}", error)))
+
+        for call in calls:
+            self._casts[call[1]] = asyncio.create_task(one(*call))
+        return await self._finished([token for _, token, _ in calls], wait)
+
+    @concurrent_endpoint
+    async def fetch(self, tokens: list[int], wait: float) -> tuple[int, dict[int, bytes]]:
+        """The pickled answers, by token, of those calls that have one after at most `wait` seconds."""
+        return await self._finished(tokens, wait)
+
+    async def _finished(self, tokens: list[int], wait: float) -> tuple[int, dict[int, bytes]]:
+        running = [self._casts[token] for token in tokens if token in self._casts]
+        if running:
+            await asyncio.wait(running, timeout=wait)
+        done = [token for token in tokens if token in self._casts and self._casts[token].done()]
+        return current_rank().rank, {token: self._casts.pop(token).result() for token in done}
 
     async def _invoke(
         self, number: int, token: int, request_id: str, method: str, given: Callable[[], tuple[tuple, dict[str, Any]]]
@@ -104,6 +125,8 @@ class ActorHost(Actor):
     async def cancel(self, token: int) -> Answer:
         """Stop work on a request whose caller has stopped waiting. False if it cannot be stopped: a plain endpoint that
         has begun."""
+        if (cast := self._casts.pop(token, None)) is not None:
+            cast.add_done_callback(lambda done: done.cancelled() or done.exception())
         if any(hosted.in_thread_now == token for hosted in self._hosted.values()):
             return current_rank().rank, False
         if token in self._serving:

@@ -189,6 +189,8 @@ class PooledHosts(Hosts):
 
     async def stop(self) -> None:
         workers, self._workers, self._mesh, self._unusable = self._workers, {}, None, False
+        for machine, worker in workers.items():
+            machine.forget_worker(worker)
         stopping = [machine.request("stop", worker=worker) for machine, worker in workers.items()]
         for error in await asyncio.gather(*stopping, return_exceptions=True):
             if isinstance(error, Exception) and not isinstance(error, HostError):  # a lost host has stopped its own

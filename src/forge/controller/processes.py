@@ -135,7 +135,7 @@ class ProcessGroup:
             heard = heard or all(answers[n] or member.last_answer > sent for n, member in enumerate(asked))
             missed = 0 if heard else missed + 1
             if missed == 2 and not self.starting:
-                self.fail(f"it did not answer a ping for {2 * patience:g} s")
+                self.fail(f"it answered neither a ping nor a call for {2 * patience:g} s")
 
 
 def spawn(

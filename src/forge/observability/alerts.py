@@ -36,13 +36,17 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     reward, spread = mean(window, "reward"), mean(window, "reward/std")
     solved = (mean(window, "accuracy") or 0.0) > 0.8
     no_signal, cut = mean(window, "groups_without_signal"), mean(window, "generation/truncated")
+    harder, easier = "The prompts are solved: take harder ones, or stop", "Take easier prompts, or more samples"
     if reward is not None and spread == 0:
         advice = "The reward may expect another format, or targets that responses never equal: compare them"
         if cut is not None and cut > 0.5:
             advice = f"{cut:.0%} of the completions were cut at max_tokens: raise it"
+        elif solved:
+            advice = harder
+        elif reward > 0:
+            advice = "Compare their rewards: the prompts may be solved, or the reward too coarse to tell samples apart"
         found.append(Alert(f"every sample of the last {WINDOW} steps had the reward {reward:.4g}", advice))
     elif no_signal is not None and no_signal > 0.8:
-        harder, easier = "The prompts are solved: take harder ones, or stop", "Take easier prompts, or more samples"
         equal = f"{no_signal:.0%} of the groups had equal rewards and taught nothing"
         found.append(Alert(equal, harder if solved else easier))
 
@@ -55,7 +59,7 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     earlier = mean(rows[-2 * WINDOW : -WINDOW], "reward")
     rises = reward is not None and earlier is not None and reward > earlier + 0.1 * (spread or 0.0)
     if before and entropy is not None and entropy < 0.1 * before and spread and not rises and not solved:
-        fell = f"entropy fell to {entropy:.2g} nats, {entropy / before:.0%} of its start, and the reward rises no more"
+        fell = f"entropy fell to {entropy:.2g} nats, {entropy / before:.0%} of its start, and the reward stopped rising"
         found.append(Alert(fell, "Raise grpo.clip_high, add training.entropy_coef, or lower the learning rate"))
 
     difference = mean(window, "train/engine_difference")

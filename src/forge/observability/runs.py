@@ -21,12 +21,12 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     """The folders of runs among these and one level below them, by name.
 
     Raises:
-        FileNotFoundError: one of the paths is no folder.
+        FileNotFoundError: one of the paths is not a folder.
     """
     found = set()
     for path in paths:
         if not path.is_dir():
-            raise FileNotFoundError(f"{path} is no folder of runs")
+            raise FileNotFoundError(f"{path} is not a folder of runs")
         found |= {folder for folder in (path, *path.iterdir()) if (folder / CONFIG).is_file()}
     return sorted(found)
 

@@ -344,7 +344,7 @@ def check_model(cfg: Any, model: str) -> None:
         load_config(Path(model))
         generator.check(config)
     cfg.parallelism.check(config)
-    if cfg.parallelism.expert_parallel_degree > 1:
+    if cfg.trainer.backend == "titan":
         cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)
     for scalar in cfg.scalar(model):
         config = AutoConfig.from_pretrained(resolve_model(scalar))

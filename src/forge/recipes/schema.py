@@ -362,13 +362,15 @@ class TrainingRecipe(Section):
 
     def layout(self, name: str) -> Parallelism:
         """How service `name` divides its model. Over several hosts, each has a whole copy (HSDP) unless a degree is
-        set: shards travel within hosts, gradients alone between them."""
-        placed, inner = self.placement(name), self.parallelism.tensor_parallel_degree
-        hosts, inner = placed["hosts"] or 1, inner * self.parallelism.context_parallel_degree
-        chosen = self.parallelism.data_parallel_replicate_degree, self.parallelism.data_parallel_shard_degree
+        set: shards travel within hosts, gradients alone between them. The trainer alone divides experts."""
+        own = self.parallelism
+        if name != "trainer":
+            own = own.model_copy(update={"expert_parallel_degree": 1})
+        placed, inner = self.placement(name), own.tensor_parallel_degree * own.context_parallel_degree
+        hosts, chosen = placed["hosts"] or 1, (own.data_parallel_replicate_degree, own.data_parallel_shard_degree)
         if hosts == 1 or chosen != (None, -1) or placed["procs"] // hosts % inner:
-            return self.parallelism
-        return self.parallelism.model_copy(update={"data_parallel_replicate_degree": hosts})
+            return own
+        return own.model_copy(update={"data_parallel_replicate_degree": hosts})
 
     def check_services(self, *, idle: tuple[str, ...] = ()) -> None:
         """Check the placement of all services: those that train may have several ranks, those that hold no state
@@ -382,7 +384,7 @@ class TrainingRecipe(Section):
             if placed.num_replicas != 1 and (learns or name in ("replay_buffer", "dataset")):
                 raise ConfigError(f"services.{name}.num_replicas must be 1: its state cannot be split")
             if (learns or placed.procs != 1) and name not in ("generator", *idle):
-                self.parallelism.over(placed.procs, f"services.{name}.procs = {placed.procs}")
+                self.layout(name).over(placed.procs, f"services.{name}.procs = {placed.procs}")
             if learns and name not in idle and self.training.cpu_offload and not placed.with_gpus:
                 raise ConfigError(f"training.cpu_offload does nothing: services.{name} has no GPUs (with_gpus)")
 

@@ -53,7 +53,7 @@ class Routers:
         counts, probabilities = [], []
         for each, chosen in self._seen:
             own = each[: self._real]
-            counts.append(torch.bincount(chosen[: self._real].flatten(), minlength=own.shape[1]).to(own.dtype))
+            counts.append(torch.bincount(chosen[: self._real].flatten(), minlength=own.shape[1]).float())
             probabilities.append(own.sum(0))
         self._seen = None  # a recomputation is not noted
         return torch.stack([torch.stack(counts), torch.stack(probabilities)])

@@ -226,9 +226,12 @@ class Parallelism(Section):
                 )
 
     def check_experts(self, config: Any) -> None:
-        """ValueError: a transformers config whose experts these degrees, filled in by `over`, cannot divide."""
+        """ValueError: a transformers config whose experts these degrees, filled in by `over`, cannot divide with
+        TorchTitan."""
         degree = self.expert_parallel_degree
         if not sparse_layers(config):
+            if degree == 1:
+                return
             raise ValueError(
                 f"parallelism.expert_parallel_degree needs a mixture of experts, this is {config.model_type}"
             )
@@ -236,8 +239,11 @@ class Parallelism(Section):
             raise ValueError(
                 f"parallelism: the model's num_experts = {there} is no multiple of expert_parallel_degree = {degree}"
             )
-        if (ranks := self.data_parallel_shard_degree * self.context_parallel_degree) > there:
+        ranks = self.data_parallel_shard_degree * self.context_parallel_degree
+        if degree == 1:  # TorchTitan counts the copies as well, and would divide within experts
+            ranks *= self.data_parallel_replicate_degree or 1
+        if ranks > there:
             raise ValueError(
-                f"parallelism.expert_parallel_degree: the model's {there} experts cannot be divided over {ranks} "
-                "ranks; raise data_parallel_replicate_degree"
+                f"parallelism: the model's {there} experts cannot be divided over {ranks} ranks: "
+                + ("set expert_parallel_degree" if degree == 1 else "raise data_parallel_replicate_degree")
             )

@@ -29,6 +29,7 @@ from .experts import Routers
 from .linear import token_logprobs
 from .loading import read_weights
 from .policy import TokenScores, own_tokens, sum_gradients
+from .settings import Parallelism
 
 titan_setup.prepare()
 
@@ -156,7 +157,8 @@ class TitanRouters(Routers):
 
     def _hook(self, number: int, _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         gates, chosen, probabilities = (each[0] for each in output)
-        return *(each[None] for each in self.route(number, probabilities, gates, chosen)), output[2]
+        # On a CPU, TorchTitan's autocast to float32 does nothing.
+        return *(each[None] for each in self.route(number, probabilities.float(), gates, chosen)), output[2]
 
 
 class Head(Linear):
@@ -327,6 +329,11 @@ def build_titan(
                 spmd_backend="partial_dtensor",  # the default does not work with torch 2.13's fully_shard
             )
             set_spmd_backend(parallelism.spmd_backend)
+            Parallelism(
+                data_parallel_replicate_degree=degrees.get("replicate", 1),
+                data_parallel_shard_degree=degrees["shard"],
+                expert_parallel_degree=ranks.experts,
+            ).check_experts(config)
             sizes.update_from_config(config=SimpleNamespace(parallelism=parallelism))
             # The head sees this rank's trained tokens alone: only its weight is sharded, not its input.
             head = sizes.lm_head.sharding_config

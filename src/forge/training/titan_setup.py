@@ -61,5 +61,5 @@ def prepare() -> None:
         from torchtitan.tools import utils
 
         utils.device_type, utils.device_module = "cpu", torch.cpu
-        # Of its routers, which ask for float32; they have it anyway where the rest computes in it.
+        # Of its routers, which ask for float32: they have it where the rest computes in it, else compute in bfloat16.
         warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported")
