@@ -2,9 +2,8 @@
 
 Monarch asks for the state of each process every 500 ms here (every 10 s by default), at 1.5 % of a core. `ProcessGroup`
 notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands of calls in
-flight can hold up the answers to the controller for tens of seconds. Monarch also gives up a
-process that needs more than 30 s to start, as some do on a busy machine: here that is 60 s, and
-`Options.setup_timeout` for the start as a whole.
+flight can hold up the answers to the controller for tens of seconds. Monarch also gives up a process that needs more
+than 30 s to start, as some do on a busy machine: here that is 60 s, and `Options.setup_timeout` for the whole start.
 """
 
 import atexit

@@ -125,8 +125,7 @@ class ActorHost(Actor):
     async def cancel(self, token: int) -> Answer:
         """Stop work on a request whose caller has stopped waiting. False if it cannot be stopped: a plain endpoint that
         has begun."""
-        if (cast := self._casts.pop(token, None)) is not None:
-            cast.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._casts.pop(token, None)  # its answer will not be fetched
         if any(hosted.in_thread_now == token for hosted in self._hosted.values()):
             return current_rank().rank, False
         if token in self._serving:
