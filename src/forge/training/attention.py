@@ -6,6 +6,8 @@ Padding is on the right, where causality hides it from real tokens: no mask is n
 
 A run of tokens may continue others, its context, which it shares with other runs (`forge.data.prefixes`). Runs whose
 contexts have the same length share a rectangle, and its mask: their keys are the context's and their own.
+
+On an accelerator FlexAttention computes the whole pack instead (`forge.training.flex`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .distributed import ALONE, Group
+from .flex import TreeMask, tree_attention
 
 NAME = "forge_packed"
 FILL = 0.75  # a rectangle's shortest sequence is at least this share of its longest
@@ -30,7 +33,7 @@ Collective = Callable[[Tensor, Group], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """The places of a pack's tokens in the rectangles.
+    """The places of a pack's tokens in the rectangles; on an accelerator the mask of the pack, and no rectangles.
 
     queries: [sum rows*width] index into the pack (padding repeats the run's last token).
     keys: [sum rows*(context + width)] likewise, of the context's tokens and the run's own.
@@ -42,12 +45,16 @@ class PackedLayout:
     keys: Tensor
     scatter: Tensor
     shapes: list[tuple[int, int, int]]
+    mask: TreeMask | None = None
 
     @classmethod
     def of(
         cls, lengths: list[int], device: torch.device | str = "cpu", parents: list[int] | None = None
     ) -> PackedLayout:
         """The layout of runs of these lengths, back to back in this order; parents come before, -1 is none."""
+        if torch.device(device).type != "cpu":
+            nothing = torch.empty(0, dtype=torch.long, device=device)
+            return cls(nothing, nothing, nothing, [], TreeMask.of(lengths, parents or [-1] * len(lengths), device))
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -77,8 +84,8 @@ class PackedLayout:
         return cls(torch.cat(queries).to(device), torch.cat(keys).to(device), scatter.to(device), shapes)
 
 
-# Not compiled: the shapes differ in every pack.
-@torch.compiler.disable
+# Not compiled, as the shapes differ in every pack; what it calls is not either, but for FlexAttention.
+@torch.compiler.disable(recursive=False)
 def packed_attention(
     module,
     query: Tensor,
@@ -106,9 +113,24 @@ def packed_attention(
         # dealt in order, so that a rank's key heads are those of its query heads.
         chunks = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]
         counts = [x.shape[1] for x in chunks]
-        mine = _Exchange.apply(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
+        mine = _exchange(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in mine.split(counts, dim=1))
     window = kwargs.get("sliding_window")
+    if layout.mask is not None:
+        out = tree_attention(query, key, value, layout.mask, window, scaling)
+    else:
+        out = _rectangles(query, key, value, layout, window, scaling)
+    if ranks > 1:
+        mine = _exchange(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
+        out = mine.transpose(0, 1).flatten(1, 2)
+    return out[None], None
+
+
+@torch.compiler.disable
+def _rectangles(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, window: int | None, scale: float | None
+) -> Tensor:
+    """[1, heads, tokens, head_dim] -> [tokens, heads, head_dim]."""
     groups = query.shape[1] // key.shape[1]
     query = query[0].transpose(0, 1).index_select(0, layout.queries)
     key, value = (x[0].transpose(0, 1).index_select(0, layout.keys) for x in (key, value))
@@ -120,16 +142,12 @@ def packed_attention(
         if groups > 1:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         if window is not None and before + width > window:
-            o = _windowed(q, k, v, window, scaling)
+            o = _windowed(q, k, v, window, scale)
         else:
             seen = _seen(width, before, before + width, q.device) if before else None
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling)
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale)
         rectangles.append(o.transpose(1, 2).flatten(0, 1))
-    out = torch.cat(rectangles).index_select(0, layout.scatter)  # [tokens, heads, head_dim]
-    if ranks > 1:
-        mine = _Exchange.apply(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
-        out = mine.transpose(0, 1).flatten(1, 2)
-    return out[None], None
+    return torch.cat(rectangles).index_select(0, layout.scatter)
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
@@ -182,6 +200,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return ctx.back(grad, ctx.group), None, None, None
+
+
+_exchange = torch.compiler.disable(_Exchange.apply)
 
 
 class _GatherUneven(torch.autograd.Function):

@@ -1,0 +1,63 @@
+"""FlexAttention over a tree of runs: the mask by brute force, and the rectangles' result. Forward only, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.training.attention import PackedLayout, packed_attention
+from forge.training.flex import TreeMask
+
+RUNS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 10**6)), min_size=1, max_size=9)
+
+
+def tree_of(runs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Lengths, and parents that come before: any earlier run, or none."""
+    return [length for length, _ in runs], [chosen % (i + 1) - 1 for i, (_, chosen) in enumerate(runs)]
+
+
+@given(RUNS, st.sampled_from([None, 1, 3, 8]))
+def test_a_token_sees_the_path_to_it(runs, window):
+    lengths, parents = tree_of(runs)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    paths: list[list[int]] = []
+    for i, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), *range(starts[i], starts[i] + lengths[i])])
+    count = sum(lengths)
+    expected = torch.zeros(count, count, dtype=torch.bool)
+    for i, path in enumerate(paths):
+        for token in range(starts[i], starts[i] + lengths[i]):
+            before = path[: path.index(token) + 1]
+            expected[token, before if window is None else before[-window:]] = True
+    tokens = torch.arange(count)
+    assert torch.equal(TreeMask.of(lengths, parents).sees(tokens[:, None], tokens, window), expected)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@settings(max_examples=5)
+@given(RUNS)
+def test_flex_attention_is_the_rectangles(window, key_heads, runs):
+    lengths, parents = tree_of(runs)
+    torch.manual_seed(len(lengths))
+    query, key, value = (torch.randn(1, heads, sum(lengths), 16) for heads in (4, key_heads, key_heads))
+    rectangles = PackedLayout.of(lengths, parents=parents)
+    nothing = torch.empty(0, dtype=torch.long)
+    flex = PackedLayout(nothing, nothing, nothing, [], TreeMask.of(lengths, parents))
+    with torch.no_grad():
+        expected, found = (
+            packed_attention(None, query, key, value, layout=layout, sliding_window=window)[0]
+            for layout in (rectangles, flex)
+        )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_layouts_of_an_accelerator_have_the_mask():
+    layout = PackedLayout.of([3, 2, 2], "meta", [-1, 0, 0])
+    assert layout.mask is not None
+    assert layout.mask.first.device.type == "meta"
+    assert not layout.shapes
+    assert PackedLayout.of([3]).mask is None
