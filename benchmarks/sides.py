@@ -84,7 +84,8 @@ def recipe(config: Any) -> Clock:
                 clock.rewards += [row["reward"]] if "reward" in row else []
             return row
 
-    record = Timed(**config.run, config=to_dict(config), steps=config.training.steps)
+    name, root, overwrite = config.run.name, config.run.root, config.run.overwrite
+    record = Timed(name, to_dict(config), root=root, overwrite=overwrite, steps=config.training.steps)
     store = VersionStore.create()
     try:
         run(train(config, Job(config.model, [], record, store)))

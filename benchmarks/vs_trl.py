@@ -4,12 +4,15 @@ The same algorithm on both sides: a small Qwen3 with random weights and a vocabu
 exactly 64 tokens a step, float32, group-normalised advantages, clip 0.2, no KL, AdamW at a constant 1e-3. The reward
 is the share of a completion's characters that are ASCII digits. Ours is the real system, `apps.grpo.main` with all of
 its processes, in lock-step (`max_policy_age` 0). Sides take turns; every process has one thread. CPU-seconds are those
-of all processes of a side, from the end of the second step to the end of the last.
+of all processes of a side, from the end of the second step to the end of the last. Each round has its own seed for the
+initial weights, the prompts and the sampling, the same on both sides; `Learning` compares them in pairs.
 
 TRL suppresses <eos> to hold the length (`min_new_tokens`); ours has a model without one, so that a sampled <eos> is a
 token like any other.
 
-    python benchmarks/vs_trl.py --trl-python PYTHON_WITH_TRL [--hidden 512 --layers 8]
+    python benchmarks/vs_trl.py --trl-python PYTHON_WITH_TRL                                # 3.2M
+    python benchmarks/vs_trl.py --trl-python PYTHON_WITH_TRL --hidden 512 --layers 8        # 25M
+    python benchmarks/vs_trl.py --trl-python PYTHON_WITH_TRL --prompt 256 --group 16        # long prompts
 """
 
 from __future__ import annotations
@@ -26,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from sides import WARMUP, Clock, measure, recipe
-
-PROMPTS, GROUP, PROMPT_LENGTH, LENGTH = 4, 8, 16, 64
 
 
 def digit_share(prompt: str, response: str, target: str) -> float:
@@ -63,11 +64,10 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters\n")
     rng = random.Random(args.seed)
     with (folder / "prompts.jsonl").open("w") as file:
-        for _ in range(PROMPTS * (args.steps + 1)):
-            text = f"{rng.randrange(10**6)}+{rng.randrange(10**6)}=".rjust(PROMPT_LENGTH)[:PROMPT_LENGTH]
+        for _ in range(args.prompts * (args.steps + 1)):
+            text = f"{rng.randrange(10**6)}+{rng.randrange(10**6)}=".rjust(args.prompt)[: args.prompt]
             file.write(json.dumps({"question": text, "answer": ""}) + "\n")
 
 
@@ -79,11 +79,11 @@ def ours(folder: Path, args: argparse.Namespace) -> Clock:
         "model": str(folder / "model"),
         "run": {"name": "run", "root": str(folder), "overwrite": True},
         "dataset": {"path": str(folder / "prompts.jsonl"), "shuffle": False},
-        "training": {"batch_size": PROMPTS, "steps": args.steps, "learning_rate": 1e-3, "beta2": 0.999},
-        "grpo": {"n_samples": GROUP, "clip_high": 0.2, "max_tokens": LENGTH},
+        "training": {"batch_size": args.prompts, "steps": args.steps, "learning_rate": 1e-3, "beta2": 0.999},
+        "grpo": {"n_samples": args.group, "clip_high": 0.2, "max_tokens": args.length},
         "async": {"max_policy_age": 0},
         "reward": {"functions": ["vs_trl:digit_share"]},
-        "generator": {"slots": PROMPTS * GROUP},
+        "generator": {"slots": args.prompts * args.group},
         "eval": {"problems": 0},
         "seed": args.seed,
     }
@@ -126,10 +126,10 @@ def theirs(folder: Path, args: argparse.Namespace) -> Clock:
             logging_steps=1,
             seed=args.seed,
             max_steps=args.steps,
-            per_device_train_batch_size=PROMPTS * GROUP,
-            num_generations=GROUP,
-            max_completion_length=LENGTH,
-            generation_kwargs={"min_new_tokens": LENGTH},
+            per_device_train_batch_size=args.prompts * args.group,
+            num_generations=args.group,
+            max_completion_length=args.length,
+            generation_kwargs={"min_new_tokens": args.length},
             temperature=1.0,
             loss_type="grpo",
             scale_rewards="group",
@@ -150,6 +150,17 @@ def theirs(folder: Path, args: argparse.Namespace) -> Clock:
     return clock
 
 
+def learning(rounds: list[dict[str, Any]]) -> None:
+    """Print the paired difference of both sides' learning, with its 95 % interval (Student's t)."""
+    from scipy import stats
+
+    gaps = [statistics.mean(r["ours"]["rewards"]) - statistics.mean(r["trl"]["rewards"]) for r in rounds]
+    mean, error = statistics.mean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5
+    half = float(stats.t.ppf(0.975, len(gaps) - 1)) * error
+    interval = f"{mean - half:+.3f} to {mean + half:+.3f}"
+    print(f"\nLearning: mean reward of all steps, ours less TRL's: {mean:+.3f} (95 % interval {interval})")
+
+
 def reached(rewards: Iterable[float], goal: float = 0.9) -> str:
     return next((str(step) for step, reward in enumerate(rewards, 1) if reward >= goal), "not reached")
 
@@ -159,6 +170,10 @@ def main() -> None:
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=4, help="prompts a step")
+    parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt, at least 16 to hold all of it")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn, each with another seed")
     parser.add_argument("--seed", type=int, default=0)
@@ -173,16 +188,21 @@ def main() -> None:
     if args.steps <= WARMUP:
         parser.error(f"--steps must be more than {WARMUP}: those are not measured")
     pythons = {"ours": sys.executable, "trl": args.trl_python}
-    with tempfile.TemporaryDirectory() as name:
-        prepare(Path(name), args)
-        rounds = [
-            {
-                side: measure(python, __file__, side, Path(name), steps=args.steps, seed=args.seed + number)
+    sizes = {
+        name: getattr(args, name) for name in ("hidden", "layers", "prompts", "group", "prompt", "length", "steps")
+    }
+    rounds = []
+    for seed in range(args.seed, args.seed + args.rounds):
+        with tempfile.TemporaryDirectory() as name:
+            prepare(Path(name), argparse.Namespace(**sizes, seed=seed))
+            found = {
+                side: measure(python, __file__, side, Path(name), **sizes, seed=seed)
                 for side, python in pythons.items()
             }
-            for number in range(args.rounds)
-        ]
-    tokens = PROMPTS * GROUP * LENGTH
+            rounds.append(found)
+        curves = "; ".join(f"{side} " + " ".join(f"{r:.3f}" for r in found[side]["rewards"]) for side in found)
+        print(f"seed {seed}: {curves}", file=sys.stderr, flush=True)
+    tokens = args.prompts * args.group * args.length
     print("| side | CPU-s a step | tokens per CPU-s | wall s a step | tokens per s | reward 0.9 at step |")
     print("|---|---|---|---|---|---|")
     for side in pythons:
@@ -194,6 +214,8 @@ def main() -> None:
         print(
             f"\nTokens per {unit}, ours to TRL's: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
+    if args.rounds > 1:
+        learning(rounds)
     print("\nMean reward of a step, median of the runs:\n\n| step | ours | trl |\n|---|---|---|")
     for step in range(args.steps):
         rewards = [statistics.median(r[side]["rewards"][step] for r in rounds) for side in pythons]

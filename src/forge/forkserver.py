@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 PROGRAM = "forge.controller.child"
 LAUNCHER = Path(__file__).with_name("forklauncher.py")
-# What trainers and generators import, apart from Monarch, which starts threads.
+# What trainers and generators import, apart from Monarch, which starts threads, and what imports it.
 LIBRARIES = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -43,8 +43,10 @@ LIBRARIES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "safetensors.torch",
-    "pydantic",
-    "yaml",
+    "forge.training.trainer",
+    "forge.engines.engine",
+    "forge.data.load",
+    "forge.store",
 )
 # Variables that differ from process to process, and that no library reads when it is imported.
 FREE = ("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES")
@@ -116,11 +118,12 @@ def main(listener: socket.socket) -> None:
     with suppress(OSError):
         Path("/proc/self/comm").write_text("forge-fork")  # what top and ps show; forks take names of their own
     expected = json.loads(sys.stdin.buffer.readline())
+    gc.disable()  # there is hardly any garbage, and looking for it takes a sixth of the time
     for name in LIBRARIES:
         with suppress(ImportError):  # the process that needs it says so
             importlib.import_module(name)
-    gc.collect()
     gc.freeze()  # a collection in a fork does not write to the memory that it shares with the server
+    gc.enable()
     if (program := serve(listener, expected)) is not None:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -58,7 +58,7 @@ class TreeMask:
         return cls(*(column.to(device) for column in of_token))
 
     def sees(self, query: Tensor, key: Tensor, window: int | None = None) -> Tensor:
-        """Whether tokens see others, by their indices in the pack; of the last `window` tokens only, itself included."""
+        """Whether tokens see others, by index in the pack; with a window, of the last `window` tokens, itself included."""
         first, position = self.first, self.position
         seen = (first[key] <= first[query]) & (first[query] < self.end[key]) & (position[key] <= position[query])
         return seen if window is None else seen & (position[query] - position[key] < window)
@@ -79,7 +79,7 @@ class TreeMask:
 def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, window: int | None, scale: float | None
 ) -> Tensor:
-    """Query [1, heads, tokens, head_dim], key and value [1, key heads, tokens, head_dim] -> [tokens, heads, head_dim]."""
+    """Query [1, heads, tokens, head_dim], key and value [1, key heads, ...] -> [tokens, heads, head_dim]."""
     attend = flex_attention if query.device.type == "cpu" else _compile("attention", flex_attention)
     grouped = query.shape[1] != key.shape[1]
     out = attend(query, key, value, block_mask=mask.blocks(window), scale=scale, enable_gqa=grouped)

@@ -1,0 +1,31 @@
+"""The quickstart: a small model learns to spell words backwards, by imitation and then by GRPO.
+
+    python -m apps.quickstart --seed 1
+
+The same as `apps.sft.main` and then `apps.grpo.main` with their tiny.yaml, in one program: PyTorch and transformers are
+imported once. Options go to both stages.
+"""
+
+import sys
+from pathlib import Path
+
+from forge.config import ConfigError, load
+from forge.controller import forked_processes
+from forge.recipes import rl, sft
+from forge.recipes.launch import launch
+from forge.recipes.rl_config import RLConfig
+from forge.recipes.sft_config import SFTConfig
+
+APPS = Path(__file__).parent
+
+if __name__ == "__main__":
+    options = sys.argv[1:]
+    warm_up = ["--config", str(APPS / "sft/tiny.yaml"), *options]
+    try:
+        run = load(SFTConfig, warm_up).run
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
+    with forked_processes():
+        launch(sft.train, SFTConfig, warm_up)
+        model = f"{run.root}/{run.name}/model"
+        launch(rl.train, RLConfig, ["--config", str(APPS / "grpo/tiny.yaml"), "--model", model, *options])
