@@ -100,8 +100,11 @@ class Services(Section):
 
 
 class RolloutMetrics(MetricsConfig):
-    rollouts: NonNegativeInt = 1
-    """Sampled rollouts of each step that are kept."""
+    rollouts: NonNegativeInt | Literal["all"] = 1
+    """Groups of each step that `rollouts.arrow` records with all of their tokens ([watching.md](watching.md)), and as
+    many of those that were dropped. `all`: every one."""
+    rollouts_mb: PositiveInt = 1000
+    """Size at which that file is full."""
 
 
 class RLConfig(RecipeConfig):

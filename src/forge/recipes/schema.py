@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..cluster.settings import ClusterConfig
 from ..config import ConfigError, Section
@@ -272,6 +272,9 @@ class MetricsConfig(Section):
     wandb: WandbConfig | None = None
     trackio: TrackioConfig | None = None
     mlflow: MlflowConfig | None = None
+    peak_tflops: PositiveFloat | None = None
+    """TFLOP/s of one device, which `train/mfu` and `generator/mfu` are shares of; null: the data sheet's for a known
+    GPU, measured on a CPU ([watching.md](watching.md))."""
 
 
 class RunConfig(Section):
