@@ -18,7 +18,7 @@ from forge.config import to_dict
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
 from forge.observability.trackers import check_trackers, without_secrets
-from forge.recipes.schema import MetricsConfig
+from forge.recipes.metrics_config import MetricsConfig
 from forge.types import Episode, Group
 
 SECTIONS = {

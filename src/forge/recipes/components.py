@@ -56,7 +56,8 @@ class Job(NamedTuple):
         last = step == cfg.training.steps
         if last or step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
             metrics = metrics | await evaluate()
-        self.record.log(step, await drain_metrics(), **metrics)
+        profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
+        self.record.log(step, await drain_metrics(profiles), **metrics)
         await state.forget_done()
         ending = last or done()
         reason = self.preemption.reason() if self.preemption is not None and not ending else None

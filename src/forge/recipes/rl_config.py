@@ -15,7 +15,8 @@ from ..data.config import DatasetConfig
 from ..engines.interface import LONGEST
 from ..envs.config import EpisodeConfig
 from ..plugin import resolve
-from .schema import MetricsConfig, RecipeConfig, RewardConfig
+from .metrics_config import MetricsConfig
+from .schema import RecipeConfig, RewardConfig
 
 
 class AlgorithmConfig(Section):

@@ -56,14 +56,14 @@ const events = new Map();
 
 export async function rowsOf(run) {
   const have = rows.get(run) ?? { version: null, rows: 0, columns: {} };
-  let more = await ask("rows", { run, after: have.rows || "" });
+  const more = await ask("rows", { run, after: have.rows || "" });
   if (have.rows && more.version !== have.version) {
     rows.delete(run);
     return rowsOf(run);
   }
-  const added = Math.max(0, ...Object.values(more.columns).map((column) => column.length));
+  const known = have.columns.step?.length ?? 0, added = Math.max(0, ...Object.values(more.columns).map((column) => column.length));
   for (const name of new Set([...Object.keys(have.columns), ...Object.keys(more.columns)])) {
-    const before = have.columns[name] ?? Array(have.columns.step?.length ?? 0).fill(null);
+    const before = have.columns[name] ?? Array(known).fill(null);
     have.columns[name] = before.concat(more.columns[name] ?? Array(added).fill(null));
   }
   Object.assign(have, { version: more.version, rows: more.rows });

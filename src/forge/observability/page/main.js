@@ -67,7 +67,7 @@ async function refresh() {
       await view.update();
       main.querySelector(":scope > .alert.error")?.remove();
       const own = runs.find((one) => one.run === run);
-      now.textContent = `${visible(own.name)}: ${own.state}${own.state === "running" ? ", live" : ""}`;
+      now.textContent = `${visible(own.name)}: ${own.state}${own.state === "running" ? ", shown as it runs" : ""}`;
       document.title = `${own.name} – forge`;
     }
   } catch (error) {

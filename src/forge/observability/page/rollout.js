@@ -6,9 +6,9 @@ import { REASONS } from "./rollouts.js";
 const MOST = 4000; // tokens that are shown at first
 // Field, its name, whether colours run from blue over nothing to red (2) or from nothing to blue (1).
 const FIELDS = [
-  ["advantages", "advantage", 2], ["difference", "engine less trainer (nats)", 2], ["engine_logprobs", "log-probability, engine", 1], ["logprobs", "log-probability, trainer", 1], ["entropy", "entropy (nats)", 1],
+  ["advantages", "advantage", 2], ["difference", "engine − trainer (nats)", 2], ["engine_logprobs", "log-prob., engine", 1], ["logprobs", "log-prob., trainer", 1], ["entropy", "entropy (nats)", 1],
   ["ratio", "ratio to the sampler", 2], ["clip_fraction", "cut by the clip", 1], ["correction_fraction", "cut by the correction", 1], ["loss", "part of the loss", 2], ["weights", "share of the loss", 1],
-  ["versions", "policy version", 1], ["ref_logprobs", "log-probability, reference", 1], ["values", "value (critic)", 2], ["returns", "return", 2],
+  ["versions", "policy version", 1], ["ref_logprobs", "log-prob., reference", 1], ["values", "value (critic)", 2], ["returns", "return", 2],
 ];
 let shown = "advantages";
 

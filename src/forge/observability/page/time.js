@@ -43,9 +43,13 @@ export function time(context) {
     pen.textBaseline = "middle";
     boxes = [];
     pen.fillStyle = css("--quiet");
+    let free = 0;
     for (const tick of ticks(a - from, b - from)) {
-      pen.fillText(seconds(tick), Math.min(x(tick + from) + 3, width - 44), 10);
-      pen.fillRect(x(tick + from), TOP - 6, 1, 5);
+      const at = x(tick + from), text = seconds(tick), wide = pen.measureText(text).width;
+      pen.fillRect(at, TOP - 6, 1, 5);
+      if (at < free || at + wide > width) continue;
+      pen.fillText(text, at + 3, 10);
+      free = at + wide + 12;
     }
     let y = TOP;
     for (const lane of lanes) {
@@ -118,7 +122,7 @@ function tint(name) {
 
 function ticks(a, b) {
   const step = [0.001, 0.01, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 36000, 86400].find((one) => (b - a) / one <= 9) ?? (b - a) / 8;
-  return Array.from({ length: Math.floor(b / step) - Math.ceil(a / step) + 1 }, (_, i) => (Math.ceil(a / step) + i) * step);
+  return Array.from({ length: Math.max(0, Math.floor(b / step) - Math.ceil(a / step) + 1) }, (_, i) => (Math.ceil(a / step) + i) * step);
 }
 
 function read(events) {
