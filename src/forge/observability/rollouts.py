@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..files import written_aside
 from ..types import Batch, Episode, Group
 
 if TYPE_CHECKING:
     import pyarrow
 
 ROLLOUTS = "rollouts.arrow"
+CHUNK = 1 << 22  # bytes that are copied at once
 END = 8  # bytes that mark the end of a stream
 IDLE = "zero_advantage"  # the reason of a sequence whose tokens all have advantage 0: it was left out of the batch
 TEXT = ("prompt", "response", "target")
@@ -231,7 +233,7 @@ def batches(
             stream = pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(f"{path} is not a file of rollouts: {error}") from None
-        if columns is None and stream.schema != schema():
+        if stream.schema != pa.schema([field for field in schema() if columns is None or field.name in columns]):
             raise ValueError(f"{path} has other columns: another version wrote it")
         if after:
             source.seek(after)
@@ -247,7 +249,8 @@ def batches(
 
 
 def cut(path: Path, last: int) -> None:
-    """Remove the steps after `last`, and what is damaged."""
+    """Remove the steps after `last`, and what is damaged. The rest becomes another file: who has mapped the former into
+    memory may read on."""
     end = 0
     try:
         for at, batch in batches(path, ["step"]):
@@ -256,8 +259,12 @@ def cut(path: Path, last: int) -> None:
             end = at
     except ValueError as error:
         log.warning("%s; it is removed", error)
-    if path.exists():
-        os.truncate(path, end)
+    if path.exists() and path.stat().st_size > end:
+        with written_aside(path) as aside, path.open("rb") as old, aside.open("wb") as new:
+            while (left := end - new.tell()) and (data := old.read(min(left, CHUNK))):
+                new.write(data)
+            new.flush()
+            os.fsync(new.fileno())
 
 
 def texts(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:

@@ -207,7 +207,10 @@ class RunView:
         if number not in self._read:
             while len(self._read) >= CACHED:
                 self._read.pop(next(iter(self._read)))
-            _, self._read[number] = next(batches(self.folder / ROLLOUTS, after=self._ends[number]))
+            found = next(batches(self.folder / ROLLOUTS, after=self._ends[number]), None)
+            if found is None:
+                raise ValueError(f"{self.folder / ROLLOUTS} was changed or is damaged")
+            self._read[number] = found[1]
         return self._read[number], row - self._firsts[number]
 
     def _search(self, text: str) -> np.ndarray:
