@@ -1,5 +1,5 @@
 // The list of runs, the views, and what the address says of both.
-import { PALETTE, el, number, visible } from "./parts.js";
+import { PALETTE, el, fill, number, visible } from "./parts.js";
 import { REPORT, ask } from "./data.js";
 import { overview } from "./overview.js";
 import { time } from "./time.js";
@@ -38,20 +38,23 @@ function list() {
   const words = address(), chosen = context.chosen();
   const toggle = (run) => (event) => {
     event.stopPropagation();
-    const others = new Set(chosen.filter((name) => name !== context.run()));
+    const others = new Set(context.chosen().filter((name) => name !== context.run()));
     others.has(run) ? others.delete(run) : others.add(run);
     go({ with: others.size ? [...others].join("\n") : null });
   };
-  aside.replaceChildren(...runs.map((one) => el("div", { className: "run", tabIndex: 0, "aria-current": one.run === context.run(), style: { "--colour": context.colour(one.run) }, onclick: () => go({ run: one.run, row: null }), onkeydown: (event) => event.key === "Enter" && go({ run: one.run, row: null }) },
+  fill(aside, [runs, chosen, context.run()], () => runs.map((one) => el("div", { className: "run", tabIndex: 0, "aria-current": one.run === context.run(), style: { "--colour": context.colour(one.run) }, onclick: () => go({ run: one.run, row: null }), onkeydown: (event) => event.key === "Enter" && go({ run: one.run, row: null }) },
     el("input", { type: "checkbox", checked: chosen.includes(one.run), disabled: one.run === context.run(), title: "show beside the chosen one", onclick: toggle(one.run) }), el("b", {}, visible(one.name)),
     el("small", { className: one.state === "damaged" ? "bad" : "" }, one.error ? visible(one.error) : `${one.state}, step ${number(one.step)}${one.steps ? `/${one.steps}` : ""}${one.reward === null || one.reward === undefined ? "" : `, reward ${number(one.reward, 3)}`}`))));
   const current = VIEWS[words.get("view")] ? words.get("view") : "overview";
-  tabs.replaceChildren(...Object.entries(VIEWS).map(([name, [text]]) => el("a", { href: `#${new URLSearchParams({ ...Object.fromEntries(words), view: name })}`, "aria-current": name === current, onclick: (event) => { event.preventDefault(); go({ view: name, row: null }); } }, text)));
+  fill(tabs, location.hash, () => Object.entries(VIEWS).map(([name, [text]]) => el("a", { href: `#${new URLSearchParams({ ...Object.fromEntries(words), view: name })}`, "aria-current": name === current, onclick: (event) => { event.preventDefault(); go({ view: name, row: null }); } }, text)));
   return current;
 }
 
 async function refresh() {
   clearTimeout(refresh.timer);
+  refresh.again = refresh.busy; // one at a time: what comes meanwhile is done afterwards
+  if (refresh.busy) return;
+  refresh.busy = true;
   try {
     runs = await ask("runs");
     const current = list(), run = context.run();
@@ -75,7 +78,9 @@ async function refresh() {
     main.prepend(el("div", { className: "alert error" }, error instanceof TypeError && /fetch/.test(error.message) ? "The server does not answer: is forge watch running?" : visible(error.message)));
     console.warn(error);
   }
-  if (!REPORT) refresh.timer = setTimeout(refresh, EVERY);
+  refresh.busy = false;
+  if (refresh.again) refresh();
+  else if (!REPORT) refresh.timer = setTimeout(refresh, EVERY);
 }
 
 addEventListener("hashchange", refresh);

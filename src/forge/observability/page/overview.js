@@ -1,5 +1,5 @@
 // Curves of the chosen runs, how their settings differ, and alerts.
-import { PALETTE, chart, css, el, number, select, table, visible } from "./parts.js";
+import { PALETTE, chart, css, el, fill, number, select, table, visible } from "./parts.js";
 import { ask, rowsOf } from "./data.js";
 
 const PANELS = [
@@ -68,14 +68,14 @@ export function overview(context) {
       run, colour: context.colour(run), columns: await rowsOf(run), about: await ask("run", { run }),
     }))));
     draw();
-    alerts.replaceChildren(...known.flatMap((one) => one.about.alerts.map((alert) => el("div", { className: "alert" },
+    fill(alerts, known.map((one) => [one.run, one.about.alerts]), () => known.flatMap((one) => one.about.alerts.map((alert) => el("div", { className: "alert" },
       el("b", {}, visible(known.length > 1 ? `${one.run}: ${alert.found}` : alert.found)), el("span", {}, visible(alert.advice))))));
     if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far."));
     else grid.querySelector(":scope > p")?.remove();
     const differ = runs.length > 1 ? await ask("differences", { run: runs }) : null;
-    compared.replaceChildren(...(differ === null ? [] : [el("h2", {}, "Settings that differ"), Object.keys(differ).length
+    fill(compared, [runs, differ, known.map((one) => [one.columns.step?.length, one.about.settings])], () => [...(differ === null ? [] : [el("h2", {}, "Settings that differ"), Object.keys(differ).length
       ? table(["setting", ...runs.map(visible)], Object.entries(differ).map(([key, values]) => [visible(key), ...values.map((v) => visible(v))]))
-      : el("p", { className: "quiet" }, "None.")]), ...(known.length === 1 ? settings(known[0]) : []));
+      : el("p", { className: "quiet" }, "None.")]), ...(known.length === 1 ? settings(known[0]) : [])]);
   }
   return { node, update };
 }

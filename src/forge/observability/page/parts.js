@@ -23,6 +23,14 @@ export function el(tag, properties = {}, ...children) {
   return node;
 }
 
+// New children only where what they show has changed: focus and selections stay.
+export function fill(node, state, make) {
+  const key = JSON.stringify(state);
+  if (node.filled === key) return;
+  node.filled = key;
+  node.replaceChildren(...make().filter(Boolean));
+}
+
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);

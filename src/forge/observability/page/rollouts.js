@@ -1,5 +1,5 @@
 // All recorded rollouts: filters, the distribution of rewards, pages.
-import { el, number, percent, select, visible } from "./parts.js";
+import { el, fill, number, percent, select, visible } from "./parts.js";
 import { ask } from "./data.js";
 
 const COLUMNS = [["step", "step", 1], ["group", "prompt", 1], [null, "sample", 1], ["reward", "reward", 1], ["advantage", "advantage", 1], ["length", "tokens", 1], ["version", "version", 1], [null, "trained", 0], [null, "prompt and response", 0]];
@@ -27,30 +27,30 @@ export function rollouts(context) {
       known = found.reasons.join();
       reasons.replaceChildren(el("label", {}, "trained", select([["", "all"], ["trained", "trained"], ["dropped", "not trained"], ...found.reasons.map((one) => [one, `not: ${REASONS[one] ?? one}`])], asked.reason ?? "", (value) => { asked.reason = value; asked.page = 0; update(); }, { id: "reason" })));
     }
-    histogram(found.histogram);
-    head.replaceChildren(...COLUMNS.map(([sort, text, numeric]) => el("th", { className: numeric ? "n" : "", "data-sort": sort, onclick: sort && (() => {
+    fill(bars, [found.histogram], () => histogram(found.histogram));
+    fill(head, [asked.sort, asked.down], () => COLUMNS.map(([sort, text, numeric]) => el("th", { className: numeric ? "n" : "", "data-sort": sort, onclick: sort && (() => {
       asked.down = asked.sort === sort && asked.down === "1" ? "" : "1";
       asked.sort = sort;
       update();
     }) }, text, sort === asked.sort ? (asked.down === "1" ? " ↓" : " ↑") : "")));
-    body.replaceChildren(...found.rows.map((row) => el("tr", { className: "link", tabIndex: 0, onclick: () => context.open(row.row), onkeydown: (event) => event.key === "Enter" && context.open(row.row) },
+    fill(body, found.rows, () => found.rows.map((row) => el("tr", { className: "link", tabIndex: 0, onclick: () => context.open(row.row), onkeydown: (event) => event.key === "Enter" && context.open(row.row) },
       ...[row.step, row.group, row.sample, number(row.reward), number(row.advantage, 3), row.length, row.version].map((cell) => el("td", { className: "n" }, String(cell ?? "–"))),
       el("td", {}, row.dropped ? el("span", { className: "tag", title: visible(row.dropped) }, visible(REASONS[row.dropped] ?? row.dropped)) : el("span", { className: "good" }, "yes")),
       el("td", { className: "text" }, el("span", { className: "quiet" }, `${visible((row.prompt ?? "").slice(-70))} `), visible((row.response ?? "").slice(0, 160))))));
     const last = Math.max(0, Math.ceil(found.total / 50) - 1), go = (by) => () => { asked.page = (asked.page || 0) + by; update(); };
-    pages.replaceChildren(el("button", { onclick: go(-1), disabled: !asked.page }, "‹ before"), ` page ${(asked.page || 0) + 1} of ${last + 1} `, el("button", { onclick: go(1), disabled: (asked.page || 0) >= last }, "next ›"));
-    if (!found.all) body.replaceChildren(el("tr", {}, el("td", { colSpan: 9, className: "quiet" }, "No rollouts were recorded: metrics.rollouts says how many are, in recipes that sample.")));
+    fill(pages, [asked.page, last], () => [el("button", { onclick: go(-1), disabled: !asked.page }, "‹ before"), ` page ${(asked.page || 0) + 1} of ${last + 1} `, el("button", { onclick: go(1), disabled: (asked.page || 0) >= last }, "next ›")]);
+    if (!found.all) fill(body, 0, () => [el("tr", {}, el("td", { colSpan: 9, className: "quiet" }, "No rollouts were recorded: metrics.rollouts says how many are, in recipes that sample."))]);
   }
 
   function histogram(found) {
-    if (!found) { bars.replaceChildren(); edges.replaceChildren(el("span", {}, "no rewards")); return; }
+    edges.replaceChildren(...(found ? [el("span", {}, number(found.edges[0], 3)), el("span", { style: { "margin-left": "auto" } }, number(found.edges.at(-1), 3))] : [el("span", {}, "no rewards")]));
+    if (!found) return [];
     const most = Math.max(...found.counts), total = found.counts.reduce((a, b) => a + b, 0);
-    bars.replaceChildren(...found.counts.map((count, i) => {
+    return found.counts.map((count, i) => {
       const [low, high] = [found.edges[i], found.edges[i + 1]];
       return el("button", { title: `${number(low, 3)} to ${number(high, 3)}: ${count}, ${percent(count / total)}`, style: { height: `${count ? 4 + (96 * count) / most : 0}%` }, disabled: !count,
         onclick: () => { for (const [bound, value] of [["min", low], ["max", high]]) node.querySelector(`#reward_${bound}`).value = asked[`reward_${bound}`] = String(value); asked.page = 0; update(); } });
-    }));
-    edges.replaceChildren(el("span", {}, number(found.edges[0], 3)), el("span", { style: { "margin-left": "auto" } }, number(found.edges.at(-1), 3)));
+    });
   }
   return { node, update };
 }

@@ -1,5 +1,5 @@
 // What each process did when, on one axis with steps, restarts and the share of the asynchrony bound.
-import { PALETTE, css, el, number, percent, seconds, table, visible } from "./parts.js";
+import { PALETTE, css, el, fill, number, percent, seconds, table, visible } from "./parts.js";
 import { ask, eventsOf, rowsOf } from "./data.js";
 
 const ROW = 20, LEFT = 130, AGE = 46, TOP = 22;
@@ -20,9 +20,10 @@ export function time(context) {
     ({ lanes, marks, from, to } = read(events));
     if (first && marks.length > 40) window_ = recent(30);
     first = first && !marks.length;
-    said.replaceChildren(...sentences(columns, lanes, bound).map((text) => el("p", {}, text)));
-    processes.replaceChildren(table(["process", "busy", "waiting", "cores", "memory (MB)", "pids", "longest phases"], lanes.map((lane) => [visible(lane.name), percent(lane.busy), percent(lane.waits),
-      number(lane.cores, 3), number(lane.memory, 5), visible(lane.pids.join(", ")), lane.phases.slice(0, 4).map(([name, sum]) => `${visible(name)} ${seconds(sum)}`).join(", ")]), [1, 2, 3, 4]));
+    const words = sentences(columns, lanes, bound);
+    fill(said, words, () => words.map((text) => el("p", {}, text)));
+    fill(processes, events.length, () => [table(["process", "busy", "waiting", "cores", "memory (MB)", "pids", "longest phases"], lanes.map((lane) => [visible(lane.name), percent(lane.busy), percent(lane.waits),
+      number(lane.cores, 3), number(lane.memory, 5), visible(lane.pids.join(", ")), lane.phases.slice(0, 4).map(([name, sum]) => `${visible(name)} ${seconds(sum)}`).join(", ")]), [1, 2, 3, 4])]);
     const sums = new Map();
     for (const [name, sum] of lanes.flatMap((lane) => lane.phases)) sums.set(name, (sums.get(name) ?? 0) + sum);
     const names = [...sums].sort((a, b) => b[1] - a[1]).map(([name]) => name);
