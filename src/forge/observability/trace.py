@@ -52,8 +52,12 @@ class Trace:
         numbers = {name: round(row[name], 4) for name in SHOWN if name in row}
         found.append({**mark, "name": f"step {step}", "args": {"step": step, **numbers}})
         lines = [json.dumps(event) for event in found]
-        self._file.write("".join(f"{'' if self._first and not i else ','}{line}\n" for i, line in enumerate(lines)))
-        self._file.flush()
+        try:
+            self._file.write("".join(f"{'' if self._first and not i else ','}{line}\n" for i, line in enumerate(lines)))
+            self._file.flush()
+        except OSError as error:  # a full disk
+            error.filename = error.filename or self._file.name
+            raise
         self._first = False
 
     def close(self) -> None:
