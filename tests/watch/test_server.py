@@ -230,6 +230,8 @@ def test_only_models_below_the_folder_are_loaded(tmp_path: Path):
     assert chat(root, run="a", which="other", prompt="x")[0] == 400
     assert chat(root, run="..", prompt="x")[0] == 404
     assert chat(root, which="run")[0] == 400
+    for odd in ({"messages": [1]}, {"messages": []}, {"messages": 3}, {"max_tokens": []}):
+        assert chat(root, run="a", **{"messages": [{"role": "user", "content": "x"}], **odd})[0] in (400, 404)
 
 
 HOSTILE = "<script>document.title='owned'</script>\x1b[31m\u202e</script><!--"

@@ -102,9 +102,7 @@ class Chat:
         from ..serve.requests import BadRequest, parse
 
         if "messages" in asked and not tokenizer.chat_template:
-            # A model without a template continues text.
-            asked = {**asked, "prompt": "".join(message["content"] for message in asked.pop("messages")[-1:])}
-            asked.pop("messages", None)
+            asked = as_text(asked)
         try:
             job = parse({**asked, "model": "m"}, tokenizer, "m", chat="messages" in asked)
         except BadRequest as error:
@@ -123,15 +121,22 @@ class Chat:
             raise NoModel(f"the policy is served at {host}, which is not this machine")
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        what = "chat/completions" if "messages" in asked else "completions"
         limit = aiohttp.ClientTimeout(PATIENCE)
-        async with (
-            aiohttp.ClientSession(timeout=limit, headers=headers) as session,
-            session.post(f"{url}/{what}", json=asked, allow_redirects=False) as response,
-        ):
-            body = await response.json()
+        async with aiohttp.ClientSession(timeout=limit, headers=headers) as session:
+            for ask in (asked, as_text(asked)) if "messages" in asked else (asked,):
+                what = "chat/completions" if "messages" in ask else "completions"
+                async with session.post(f"{url}/{what}", json=ask, allow_redirects=False) as response:
+                    body = await response.json()
+                if "no chat template" not in str(body.get("error")):
+                    break
         if "choices" not in body:
             raise ValueError(str(body.get("error", {}).get("message", body)))
         choice = body["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         return {"text": text, "finish": choice["finish_reason"], "tokens": body["usage"]["completion_tokens"]}
+
+
+def as_text(asked: dict[str, Any]) -> dict[str, Any]:
+    """For a model without a template, which continues text: the last message is what it continues."""
+    rest = {name: given for name, given in asked.items() if name != "messages"}
+    return rest | {"prompt": str(asked["messages"][-1]["content"])}

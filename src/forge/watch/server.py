@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from ..observability.report import CHARTS, PAGE, SCRIPTS, STYLES
 from ..observability.rollouts import ROLLOUTS
 from ..observability.run import CONFIG, FINISHED, MARK
@@ -149,7 +151,7 @@ async def _explained(
         return web.json_response({"error": str(error)}, status=404, headers=HEADERS)
     except KeyError as error:
         return web.json_response({"error": f"the query lacks {error}"}, status=400, headers=HEADERS)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError, aiohttp.ClientError) as error:
         return web.json_response({"error": str(error)}, status=400, headers=HEADERS)
 
 
