@@ -26,6 +26,8 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+from forge.observability.rollouts import batches, texts
+
 CONFIG = {
     "from_scratch": {"alphabet": "abcdefghijklmnopqrstuvwxyz>", "hidden_size": 32, "layers": 2, "heads": 2},
     "dataset": {"task": "apps.toys.words:Reverse", "difficulty": [2, 4], "prompt_template": "{question}>"},
@@ -93,7 +95,8 @@ class Case:
     def result(self, seconds: float, kills: list[str]) -> Result:
         digest = hashlib.sha256((self.run / "model/model.safetensors").read_bytes()).hexdigest()
         steps = [int(row["step"]) for row in self._rows("metrics.jsonl")]
-        groups = sorted(row["index"] for row in self._rows("rollouts.jsonl"))
+        found = [line for _, batch in batches(self.run / "rollouts.arrow") for line in texts(batch)]
+        groups = sorted(row["index"] for row in found)
         return Result(digest, steps, groups, seconds, kills)
 
     def _rows(self, name: str) -> list[dict]:

@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from forge.api import Result
 from forge.controller import first_to_end, runtime
 from forge.recipes.launch import launch
 from forge.recipes.rl import train as grpo
@@ -65,7 +66,7 @@ def check(folder: Path, steps: int, batch_size: int, samples: int) -> tuple[int,
     A group that a fault delayed until it was too old is dropped, counted, and replaced by one of a new number.
     """
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    rollouts = Result(folder).rollouts
     indices = [rollout["index"] for rollout in rollouts]
     buffer = checkpoint.extra(checkpoint.checkpoints(folder / "checkpoints")[-1])["buffer"]
     dropped = buffer["dropped"]["too_old"] + buffer["dropped"]["unscored"]

@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 
 
 PAGES = ["README", "docs/services", "docs/weights", "docs/algorithms", "docs/verifiers", "docs/weaver"]
-PAGES += ["docs/sandbox", "docs/openenv", "docs/agents"]
+PAGES += ["docs/sandbox", "docs/openenv", "docs/agents", "docs/watching"]
 EXAMPLES = [
     pytest.param(code, id=f"{page.stem} {number}", marks=[] if page.stem == "README" else pytest.mark.full)
     for page in (ROOT / f"{name}.md" for name in PAGES)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .config import ConfigError, Section, build, keys_of, section_in
+from .observability.rollouts import ROLLOUTS, batches, texts
 from .plugin import nearest
 
 T = TypeVar("T")
@@ -48,8 +49,9 @@ class Result:
 
     @property
     def rollouts(self) -> list[dict[str, Any]]:
-        """The sampled rollouts that were kept: prompt, response, target, rewards, step."""
-        return _lines(self.folder / "rollouts.jsonl")
+        """The groups that were recorded: prompt, first response, target, rewards, step. `rollouts.arrow` has all
+        samples with their tokens."""
+        return [line for _, batch in batches(self.folder / ROLLOUTS) for line in texts(batch)]
 
 
 def train(

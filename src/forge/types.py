@@ -327,6 +327,7 @@ class Batch:
     `proximal_logprobs` by the trainer where a step makes several updates: those of the policy that it starts from;
     `values` by a critic, `returns` is what that critic should have said. `experts`, [tokens, layers, k], are those of
     the engine, `UNKNOWN_EXPERT` where they are not known; a policy in training takes them instead of its routers' own.
+    `recorded` numbers the tokens of which a trainer records what it computes, from 0; -1 for the others.
 
     `unit` neighbouring sequences belong together (2: the pairs of preference data) and are never separated.
     """
@@ -344,12 +345,13 @@ class Batch:
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     experts: np.ndarray | None = None
+    recorded: np.ndarray | None = None
     origins: frozenset[Origin] = frozenset()
     unit: int = 1
 
     PER_TOKEN: ClassVar[tuple[str, ...]] = (
         *("tokens", "mask", "logprobs", "versions", "advantages", "weights"),
-        *("ref_logprobs", "proximal_logprobs", "rewards", "values", "returns", "experts"),
+        *("ref_logprobs", "proximal_logprobs", "rewards", "values", "returns", "experts", "recorded"),
     )
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ from apps.tools.demonstrate import conversation
 from apps.tools.main import ToolsConfig, calc
 from apps.toys import programs
 from apps.toys.expressions import Expression
+from forge.api import Result
 from forge.config import ConfigError, load
 from forge.envs import ToolError
 from forge.recipes.launch import launch
@@ -54,7 +55,7 @@ def test_a_run_is_whole(tmp_path, app, task):
     sampled = [row for row in rows if "episode/unscored" in row]  # where episodes ended during the step
     assert sampled
     assert all(row["episode/unscored"] == row["episode/infrastructure"] == 0 for row in sampled)
-    rollout = json.loads((tmp_path / "run/rollouts.jsonl").read_text().splitlines()[0])
+    rollout = Result(tmp_path / "run").rollouts[0]
     assert rollout["response"].startswith("[assistant]")
     assert (tmp_path / "run/model/model.safetensors").exists()
 

@@ -73,7 +73,8 @@ def test_the_disk_is_full(tmp_path: Path):
     try:
         process = running(small, "--checkpoint.every", "0")
         subprocess.run(["dd", "if=/dev/zero", f"of={small}/fill", "bs=1k"], capture_output=True)
-        assert ended(process)[-1] == f"error: [Errno 28] No space left on device: '{small}/runs/test/metrics.jsonl'"
+        logs = [f"{small}/runs/test/{name}" for name in ("metrics.jsonl", "rollouts.arrow", "trace.json")]
+        assert ended(process)[-1] in [f"error: [Errno 28] No space left on device: '{log}'" for log in logs]
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
 

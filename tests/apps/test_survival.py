@@ -1,6 +1,5 @@
 """A run whose processes are killed goes on as if nothing had happened, and ends with everything done once."""
 
-import json
 import os
 import re
 import signal
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forge.api import Result
 from forge.training.checkpoint import checkpoints, extra
 from tests.apps.test_recipes import CONFIG, command, gone, rows, start
 from tests.trees import components
@@ -24,7 +24,7 @@ SURVIVOR = CONFIG | {
 
 
 def logged_rollouts(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "runs/test/rollouts.jsonl").read_text().splitlines()]
+    return Result(folder / "runs/test").rollouts
 
 
 def wait(process, folder, step):

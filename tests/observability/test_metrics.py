@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from forge.observability import Reduce, Run, phase, record_metric
 from forge.observability.metrics import Snapshot, drain
+from forge.observability.rollouts import batches, texts
 from forge.types import Episode, Group
 
 
@@ -58,6 +59,7 @@ def test_phases_are_timed_even_when_they_fail():
 
 def test_a_run_folder(tmp_path, capsys):
     run = Run("one", {"seed": 3}, steps=2, root=str(tmp_path))
+    run.record(1, 1e6, str)
     with phase("train"):
         record_metric("reward", 0.25)
     run.log(0, Snapshot(), **{"eval/accuracy": 0.1})
@@ -73,15 +75,15 @@ def test_a_run_folder(tmp_path, capsys):
     assert rows[1]["reward"] == 0.25
     assert rows[1]["train/tokens_per_second"] > 0
     assert rows[1]["seconds/step"] >= rows[1]["seconds/train"]
-    (rollout,) = (json.loads(line) for line in (tmp_path / "one/rollouts.jsonl").read_text().splitlines())
+    ((_, batch),) = batches(tmp_path / "one/rollouts.arrow")
+    (rollout,) = texts(batch)
     assert (rollout["step"], rollout["index"], rollout["version"]) == (1, 7, 4)
     assert (rollout["prompt"], rollout["rewards"]) == ("<b>", [1.0, 0.0])
     page = (tmp_path / "one/report.html").read_text()
-    assert "&lt;b&gt;" in page
-    assert "seed: 3" in page
-    events = json.loads((tmp_path / "one/trace.json").read_text())["traceEvents"]
+    assert '"prompt":"\\u003cb>"' in page
+    assert '"seed":3' in page
+    events = json.loads((tmp_path / "one/trace.json").read_text())
     assert {"name", "ph", "pid"} <= set(events[0])
-    assert (tmp_path / "one/curves.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out accuracy 0.100 at step 0, 0.900 at step 2" in capsys.readouterr().out
 
 

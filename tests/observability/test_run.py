@@ -73,7 +73,7 @@ def test_logs_that_were_cut_back_twice_are_not_called_damaged(tmp_path: Path, ca
             again.log(step, Snapshot(), reward=reward)
         again.close()
     assert "damaged" not in caplog.text
-    (tmp_path / "one/rollouts.jsonl").unlink()  # somebody needed the space
+    (tmp_path / "one/rollouts.arrow").unlink()  # somebody needed the space
     Run("one", {}, steps=4, root=str(tmp_path), resume="a checkpoint", start=2).close()
 
 

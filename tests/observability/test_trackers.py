@@ -1,4 +1,4 @@
-"""The trackers show what metrics.jsonl and rollouts.jsonl have, read back with each tracker's own means."""
+"""The trackers show what metrics.jsonl and rollouts.arrow have, read back with each tracker's own means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge.config import to_dict
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
 from forge.observability.trackers import check_trackers, without_secrets
-from forge.recipes.schema import MetricsConfig
+from forge.recipes.metrics_config import MetricsConfig
 from forge.types import Episode, Group
 
 SECTIONS = {
@@ -43,6 +43,7 @@ def metrics(root: Path, *names: str) -> dict:
 
 
 def steps(run: Run, numbers: range, more: float = 0.0) -> None:
+    run.record(1, 1e9, str)
     for step in numbers:
         episode = Episode(prompt_ids=[1], response_ids=[2], reward=0.5)
         episode.text = f"answer {step}"

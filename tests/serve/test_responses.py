@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from forge.data.spelling import spelled
 from forge.serve.requests import Job
 from forge.serve.responses import Answer
-from forge.serve.text import spelled
 from forge.types import Completion, Sampling
 
 

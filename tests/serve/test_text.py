@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forge.serve.text import TextStream, spelled
+from forge.data.spelling import spelled
+from forge.serve.text import TextStream
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from forge.training.checkpoint import Background
 from forge.training.distributed import Ranks
 from forge.training.policy import Head
 from forge.training.trainer import PolicyTrainer
+from forge.types import Batch
 from tests.actors.respawn import request
 from tests.training.cases import example, make_trainer, regression, targets, weights_of
 
@@ -147,6 +148,20 @@ def several_updates(ranks: Ranks, model: Path) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights_of(trainer)}
 
 
+Recorded = tuple[dict[str, float], Batch, dict[str, np.ndarray]]
+
+
+def recorded_step(trainer: PolicyTrainer, loss: Callable[..., torch.Tensor], aggregation: Aggregation) -> Recorded:
+    """A step whose tokens are all recorded: its metrics, its batch and what was recorded. Sequences 0 and 1 begin with
+    the same context, which is computed once."""
+    batch = example(aggregation=aggregation)
+    batch.tokens[8] = batch.tokens[0]
+    batch.recorded = np.arange(len(batch.tokens))
+    metrics = trainer.train_step(batch, loss)
+    assert trainer.recorded is not None
+    return metrics, batch, trainer.recorded
+
+
 def saved(ranks: Ranks, model: Path, folder: Path, **settings: Any) -> dict[str, Any]:
     """Three steps, a checkpoint and an export, then two steps more."""
     trainer = make_trainer(model, ranks, **settings)
@@ -263,6 +278,7 @@ def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, 
         "lora": partial(lora, ranks, model, "policy", folder / "lora"),
         "lora of a critic": partial(lora, ranks, model, "value", folder / "lora of a critic"),
         "several updates": partial(several_updates, ranks, model),
+        "recorded": lambda: recorded_step(make_trainer(model, ranks, mini_batches=2, epochs=2), LOSS, "token_mean"),
         "bfloat16": partial(five_steps, ranks, model, dtype="bfloat16"),
         "seed form": partial(five_steps, ranks, model, SeedFormLoss(), "token_mean", seq_len=16),
         "replaced": partial(replaced, ranks, model, folder / "recovery"),

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,9 @@ from typing import Any
 from ..controller import ForgeActor, Options, Service, endpoint
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
+from ..flops import causal, forward_flops
 from ..observability import Reduce, phase, record_metric
+from ..observability.metrics import record_span
 from ..store import Store, VersionStore
 from ..types import Completion, Prompt, Sampling
 from ..weight_layouts import has_adapters, merge_adapters
@@ -24,6 +27,8 @@ from .identity import POLICY, check_current, differing
 from .keeper import Reach, connect, home
 from .staleness import StaleWeights
 from .streams import Streams
+
+SPAN = 0.25  # seconds of a span in the trace, at least
 
 
 class Generator(ForgeActor):
@@ -52,6 +57,7 @@ class Generator(ForgeActor):
         self.store: Store | None = None
         # Updates under way, requested so far, and the latest of them that was loaded.
         self.updating = self.asked = self.loaded = 0
+        self.running, self.since = 0, 0.0  # requests, and when the span of the trace began
         self.loading = threading.Lock()
         self.defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self.defaults |= {"max_tokens": max_tokens, "stop_token_ids": tuple(stop_token_ids)}
@@ -84,9 +90,10 @@ class Generator(ForgeActor):
 
     def setup(self) -> None:
         import torch
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
         self.store = connect(self.reach)
+        self.architecture = AutoConfig.from_pretrained(self.model)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         device = None
         if self.settings.engine == "embedded" and (kind := torch.accelerator.current_accelerator(check_available=True)):
@@ -117,14 +124,18 @@ class Generator(ForgeActor):
             StaleWeights: this generator missed an update.
         """
         settings = Sampling(n=1 if n is None else n, **{**self.defaults, **sampling})
-        with self._ending():
+        with self._ending(), self._busy():
             submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
             completions = await asyncio.wrap_future(submitted)
         self._check_current()
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
             completion.text, completion.sampled_by = text, str(self.context)
-        record_metric("generator/tokens", sum(len(c.token_ids) for c in completions), Reduce.SUM)
+        context, drawn = len(completions[0].prompt_ids), [len(c.token_ids) for c in completions]
+        attended = causal(context) + sum(causal(length, context) for length in drawn)
+        flops = forward_flops(self.architecture, context + sum(drawn), attended, sum(drawn))
+        record_metric("generator/tokens", sum(drawn), Reduce.SUM)
+        record_metric("generator/flops", flops, Reduce.SUM)
         return completions[0] if n is None else completions
 
     @endpoint
@@ -201,6 +212,21 @@ class Generator(ForgeActor):
                 f"({self.engine.identity or 'unknown'}){difference}"
             )
         return self.engine.version
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Spans in the trace while at least one request runs: a new one whenever a request ends."""
+        if not self.running:
+            self.since = time.time()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            now = time.time()
+            if not self.running or now - self.since > SPAN:
+                record_span("generate", self.since, now - self.since)
+                self.since = now
 
     @contextmanager
     def _ending(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ class ReplayBuffer(ForgeActor):
         batch_size: rollouts of one training step; None admits any number.
         steps: training steps of the run; no rollout beyond them is admitted.
         start: the version served at the start.
+        keep_dropped: most dropped groups that are kept for `take_dropped`, the first of them.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ReplayBuffer(ForgeActor):
         batch_size: int | None = None,
         steps: int | None = None,
         start: int = 0,
+        keep_dropped: int = 0,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
@@ -69,6 +71,7 @@ class ReplayBuffer(ForgeActor):
         self.random = random.Random(seed)
         self.version = 0  # the weights that train next: an item that is too old for them stays too old
         self.replaced = 0
+        self.keep_dropped, self.kept = keep_dropped, list[tuple[str, Group]]()
         self.changed = asyncio.Condition()
 
     def on_respawn(self) -> None:
@@ -100,12 +103,14 @@ class ReplayBuffer(ForgeActor):
                 self.seen.add(index)
             if reason is not None:
                 self.replaced += reason == "no_signal"
-                self._drop(reason)
+                self._drop(reason, [item])
                 return False
             scored = _scored(item)
             assert scored is not None
             if isinstance(item, Group) and isinstance(scored, Group):
                 self._count("unscored_episodes", len(item.episodes) - len(scored.episodes))
+                if lost := [episode for episode in item.episodes if episode.reward is None]:
+                    self._keep("unscored", replace(item, episodes=lost))
             self.items.append(scored)
             self.changed.notify_all()
             return True
@@ -132,6 +137,12 @@ class ReplayBuffer(ForgeActor):
         """Drop the items that are too old to train `version`; returns their number."""
         async with self.changed:
             return self._expire(version)
+
+    @endpoint
+    async def take_dropped(self) -> list[tuple[str, Group]]:
+        """Groups that were dropped since the last call, each with its reason; at most `keep_dropped`."""
+        taken, self.kept = self.kept, []
+        return taken
 
     @endpoint
     async def handled(self) -> Seen:
@@ -195,17 +206,23 @@ class ReplayBuffer(ForgeActor):
 
     def _expire(self, version: int) -> int:
         self.version = max(self.version, version)
-        fresh = [item for item in self.items if self.staleness.fresh(item, self.version)]
-        expired, self.items = len(self.items) - len(fresh), fresh
+        expired = [item for item in self.items if not self.staleness.fresh(item, self.version)]
         if expired:
+            self.items = [item for item in self.items if self.staleness.fresh(item, self.version)]
             self._drop("too_old", expired)
-        return expired
+        return len(expired)
 
-    def _drop(self, reason: str, number: int = 1) -> None:
+    def _drop(self, reason: str, items: Sequence[Item]) -> None:
         """Count items that are dropped, and admit rollouts in their place."""
-        self.admitted -= number
-        self._count(reason, number)
+        self.admitted -= len(items)
+        self._count(reason, len(items))
+        for item in items:
+            self._keep(reason, item)
         self.changed.notify_all()
+
+    def _keep(self, reason: str, item: Item) -> None:
+        if len(self.kept) < self.keep_dropped and isinstance(item, Group):
+            self.kept.append((reason, item))
 
     def _count(self, reason: str, number: int = 1) -> None:
         if number:

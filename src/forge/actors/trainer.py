@@ -11,6 +11,7 @@ import numpy as np
 
 from ..controller import ForgeActor, Service, endpoint
 from ..data.packing import Aggregation, pack, pack_tensors
+from ..flops import forward_flops
 from ..observability import phase
 from ..store import Store
 from ..training.settings import OptimizerSettings, Parallelism
@@ -93,6 +94,8 @@ class Trainer(ForgeActor):
             store.publisher = service.publish_step.call
 
     def setup(self) -> None:
+        from transformers import AutoConfig
+
         from ..training.distributed import join
         from ..training.trainer import PolicyTrainer
 
@@ -102,6 +105,7 @@ class Trainer(ForgeActor):
         place = self.context
         on_host = self.settings.get("cpu_offload", False)
         ranks = join(place.rank, place.world_size, place.rendezvous, self.layout, cpu_offload=on_host)
+        self.architecture = AutoConfig.from_pretrained(self.model)
         with self._on_device():
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
 
@@ -156,10 +160,17 @@ class Trainer(ForgeActor):
                 self.identities.check(batch)
             with self._on_device():
                 found = self.trainer.train_step(batch, self.loss)
+        found["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_work(batch))
         metrics = {f"{self.report}/{name}": value for name, value in found.items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
         answer = metrics if targets is None else found["loss"]
         return self.ledger.complete((batch, answer), answer)
+
+    @endpoint
+    def recorded(self) -> dict[str, np.ndarray] | None:
+        """What the last step computed of the tokens that its batch numbered in `recorded`, see
+        `forge.training.step.TokenRecord`; None: it numbered none."""
+        return self.trainer.recorded if self.context.rank == 0 else None
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
@@ -300,3 +311,9 @@ class Trainer(ForgeActor):
                     raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
                 episode.advantage = episode.reward
         return pack(episodes, aggregation=self.aggregation, unit=self.unit)
+
+
+def _work(batch: Batch) -> tuple[float, float, float]:
+    """Tokens, tokens attended to, and tokens predicted, of a forward pass."""
+    lengths = batch.lengths.astype(float)
+    return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from . import clean, doctor, launch, recipes, runs, serve, table, worker
+from . import clean, doctor, launch, recipes, runs, serve, table, watch, worker
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     launch.add_to(commands)
     table.add_to(commands)
     runs.add_to(commands)
+    watch.add_to(commands)
     words = sys.argv[1:] if argv is None else argv
     # Those packages take seconds to import. A set: an environment that was installed under the former name, torchforge,
     # has each of ours twice.

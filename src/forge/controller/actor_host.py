@@ -12,7 +12,7 @@ import contextvars
 import inspect
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 import cloudpickle
 
 from ..cluster import HOST
-from ..observability.metrics import drain
+from ..observability.metrics import drain, process_name
+from ..observability.profiler import profile_next
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext, _request
 from .errors import RemoteFailure
@@ -133,7 +134,9 @@ class ActorHost(Actor):
         return current_rank().rank, True
 
     @concurrent_endpoint
-    async def drain_metrics(self) -> Answer:
+    async def drain_metrics(self, profiles: Mapping[str, str]) -> Answer:
+        here = {hosted.context.component for hosted in self._hosted.values()}
+        profile_next(next((profiles[name] for name in here & profiles.keys()), None), process_name())
         return current_rank().rank, drain()
 
     @concurrent_endpoint

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # Seconds that a component may take over its teardown, and a process to answer that it cancelled a call.
 TEARDOWN_PATIENCE = 5.0
+DRAINING = 120.0  # seconds, in which a profile may have to be written
 CANCEL_PATIENCE = 5.0
 
 _numbers = itertools.count()
@@ -162,8 +163,8 @@ class Replica:
             self.latencies.append(self.last_answer - request.sent)
         return _unwrap(values)
 
-    async def drain_metrics(self) -> list[Any]:
-        return _unwrap(await self._all_ranks("drain_metrics", 30.0, "drain_metrics"))
+    async def drain_metrics(self, profiles: Mapping[str, str]) -> list[Any]:
+        return _unwrap(await self._all_ranks("drain_metrics", DRAINING, "drain_metrics", profiles))
 
     async def ping(self, patience: float) -> bool:
         """Whether every rank answers in time."""

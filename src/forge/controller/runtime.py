@@ -10,7 +10,7 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,7 @@ class Runtime:
             raise
         return service
 
-    async def drain_metrics(self) -> Snapshot:
+    async def drain_metrics(self, profiles: Mapping[str, str]) -> Snapshot:
         """Everything recorded since the last call, in every process that lives, merged."""
         merged = drain()
         # One for each process: what the components of a process record is together.
@@ -87,7 +87,7 @@ class Runtime:
         for replica in filter(None, up):
             by_process[replica.group, replica.place] = replica
         asked = [r for (group, place), r in by_process.items() if place is None or (group, None) not in by_process]
-        drained = await asyncio.gather(*(replica.drain_metrics() for replica in asked), return_exceptions=True)
+        drained = await asyncio.gather(*(replica.drain_metrics(profiles) for replica in asked), return_exceptions=True)
         for snapshots in drained:
             if isinstance(snapshots, ReplicaDied):
                 continue  # what it had recorded went with it
@@ -381,8 +381,12 @@ async def shutdown() -> None:
         await stopping.shutdown()
 
 
-async def drain_metrics() -> Snapshot:
+async def drain_metrics(profiles: Mapping[str, str] | None = None) -> Snapshot:
     """Everything recorded in any process since the last call, merged. What a process had recorded and not yet handed
-    over when it died is lost."""
+    over when it died is lost.
+
+    Args:
+        profiles: folders by component: its processes are profiled until the next call.
+    """
     with on_the_clock("drain_metrics"):
-        return await runtime().drain_metrics()
+        return await runtime().drain_metrics(profiles or {})

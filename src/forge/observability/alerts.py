@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 WINDOW = 20  # steps that a judgement is based on
+SCARCE = 2.0  # GB
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -86,6 +87,18 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     if unscored:
         lost = f"{unscored:.0f} groups or responses were left out because they had no score"
         found.append(Alert(lost, "The log has the reasons; each of them once"))
+
+    for name, what, advice in (
+        (
+            "machine/disk_free_gb",
+            "on the disk",
+            "Remove old checkpoints, or lower checkpoint.keep and metrics.rollouts_mb",
+        ),
+        ("machine/memory_free_gb", "of memory", "Lower generator.slots, or use fewer processes"),
+    ):
+        left = rows[-1].get(name)
+        if left is not None and left < SCARCE:
+            found.append(Alert(f"{left:.1f} GB {what} are left on the controller's machine", advice))
 
     names = sorted({name for row in rows for name in row if name.startswith("restarts/")})
     if names:

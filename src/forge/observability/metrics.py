@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from .machine import Usage, usage
+
 
 class Reduce(enum.Enum):
     """How values of one metric combine, within a process and across processes."""
@@ -78,15 +80,17 @@ class Span:
 
 @dataclass(slots=True)
 class Snapshot:
-    """Metrics and spans of one or more processes since the last drain."""
+    """Metrics, spans, CPU and memory of one or more processes since the last drain."""
 
     moments: dict[tuple[str, Reduce], Moments] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    usage: list[Usage] = field(default_factory=list)
 
     def merge(self, other: Snapshot) -> None:
         for key, moments in other.moments.items():
             self.moments.setdefault(key, Moments()).merge(moments)
         self.spans.extend(other.spans)
+        self.usage.extend(other.usage)
 
     def values(self) -> dict[str, float]:
         """Metric name to number. A name recorded with STD reads `name/std`, MAX `name/max`, MIN `name/min`."""
@@ -156,6 +160,19 @@ def on_the_clock(name: str) -> AbstractContextManager[None]:
     return clock.within(name) if clock.task is asyncio.current_task() else nullcontext()
 
 
+def record_span(name: str, start: float, duration: float) -> None:
+    """Add a block that began at `start`, seconds since the epoch, to the metric `seconds/<name>` and to the trace."""
+    record_metric(f"seconds/{name}", duration, Reduce.SUM)
+    span = Span(name, process_name(), os.getpid(), start, duration)
+    with _lock:
+        _current.spans.append(span)
+
+
+def process_name() -> str:
+    """Of this process in traces."""
+    return os.environ.get(PROCESS_NAME, "controller")
+
+
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Time a block: adds to the metric `seconds/<name>` (summed), to the trace and to the current task's clock."""
@@ -164,11 +181,7 @@ def phase(name: str) -> Iterator[None]:
         try:
             yield
         finally:
-            duration = time.perf_counter() - tick
-            record_metric(f"seconds/{name}", duration, Reduce.SUM)
-            span = Span(name, os.environ.get(PROCESS_NAME, "controller"), os.getpid(), start, duration)
-            with _lock:
-                _current.spans.append(span)
+            record_span(name, start, time.perf_counter() - tick)
 
 
 def drain() -> Snapshot:
@@ -176,4 +189,5 @@ def drain() -> Snapshot:
     global _current
     with _lock:
         taken, _current = _current, Snapshot()
+    taken.usage.append(usage(process_name()))
     return taken

@@ -1,100 +1,71 @@
-"""The report of a run (curves, numbers and rollouts as HTML) and its trace of time by process."""
+"""A run as one HTML file: the page of `forge watch` with its scripts, its styles and the data of the run in it."""
 
 from __future__ import annotations
 
-import base64
 import html
 import json
-from collections.abc import Sequence
+import re
 from pathlib import Path
+from typing import Any
 
 from ..files import write_atomic
-from .metrics import Span
+from .views import RunView, plain
 
-MOST_ROLLOUTS = 12
-# Panels of the figure: title, and the metrics drawn in it.
-PANELS: list[tuple[str, list[str]]] = [
-    ("reward and accuracy", ["reward", "accuracy", "eval/accuracy"]),
-    ("loss", ["train/loss"]),
-    ("entropy (nats)", ["train/entropy"]),
-    ("largest |ratio - 1|, clip fraction", ["train/ratio_max_deviation", "train/clip_fraction"]),
-    ("KL to the reference (nats)", ["train/kl"]),
-    ("gradient norm", ["train/grad_norm"]),
-    ("policy age (versions)", ["policy_age", "policy_age/max"]),
-    ("groups without signal", ["groups_without_signal"]),
-    ("completion length, share truncated", ["generation/completion_length", "generation/truncated"]),
-    ("tokens a second", ["generation/tokens_per_second", "train/tokens_per_second"]),
-]
+PAGE = Path(__file__).with_name("page")
+# In the order in which they use one another.
+SCRIPTS = ("parts.js", "data.js", "overview.js", "time.js", "rollouts.js", "rollout.js", "chat.js", "main.js")
+STYLES = ("uPlot.min.css", "style.css")
+CHARTS = "uPlot.iife.min.js"
+MOST_ROWS, MOST_EVENTS, MOST_ROLLOUTS = 1000, 20_000, 60
+LONGEST = 20_000  # tokens of a rollout and characters of a text, in a report
+# Nothing is fetched.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
-def write_report(folder: Path, history: Sequence[dict[str, float]]) -> None:
-    """Write curves.png and report.html from the rows of metrics.jsonl."""
-    _draw(folder / "curves.png", history)
-    picture = base64.b64encode((folder / "curves.png").read_bytes()).decode()
-    totals: dict[str, float] = {}
-    for name, value in (item for row in history for item in row.items() if item[0].startswith("seconds/")):
-        totals[name[8:]] = totals.get(name[8:], 0.0) + value
-    phases = [(name, f"{total:.1f}") for name, total in sorted(totals.items(), key=lambda item: -item[1])]
-    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    shown = rollouts[:: max(1, len(rollouts) // MOST_ROLLOUTS)][:MOST_ROLLOUTS]
-    fields = sorted({name for row in shown for name in row}, key=lambda name: (name != "step", name))
-    page = f"""<!doctype html><meta charset="utf-8"><title>{html.escape(folder.name)}</title>
-<style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }}
-table {{ border-collapse: collapse }} td, th {{ padding: .2em .8em; text-align: left; border-bottom: 1px solid #ddd }}
-img {{ width: 100% }} pre {{ background: #f6f6f6; padding: 1em; overflow: auto }}</style>
-<h1>{html.escape(folder.name)}</h1>
-<img alt="curves" src="data:image/png;base64,{picture}">
-<h2>Time by phase</h2>{_table(("phase", "seconds in all"), phases)}
-<h2>Last step</h2>{_table(("metric", "value"), [(k, f"{v:.6g}") for k, v in sorted(history[-1].items())])}
-<h2>Rollouts</h2>{_table(fields, [[str(row.get(name, "")) for name in fields] for row in shown])}
-<h2>Configuration</h2><pre>{html.escape((folder / "config.yaml").read_text())}</pre>
-"""
-    write_atomic(folder / "report.html", page)
+def write_report(folder: Path) -> None:
+    """Write report.html from the files of a run."""
+    view = RunView(folder)
+    data = {
+        "name": folder.name,
+        "about": view.about(),
+        "curves": view.curves(most=MOST_ROWS),
+        "lanes": view.lanes(most=MOST_EVENTS),
+        "rollouts": _sample(view),
+    }
+    scripts = "\n".join(_inlined(name) for name in SCRIPTS)
+    styles = "\n".join((PAGE / name).read_text() for name in STYLES)
+    page = (PAGE / "index.html").read_text()
+    body = page[page.index("<body>") : page.index("</body>")]
+    # "<" is written as an escape: no text of a rollout ends the element.
+    inlined = json.dumps(plain(data), separators=(",", ":")).replace("<", "\\u003c")
+    write_atomic(
+        folder / "report.html",
+        f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width"><title>{html.escape(folder.name)}</title>
+<style>{styles}</style></head>
+{body}<script type="application/json" id="data">{inlined}</script>
+<script>{(PAGE / CHARTS).read_text()}</script>
+<script type="module">{scripts}</script></body></html>
+""",
+    )
 
 
-def _draw(path: Path, history: Sequence[dict[str, float]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [(title, [m for m in metrics if any(m in row for row in history)]) for title, metrics in PANELS]
-    panels = [(title, metrics) for title, metrics in panels if metrics]
-    columns = min(3, max(1, len(panels)))
-    rows = max(1, -(-len(panels) // columns))
-    figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 2.8 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (title, metrics) in zip(axes.flat, panels, strict=False):
-        for metric in metrics:
-            points = [(row["step"], row[metric]) for row in history if metric in row]
-            marker = "o" if metric.startswith("eval") else None
-            axis.plot(*zip(*points, strict=True), label=metric, marker=marker, markersize=3, linewidth=1.2)
-        axis.set_title(title, fontsize=10)
-        axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.3)
-        if len(metrics) > 1:
-            axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+def _sample(view: RunView) -> list[dict[str, Any]]:
+    """Rollouts from the whole run, those of a group together."""
+    found = view.rollouts({"page": "0"})["all"]
+    rows: dict[int, dict[str, Any]] = {}
+    starts = range(0, found, max(1, found // 12)) if found else ()
+    for start in starts:
+        group = view.group(start)
+        if len(rows) + len(group) > MOST_ROLLOUTS and rows:
+            break
+        for row in group:
+            rows[row["row"]] = {k: v[:LONGEST] if isinstance(v, str | list) else v for k, v in row.items()}
+    return [rows[number] for number in sorted(rows)]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
-
-
-def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Write spans in the Trace Event Format for ui.perfetto.dev (microseconds), one track per process."""
-    zero = min((span.start for span in spans), default=0.0)
-    processes = sorted({(span.pid, span.process) for span in spans})
-    events: list[dict] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for pid, name in processes
-    ]
-    for span in spans:
-        times = {"ts": round((span.start - zero) * 1e6), "dur": round(span.duration * 1e6)}
-        events.append({"ph": "X", "name": span.name, "pid": span.pid, "tid": 0, **times})
-    write_atomic(path, json.dumps({"traceEvents": events}))
+def _inlined(name: str) -> str:
+    """A script without its imports and exports: all of them become one."""
+    text = (PAGE / name).read_text()
+    return re.sub(r"^import .*\n|^export (?=(?:async )?(?:function|const|let) )", "", text, flags=re.MULTILINE)

@@ -6,31 +6,34 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import xxhash
 import yaml
 
 from ..config import flat
 from ..files import write_atomic
 from ..integrity import DamagedFile, read_sealed, write_sealed
-from ..types import Group
+from ..types import Batch, Group
 from .alerts import alerts
 from .console import Progress, configure_logging, log
+from .machine import gpus, room
 from .metrics import Clock, Snapshot, phase
-from .report import write_report, write_trace
+from .rollouts import ROLLOUTS, RolloutLog
+from .rollouts import cut as cut_rollouts
+from .trace import TRACE, Trace
 
-MARK, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", "finished"
-ROLLOUTS, LOGS = "rollouts.jsonl", "logs.txt"
+MARK, CONFIG, FINISHED, LOGS = "metrics.jsonl", "config.yaml", "finished", "logs.txt"
 FLAT_STEPS = 20  # with a reward of 0 throughout, until a warning names the likely cause
 
 
 class Run:
-    """`<root>/<name>/`: config.yaml, metrics.jsonl, rollouts.jsonl, trace.json, report.html, curves.png; the trainer
-    adds checkpoints/ and model/, and trackers their own files.
+    """`<root>/<name>/`: config.yaml, metrics.jsonl, rollouts.arrow, trace.json, report.html; the trainer adds
+    checkpoints/ and model/, and trackers their own files.
 
     Args:
         config: the resolved configuration, plain data. Its section `metrics` names the trackers.
@@ -38,6 +41,7 @@ class Run:
         overwrite: remove an earlier run of this name.
         resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is.
         start: the step of that checkpoint.
+        peak: TFLOP/s of one device, see `forge.flops`; None: not known.
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
@@ -53,8 +57,9 @@ class Run:
         overwrite: bool = False,
         resume: str | None = None,
         start: int = 0,
+        peak: float | None = None,
     ) -> None:
-        self.folder, self.resume, self.start = Path(root) / name, resume, start
+        self.folder, self.resume, self.start, self.peak = Path(root) / name, resume, start, peak
         if resume is None:
             check_free(self.folder, overwrite)
             if (self.folder / MARK).exists():
@@ -64,11 +69,13 @@ class Run:
             self._check_logs()
         self.history: list[dict[str, float]] = cut(self.folder / MARK, start) if resume else []
         if resume:
-            cut(self.folder / ROLLOUTS, start)
+            cut_rollouts(self.folder / ROLLOUTS, start)
         (self.folder / FINISHED).unlink(missing_ok=True)
         write_sealed(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
-        self._logs = {name: (self.folder / name).open("a", encoding="utf-8") for name in (MARK, ROLLOUTS)}
-        self._digests = {name: xxhash.xxh3_128((self.folder / name).read_bytes()) for name in self._logs}
+        self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS)}
+        self._digests = {name: digest(self.folder / name) for name in self._logs}
+        self._trace = Trace(self.folder / TRACE)
+        self._rollouts: RolloutLog | None = None
         if resume:
             self.sync()  # rows that are now removed may be in the checksums
         self._trackers: Any = None
@@ -78,7 +85,7 @@ class Run:
             self._trackers = TrackerProcess(self.folder, start)
         configure_logging()
         self._progress = Progress(name, steps, start)
-        self._all, self._finished, self._settings = Snapshot(), False, flat(config)
+        self._finished, self._settings = False, flat(config)
         self._clock = Clock()
         self._warned_flat = False
         self._last = time.perf_counter()
@@ -119,9 +126,10 @@ class Run:
             row["generation/tokens_per_second"] = row.get("generation/tokens", 0.0) / seconds
             if row.get("seconds/train"):
                 row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
-            self._all.spans.extend(snapshot.spans)
+            row |= self._used(snapshot, row) | room(self.folder) | gpus()
             self.history.append(row)
-            self._write(MARK, json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n")
+            self._write(MARK, (json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n").encode())
+            self._trace.write(snapshot, step, row)
             if self._trackers is not None:
                 self._trackers.check()
             self._progress.update(step, row)
@@ -137,19 +145,52 @@ class Run:
                     "the reward of every sample of the last %d steps was 0: %s. Compare responses with targets in %s",
                     FLAT_STEPS,
                     cause,
-                    self.folder / "rollouts.jsonl",
+                    self.folder / ROLLOUTS,
                 )
             return row
 
-    def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Write one line per group: the first response, and all rewards."""
-        with phase("log"):
-            lines = []
-            for group in groups:
-                fields = {name: getattr(group, name) for name in ("index", "version", "prompt")}
-                line = {"step": step, **fields, "response": group.episodes[0].text, "target": group.target}
-                lines.append(json.dumps({**line, "rewards": group.rewards}) + "\n")
-            self._write(ROLLOUTS, "".join(lines))
+    def _used(self, snapshot: Snapshot, row: dict[str, float]) -> dict[str, float]:
+        """CPU-seconds so far, CPU-seconds and memory by service, FLOP/s and MFU."""
+        found = {"cpu_seconds": self.history[-1].get("cpu_seconds", 0.0) if self.history else 0.0}
+        for use in snapshot.usage:
+            service = use.process.rstrip("0123456789").rstrip("_")
+            cpu, memory = f"cpu_seconds/{service}", f"memory_mb/{service}"
+            found[cpu] = found.get(cpu, 0.0) + use.cpu_seconds
+            found[memory] = max(found.get(memory, 0.0), use.memory / 1e6)
+            found["cpu_seconds"] += use.cpu_seconds
+        seconds = {"train": row.get("seconds/train"), "generator": row["seconds/step"]}
+        devices = {"train": self._devices("trainer", "procs"), "generator": self._devices("generator", "num_replicas")}
+        for name, spent in seconds.items():
+            if spent and row.get(f"{name}/flops"):
+                found[f"{name}/tflops"] = row[f"{name}/flops"] / spent / 1e12
+                if self.peak:
+                    found[f"{name}/mfu"] = found[f"{name}/tflops"] / (self.peak * devices[name])
+        return found
+
+    def _devices(self, service: str, key: str) -> float:
+        return self._settings.get(f"services.{service}.{key}") or 1
+
+    def record(self, groups: int | Literal["all"], most: float, spell: Callable[[int], str]) -> None:
+        """Record rollouts: so many groups of each step, up to `most` bytes; `spell` has the text of a token."""
+        path = self.folder / ROLLOUTS
+        self._rollouts = RolloutLog(path, lambda data: self._write(ROLLOUTS, data), groups, most, spell)
+
+    def pick(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups of a step whose tokens are recorded."""
+        return [] if self._rollouts is None else self._rollouts.pick(groups)
+
+    def log_rollouts(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        batch: Batch | None = None,
+        trained: Mapping[str, np.ndarray] | None = None,
+        dropped: Sequence[tuple[str, Group]] = (),
+    ) -> None:
+        """Write rollouts of a step, see `RolloutLog.add`."""
+        with phase("log_rollouts"):
+            if self._rollouts is not None:
+                self._rollouts.add(step, groups, batch, trained, dropped)
 
     def sync(self) -> None:
         """fsync the logs, which must have all steps of a checkpoint after a power cut. Write their checksums."""
@@ -159,14 +200,14 @@ class Run:
         rows = (f"{digest.hexdigest()} {sizes[name]} {name}\n" for name, digest in self._digests.items())
         write_sealed(self.folder / LOGS, "".join(rows))
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         try:
-            self._logs[name].write(text)
+            self._logs[name].write(data)
             self._logs[name].flush()
         except OSError as error:
             error.filename = error.filename or str(self.folder / name)  # a full disk
             raise
-        self._digests[name].update(text.encode())
+        self._digests[name].update(data)
 
     def _check_logs(self) -> None:
         """Compare the logs with their checksums at the last checkpoint. Training does not read them: one warning."""
@@ -175,9 +216,9 @@ class Run:
         except DamagedFile as error:
             log.warning("%s: damage of the logs before this checkpoint would not be noticed", error)
             return
-        for digest, size, name in rows:
+        for known, size, name in rows:
             path = self.folder / name
-            if not path.exists() or xxhash.xxh3_128_hexdigest(path.read_bytes()[: int(size)]) != digest:
+            if not path.exists() or digest(path, int(size)).hexdigest() != known:
                 log.warning("%s is damaged: its first %s bytes are not what the run wrote", self.folder / name, size)
 
     def finish(self) -> None:
@@ -185,7 +226,7 @@ class Run:
         self._finished = True
 
     def close(self) -> None:
-        """Write the report and the trace, also after an interruption."""
+        """Write the report, also after an interruption."""
         self._progress.close()
         shutil.rmtree(self.recovery, ignore_errors=True)
         evaluated = [row for row in self.history if "eval/accuracy" in row]
@@ -197,20 +238,32 @@ class Run:
             )
         for alert in alerts(self.history, self._settings)[:3]:
             log.info("alert: %s", alert)
+        log.info("look at it: forge watch %s, or %s", self.folder.parent, self.folder / "report.html")
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()
-        name = f"trace_{self.start:06d}.json" if self.resume else "trace.json"
         try:
-            write_trace(self.folder / name, self._all.spans)
+            self._trace.close()
             if self.history:
-                write_report(self.folder, self.history)
+                from .report import write_report  # reads what this module writes
+
+                write_report(self.folder)
         except OSError as error:  # a full disk; the run's own error is more important
             log.warning("trace and report of %s could not be written: %s", self.folder, error)
         if self._finished:
             write_atomic(self.folder / FINISHED, "", durable=True)
         if self._trackers is not None:
             self._trackers.close()
+
+
+def digest(path: Path, size: int | None = None) -> xxhash.xxh3_128:
+    """Of a file's first bytes, or of all."""
+    found, left = xxhash.xxh3_128(), path.stat().st_size if size is None else size
+    with path.open("rb") as file:
+        while left > 0 and (data := file.read(min(left, 1 << 22))):
+            found.update(data)
+            left -= len(data)
+    return found
 
 
 def check_free(folder: Path, overwrite: bool) -> None:

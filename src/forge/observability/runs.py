@@ -14,6 +14,7 @@ import yaml
 from ..config import flat
 from .run import CONFIG, FINISHED, MARK
 
+SERVED = "serve.json"  # of a run that is served: {"url": ...}
 ABSENT, SECTION = "-", "(a section)"
 
 

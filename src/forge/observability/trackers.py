@@ -1,6 +1,6 @@
 """Experiment trackers: TensorBoard, Weights & Biases, Trackio and MLflow.
 
-They run in one process beside the controller, which follows metrics.jsonl and rollouts.jsonl in the run's folder. A
+They run in one process beside the controller, which follows metrics.jsonl and rollouts.arrow in the run's folder. A
 tracker that fails or hangs cannot stop or slow down training: its rows are in the files, and it retries. The process
 ends when the controller closes its standard input, or dies. By hand,
 
@@ -37,6 +37,7 @@ from ..files import write_atomic
 from ..janitor import Scratch
 from .console import configure_logging
 from .lock import RunLock
+from .rollouts import ROLLOUTS, batches, texts
 
 POLL = 0.5  # seconds between two looks at the files
 RETRY = 20.0  # seconds until a tracker that failed is tried again
@@ -303,11 +304,14 @@ def without_secrets(value: Any, hidden: bool = False) -> Any:
 def rows_of(folder: Path, ended: threading.Event) -> Iterator[tuple[int, dict[str, float], list[dict[str, Any]]]]:
     """Each step with its row and its rollouts, as they are written; stops at the end of the files once `ended`."""
     waiting: list[dict[str, Any]] = []
-    with (folder / "metrics.jsonl").open() as metrics, (folder / "rollouts.jsonl").open() as rollouts:
+    read = 0
+    with (folder / "metrics.jsonl").open() as metrics:
         while True:
             last = ended.is_set()
             rows = list(whole_lines(metrics))
-            waiting += whole_lines(rollouts)  # those of a step are written before its row
+            for end, batch in batches(folder / ROLLOUTS, after=read):  # those of a step are written before its row
+                waiting += texts(batch)
+                read = end
             for row in rows:
                 own = [line for line in waiting if line["step"] <= row["step"]]
                 waiting = waiting[len(own) :]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
@@ -13,9 +15,12 @@ from ..actors.keeper import share
 from ..algorithms import Algorithm, ValueLoss
 from ..controller import drain_metrics
 from ..controller.handle import Handle
+from ..data.spelling import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv
+from ..files import write_atomic
 from ..observability import Run
 from ..observability.console import log
+from ..observability.runs import SERVED
 from ..store import VersionStore
 from .checkpoint import RunState
 from .preemption import Preempted, Preemption
@@ -51,7 +56,8 @@ class Job(NamedTuple):
         last = step == cfg.training.steps
         if last or step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
             metrics = metrics | await evaluate()
-        self.record.log(step, await drain_metrics(), **metrics)
+        profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
+        self.record.log(step, await drain_metrics(profiles), **metrics)
         await state.forget_done()
         ending = last or done()
         reason = self.preemption.reason() if self.preemption is not None and not ending else None
@@ -95,6 +101,11 @@ async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv |
             "services.ref_model is not set: the KL is to the generator's weights, by the log-probabilities recorded "
             "at sampling; set services.ref_model to {} for a frozen reference"
         )
+    if cfg.metrics.rollouts:
+        from transformers import AutoTokenizer
+
+        spell = partial(spelled, AutoTokenizer.from_pretrained(job.model))
+        job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
     single_turn = make_env is None and cfg.environment is None
     parts: list[Any] = await asyncio.gather(
@@ -161,6 +172,7 @@ async def replay_buffer(cfg: Any, job: Job, algorithm: Algorithm) -> Handle:
         "start": job.record.start,
         "max_policy_age": cfg.async_.max_policy_age,
         "order": cfg.async_.order,
+        "keep_dropped": 4 * batch_size if cfg.metrics.rollouts == "all" else cfg.metrics.rollouts,
     }
     if cfg.services.replay_buffer is None:
         return await ReplayBuffer.as_local(**settings)
@@ -190,7 +202,9 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
         from ..web import required_key
 
         server = Server(policy, AutoTokenizer.from_pretrained(job.model), cfg.run.name, required_key(cfg.serve.host))
-        log.info("%s is served at %s", cfg.run.name, await server.beside(at))
+        url = await server.beside(at)
+        write_atomic(job.record.folder / SERVED, json.dumps({"url": url}))
+        log.info("%s is served at %s", cfg.run.name, url)
     return policy
 
 

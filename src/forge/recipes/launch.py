@@ -31,12 +31,14 @@ from ..controller import ForgeError, Options, forked_processes, run
 from ..controller.private import log_to
 from ..controller.runtime import demand_of
 from ..data.config import DatasetConfig, RowsConfig
+from ..flops import peak_tflops
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
 from ..models import build_small_model, check_classifier, check_family, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
+from ..observability.machine import gpu_name
 from ..observability.run import MARK, check_free
 from ..observability.trackers import check_trackers
 from ..store import VersionStore, use
@@ -222,6 +224,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         steps=cfg.training.steps,
         resume=start.checkpoint,
         start=start.step,
+        peak=cfg.metrics.peak_tflops or peak_tflops(cfg.services.trainer.threads, gpu_name()),
     )
     if start.checkpoint is None:
         write_origin(folder, [model, *others], local(cfg.files))

@@ -44,7 +44,6 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> Non
     async def training() -> None:
         for version in record.steps(cfg.training.steps):
             groups = await c.buffer.sample.route(version, cfg.training.batch_size)
-            record.log_rollouts(version + 1, groups[: cfg.metrics.rollouts])
             metrics = await train_step(groups, version)
             step = version + 1
             if step == cfg.training.steps or step % cfg.training.sync_interval == 0:
@@ -54,7 +53,8 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> Non
     async def train_step(groups: list[Group], version: int) -> dict[str, float]:
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
         overlong_penalty(groups, rollout_settings.max_tokens, rollout_settings.overlong_buffer)
-        batch = credit.make_batch(groups, algorithm, version, **cfg.shares(algorithm))  # advantages, packing
+        kept = record.pick(groups)
+        batch = credit.make_batch(groups, algorithm, version, kept, **cfg.shares(algorithm))  # advantages, packing
         if cfg.colocated:
             await c.policy.release.fanout()
         if c.reference is not None:
@@ -67,6 +67,9 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> Non
         metrics = await c.trainer.train_step.route(batch)
         if c.critic is not None:
             metrics |= await c.critic.train_step.route(batch)
+        if kept:
+            numbers = await c.trainer.recorded.route()
+            record.log_rollouts(version + 1, kept, batch, numbers, await c.buffer.take_dropped.route())
         return metrics
 
     async def publish(version: int) -> None:

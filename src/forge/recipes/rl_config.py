@@ -15,7 +15,8 @@ from ..data.config import DatasetConfig
 from ..engines.interface import LONGEST
 from ..envs.config import EpisodeConfig
 from ..plugin import resolve
-from .schema import MetricsConfig, RecipeConfig, RewardConfig
+from .metrics_config import MetricsConfig
+from .schema import RecipeConfig, RewardConfig
 
 
 class AlgorithmConfig(Section):
@@ -100,8 +101,11 @@ class Services(Section):
 
 
 class RolloutMetrics(MetricsConfig):
-    rollouts: NonNegativeInt = 1
-    """Sampled rollouts of each step that are kept."""
+    rollouts: NonNegativeInt | Literal["all"] = 1
+    """Groups of each step that `rollouts.arrow` records with all of their tokens ([watching.md](watching.md)), and as
+    many of those that were dropped. `all`: every one."""
+    rollouts_mb: PositiveInt = 1000
+    """Size at which that file is full."""
 
 
 class RLConfig(RecipeConfig):

@@ -15,6 +15,7 @@ from ..plugin import load_plugin
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from ..verifiers.reward import as_verifier
 from ..verifiers.spec import VerifiersConfig
+from .metrics_config import MetricsConfig
 from .preemption import deadline_of
 
 # With `colocated`, those that live in the trainer's processes, on its devices.
@@ -227,53 +228,6 @@ class EvalConfig(Section):
     """Of a folder or hub id."""
 
 
-class WandbConfig(Section):
-    """Weights & Biases."""
-
-    project: str
-    """The project there."""
-    entity: str | None = None
-    """User or team; null: the default one of the API key."""
-    name: str | None = None
-    """Of the run; null: `run.name`."""
-    group: str | None = None
-    """Runs of one group are shown together."""
-    tags: list[str] = Field(default_factory=list)
-    """Of the run."""
-    mode: Literal["online", "offline"] = "online"
-    """`offline` writes to `wandb/` in the run's folder; `wandb sync` uploads it."""
-
-
-class TrackioConfig(Section):
-    """Trackio, on this machine; `trackio show` opens it, `trackio sync` publishes it."""
-
-    project: str
-    """The project there."""
-    name: str | None = None
-    """Of the run; null: `run.name`."""
-
-
-class MlflowConfig(Section):
-    """MLflow."""
-
-    tracking_uri: str | None = None
-    """A server, or a database such as `sqlite:///mlflow.db`; null: MLFLOW_TRACKING_URI, else that file."""
-    experiment: str | None = None
-    """Created if missing; null: MLFLOW_EXPERIMENT_NAME, else `Default`."""
-    name: str | None = None
-    """Of the run; null: `run.name`."""
-
-
-class MetricsConfig(Section):
-    """Besides `metrics.jsonl`, the console and the report ([trackers.md](trackers.md))."""
-
-    tensorboard: bool = False
-    """Also write TensorBoard events (`pip install tensorboard`)."""
-    wandb: WandbConfig | None = None
-    trackio: TrackioConfig | None = None
-    mlflow: MlflowConfig | None = None
-
-
 class RunConfig(Section):
     """Results go to `<root>/<name>/`."""
 
@@ -344,6 +298,10 @@ class TrainingRecipe(Section):
             raise ConfigError(
                 "set either model (a folder or hub id) or from_scratch (a small model made from the seed)"
             )
+        if self.metrics.profile is not None:
+            known = [name for name in type(self.services).model_fields if self.services[name] is not None]
+            if unknown := {*self.metrics.profile.services} - {*known}:
+                raise ConfigError(f"metrics.profile.services: {min(unknown)!r} is none of {', '.join(known)}")
         if self.run.save_before is not None and not self.checkpoint.every:
             raise ConfigError("run.save_before needs checkpoints: set checkpoint.every")
         if self.trainer.backend == "titan" and (self.lora is not None or self.training.weights_dtype != "float32"):

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 
 from ..actors.streams import StreamLost
 from ..controller import CallTimeout, Service
+from ..data.spelling import spelled
 from ..engines.interface import extend
 from ..types import Completion
 from ..web import guard, listen, web
 from .requests import BadRequest, Job, parse
 from .responses import Answer, failure
-from .text import TextStream, spelled
+from .text import TextStream
 
 LARGEST = 8 << 20  # bytes of a request
 ATTEMPTS = 3  # at a response whose generator dies

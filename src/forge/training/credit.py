@@ -52,20 +52,28 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
 
 
 @phase("pack")
-def make_batch(groups: Sequence[Group], algorithm: Algorithm, version: int, **shares: Any) -> Batch:
+def make_batch(
+    groups: Sequence[Group], algorithm: Algorithm, version: int, recorded: Sequence[Group] = (), **shares: Any
+) -> Batch:
     """The groups as one batch that trains weights `version`, with episode-level advantages.
 
     Sequences without gradient are left out, see `skip_idle`. Records the age of the groups in versions, and the share
     of groups without signal.
 
     Args:
+        recorded: the groups among these whose tokens are numbered in the batch's `recorded`.
         shares: `aggregation` and `horizon` of `forge.data.packing.pack`.
     """
     for group in groups:
         age = version - group.version
         record_metric("policy_age", age)
         record_metric("policy_age", age, Reduce.MAX)
-    return skip_idle(pack(learnable(groups, algorithm), **shares), algorithm)
+    batch = pack(episodes := learnable(groups, algorithm), **shares)
+    if recorded:
+        chosen = {id(e) for group in recorded for whole in group.episodes for e in (*whole.branches, whole)}
+        wanted = np.repeat([id(episode) in chosen for episode in episodes], batch.lengths)
+        batch.recorded = np.where(wanted, np.cumsum(wanted) - 1, -1)
+    return skip_idle(batch, algorithm)
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:

@@ -178,6 +178,68 @@ def evaluate_pairs(loss: Callable[..., Any], batch: Batch, **outputs: np.ndarray
     return {"eval/loss": float(call_by_name(loss, inputs)), **means}
 
 
+def token_losses(loss: Loss, inputs: Inputs) -> Tensor:
+    """[trained]: each token's part of `loss`, which sums to it where the loss is linear in `weights`, as all of this
+    library's are; NaN for a loss without that parameter."""
+    given = inputs["weights"]
+    assert given is not None
+    if "weights" not in parameters_of(loss) or not len(given):
+        return torch.full_like(given, math.nan)
+    weights = given.detach().requires_grad_()
+    fixed = {name: None if values is None else values.detach() for name, values in inputs.items()}
+    with torch.enable_grad():
+        value = call_by_name(loss, fixed | {"weights": weights})
+    return torch.autograd.grad(value, weights)[0] * given
+
+
+class TokenRecord:
+    """What a step computes of the tokens that a batch numbers in `recorded`; on all ranks together.
+
+    logprobs, ratio (to the policy that sampled): of the first epoch. entropy, clip_fraction and correction_fraction:
+    means over epochs. loss: the token's part of the step's loss. NaN: the token was not trained, or there is no such
+    number.
+    """
+
+    ONCE, MEANS = ("logprobs", "ratio"), ("entropy", "clip_fraction", "correction_fraction")
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        assert batch.recorded is not None
+        size = int(batch.recorded.max(initial=-1)) + 1
+        names = (*self.ONCE, *self.MEANS, "loss", "times")
+        self._sums = {name: torch.zeros(size, device=device) for name in names}
+
+    def add(self, micro: Batch, loss: Loss, inputs: Inputs, *, first_epoch: bool) -> None:
+        """Add a micro-batch of this rank."""
+        assert micro.recorded is not None
+        numbers = micro.recorded[micro.mask]
+        chosen = np.flatnonzero(numbers >= 0)
+        if not len(chosen):
+            return
+        logprobs, behaviour = inputs["logprobs"], inputs["behaviour_logprobs"]
+        assert logprobs is not None and behaviour is not None
+        own = torch.from_numpy(chosen).to(logprobs.device)
+        at = torch.from_numpy(numbers[chosen]).to(logprobs.device)
+        with torch.no_grad():
+            found = call_by_name(loss.metrics, inputs) if hasattr(loss, "metrics") else {}
+            found |= {"entropy": inputs["entropy"], "loss": token_losses(loss, inputs)}
+            if first_epoch:
+                found |= {"logprobs": logprobs, "ratio": importance_ratio(logprobs, behaviour)}
+            found["times"] = torch.ones_like(logprobs)
+            missing = torch.full_like(logprobs, math.nan)
+            for name in self._sums.keys() - (set() if first_epoch else {*self.ONCE}):
+                self._sums[name][at] += found.get(name, missing).detach().float()[own]
+
+    def reduce(self, ranks: Ranks, updates: int) -> dict[str, np.ndarray]:
+        """By name, each [recorded]; every rank must call this."""
+        sums = ranks.sum(torch.stack(list(self._sums.values()))).cpu().numpy()
+        found = dict(zip(self._sums, sums, strict=True))
+        times = found.pop("times")
+        for name in self.MEANS:
+            found[name] /= np.maximum(times, 1)
+        found["loss"] /= updates
+        return {name: np.where(times > 0, values, np.float32(np.nan)) for name, values in found.items()}
+
+
 @dataclass
 class Metrics:
     """Means and maxima of a step by name, over the tokens of all ranks; accumulated in float64."""

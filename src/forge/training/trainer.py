@@ -27,7 +27,7 @@ from .experts import balance, load_metrics
 from .optimizers import build_optimizer
 from .policy import Backend, Head, TokenScores, TokenValues, build, reshard, resolve_dtype
 from .settings import LoraSettings, OptimizerSettings, PassSettings
-from .step import Loss, Metrics, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
+from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
 
 
 class PolicyTrainer:
@@ -87,6 +87,7 @@ class PolicyTrainer:
         )
         self.optimizer = build_optimizer(self.policy, optimizer)
         self.step = 0  # steps, not updates: it is the version of the weights
+        self.recorded: dict[str, np.ndarray] | None = None  # of the last step, see `TokenRecord`
 
     def train_step(self, batch: Batch, loss: Loss) -> dict[str, float]:
         """`mini_batches * epochs` updates on a batch, which every rank gets whole.
@@ -114,10 +115,13 @@ class PolicyTrainer:
         self.onload()
         rate = self.settings.learning_rate * self.settings.scale(self.step)
         metrics, updates = Metrics(), list[dict[str, float]]()
+        recorded = batch.recorded is not None and self.head == "policy"
+        record = TokenRecord(batch, self.ranks.device) if recorded else None
         for epoch in range(self.passes.epochs):
             for part in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
-                updates.append(self._update(part, loss, rate, metrics, epoch == 0, first=not updates))
+                updates.append(self._update(part, loss, rate, metrics, epoch == 0, record, first=not updates))
         self.step += 1
+        self.recorded = None if record is None else record.reduce(self.ranks, len(updates))
         routers = self.policy.routers
         return {
             **metrics.reduce(self.ranks),
@@ -187,7 +191,15 @@ class PolicyTrainer:
             self.offloaded = False
 
     def _update(
-        self, part: Batch, loss: Loss, rate: float, metrics: Metrics, first_epoch: bool, first: bool
+        self,
+        part: Batch,
+        loss: Loss,
+        rate: float,
+        metrics: Metrics,
+        first_epoch: bool,
+        record: TokenRecord | None,
+        *,
+        first: bool,
     ) -> dict[str, float]:
         """One optimiser update on a mini-batch; `first` of its step."""
         data, how = self.ranks.data, self.passes
@@ -210,6 +222,8 @@ class PolicyTrainer:
             # In the first update the current policy is the one at the start, scored or not.
             known = first or micro.proximal_logprobs is not None
             metrics.add_micro_batch(loss, inputs, current, first_epoch=first_epoch, scored_at_start=known)
+            if record is not None:
+                record.add(micro, loss, inputs, first_epoch=first_epoch)
         loss_value = float(self.ranks.sum(total))
         norm = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
         if not torch.tensor([loss_value, norm]).isfinite().all():

@@ -1,0 +1,62 @@
+"""`forge watch runs/`: a page over the folders that runs leave. `forge report RUN`: the same of one run, as a file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts, chat"
+REPORT = "write report.html of a run: the page of `forge watch` as one file"
+PORT = 8420
+
+
+def add_to(commands: Any) -> None:
+    """Add the commands to the parser's."""
+    watch = commands.add_parser("watch", help=WATCH, description=WATCH)
+    watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="of runs, or a run: runs/")
+    watch.add_argument("--port", type=int, default=PORT, help=f"default: {PORT}; 0 takes a free one")
+    watch.add_argument("--host", default="127.0.0.1", help="others than this machine need FORGE_API_KEY")
+    watch.add_argument("--base", help="the model beside a run's in the chat; default: the one that it started from")
+    watch.set_defaults(run=run_watch)
+    report = commands.add_parser("report", help=REPORT, description=REPORT)
+    report.add_argument("folder", type=Path, metavar="RUN")
+    report.set_defaults(run=run_report)
+
+
+def run_watch(args: argparse.Namespace) -> None:
+    """Serve until interrupted."""
+    if not args.folder.is_dir():
+        raise SystemExit(f"error: {args.folder} is not a folder of runs")
+    try:
+        from ..watch import Watch
+        from ..web import bind, required_key
+
+        watch = Watch(args.folder, args.base, required_key(args.host))
+        at = bind(args.host, args.port)
+    except (ImportError, ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+    async def serve() -> None:
+        async with watch.listen(at) as url:
+            print(f"{args.folder} is shown at {url}", flush=True)
+            await asyncio.Event().wait()
+
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+
+
+def run_report(args: argparse.Namespace) -> None:
+    """Write the file."""
+    from ..observability.report import write_report
+    from ..observability.run import CONFIG
+
+    if not (args.folder / CONFIG).is_file():
+        raise SystemExit(f"error: {args.folder} is not a run: it has no {CONFIG}")
+    try:
+        write_report(args.folder)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+    print(args.folder / "report.html")

@@ -1,0 +1,72 @@
+"""Floating-point operations of a model, and how many its device does at most.
+
+    forward = 2 * (parameters that multiply a token) * tokens + 4 * layers * heads * head_dim * (tokens attended to)
+    training step = 3 * forward * epochs,   MFU = operations / (seconds * devices * peak)
+
+Embeddings are looked up and count nothing, the head counts for the tokens it is computed for, of a mixture of experts
+those that a token takes. Activations that are computed again (checkpointing) do not count. A prompt that sequences of
+a batch share counts for each of them in training, once in generation.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .architecture import sparse_layers
+
+# Dense bfloat16, in TFLOP/s, by a part of the name (data sheets of NVIDIA and AMD).
+PEAKS = {
+    **{"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0},
+    **{"L4": 121.0, "A10": 125.0, "MI300X": 1307.0, "RTX 4090": 165.0},
+}
+SIZE, TRIES = 1024, 5  # of the matrices that a CPU is measured with
+
+
+def forward_flops(config: Any, tokens: float, attended: float, predicted: float) -> float:
+    """Of a forward pass.
+
+    Args:
+        config: of transformers.
+        tokens: computed.
+        attended: the sum over tokens of the number of tokens that each attends to.
+        predicted: tokens that the head is computed for.
+    """
+    size, heads = config.hidden_size, config.num_attention_heads
+    head = getattr(config, "head_dim", None) or size // heads
+    kv = getattr(config, "num_key_value_heads", None) or heads
+    attention = size * head * (heads + 2 * kv) + heads * head * size
+    sparse = len(sparse_layers(config))
+    dense = (config.num_hidden_layers - sparse) * 3 * size * config.intermediate_size
+    experts = 0
+    if sparse:
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        experts = sparse * (config.num_experts_per_tok * 3 * size * width + size * config.num_experts)
+    layers = config.num_hidden_layers * attention + dense + experts
+    matrices = 2.0 * (layers * tokens + size * config.vocab_size * predicted)
+    return matrices + 4.0 * config.num_hidden_layers * heads * head * attended
+
+
+def causal(length: float, context: float = 0.0) -> float:
+    """Tokens attended to by `length` tokens that follow `context` others."""
+    return length * context + length * (length + 1) / 2
+
+
+def peak_tflops(threads: int | None, gpu: str | None) -> float | None:
+    """TFLOP/s of one device: a known GPU's, None for another; without one the best of a few products of float32
+    matrices on this CPU, with so many threads."""
+    if gpu is not None:
+        return next((peak for name, peak in PEAKS.items() if name in gpu), None)
+    import torch
+
+    before, best = torch.get_num_threads(), 0.0
+    torch.set_num_threads(threads or before)
+    try:
+        a = torch.ones(SIZE, SIZE)
+        for _ in range(TRIES):
+            began = time.perf_counter()
+            a @ a
+            best = max(best, 2.0 * SIZE**3 / (time.perf_counter() - began) / 1e12)
+    finally:
+        torch.set_num_threads(before)
+    return best

@@ -1,0 +1,125 @@
+// Curves of the chosen runs, how their settings differ, and alerts.
+import { PALETTE, chart, css, el, fill, number, select, table, visible } from "./parts.js";
+import { ask, rowsOf } from "./data.js";
+
+const PANELS = [
+  ["reward and accuracy", ["reward", "accuracy", "eval/accuracy"]],
+  ["loss", ["train/loss"]],
+  ["entropy (nats)", ["train/entropy"]],
+  ["KL to the reference (nats)", ["train/kl"]],
+  ["clip fraction", ["train/clip_fraction"]],
+  ["engine against trainer (nats)", ["train/engine_difference"]],
+  ["gradient norm", ["train/grad_norm"]],
+  ["policy age (versions)", ["policy_age", "policy_age/max"]],
+  ["groups without signal", ["groups_without_signal"]],
+  ["completion length", ["generation/completion_length"]],
+  ["share cut at max_tokens", ["generation/truncated"]],
+  ["tokens a second", ["generation/tokens_per_second", "train/tokens_per_second"]],
+  ["share of the peak FLOP/s (MFU)", ["train/mfu", "generator/mfu"]],
+];
+const AXES = [["step", "step"], ["seconds", "wall time (min)"], ["tokens", "tokens (million)"], ["cpu_seconds", "CPU-seconds"]];
+const DASHES = [undefined, [5, 3], [2, 2]];
+const chosen = { axis: "step", smooth: 0, seeds: "each", extra: [] };
+
+export function overview(context) {
+  const alerts = el("div"), compared = el("div"), grid = el("div", { className: "grid" }), pick = el("span");
+  const node = el("div", {}, el("div", { className: "controls" },
+    el("label", {}, "against", select(AXES, chosen.axis, (value) => { chosen.axis = value; draw(true); }, { id: "axis" })),
+    el("label", {}, "smoothing", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: chosen.smooth, id: "smooth",
+      oninput: (event) => { chosen.smooth = Number(event.target.value); draw(true); } })),
+    el("label", {}, "seeds", select([["each", "each"], ["mean", "mean"]], chosen.seeds, (value) => { chosen.seeds = value; draw(true); }, { id: "seeds" })),
+    pick), alerts, grid, compared);
+  const holders = new Map();
+  let known = [], names = "";
+
+  function draw(again = false) {
+    const metrics = [...new Set(known.flatMap((one) => Object.keys(one.columns)))].sort();
+    if (metrics.join() !== names) {
+      names = metrics.join();
+      pick.replaceChildren(el("label", {}, "add", select([["", "a metric …"], ...metrics], "", (value) => {
+        if (value && !chosen.extra.includes(value)) chosen.extra.unshift(value);
+        draw(true);
+      }, { id: "metric" })));
+    }
+    const panels = [...chosen.extra.map((name) => [name, [name]]), ...PANELS];
+    for (const [title, wanted] of panels) {
+      const series = known.flatMap((one, at) => wanted.filter((metric) => one.columns[metric]?.some((v) => v !== null))
+        .map((metric) => line(one, metric, wanted.indexOf(metric), known.length > 1)));
+      let card = holders.get(title);
+      if (!series.length) {
+        card?.remove();
+        holders.delete(title);
+        continue;
+      }
+      if (!card) {
+        const close = () => { chosen.extra = chosen.extra.filter((name) => name !== title); holders.get(title).remove(); holders.delete(title); };
+        card = el("section", { className: "card" }, el("h3", {}, visible(title), chosen.extra.includes(title) && el("button", { title: "remove", onclick: close }, "×")), el("div"));
+        holders.set(title, card);
+        chosen.extra.includes(title) ? grid.prepend(card) : grid.append(card);
+      }
+      if (again) card.lastChild.plotKey = null;
+      chart(card.lastChild, chosen.seeds === "mean" ? means(series) : series, { xLabel: AXES.find(([name]) => name === chosen.axis)[1] });
+    }
+  }
+
+  async function update() {
+    const runs = context.chosen();
+    known = (await Promise.all(runs.map(async (run) => ({
+      run, colour: context.colour(run), columns: await rowsOf(run), about: await ask("run", { run }),
+    }))));
+    draw();
+    fill(alerts, known.map((one) => [one.run, one.about.alerts]), () => known.flatMap((one) => one.about.alerts.map((alert) => el("div", { className: "alert" },
+      el("b", {}, visible(known.length > 1 ? `${one.run}: ${alert.found}` : alert.found)), el("span", {}, visible(alert.advice))))));
+    if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far."));
+    else grid.querySelector(":scope > p")?.remove();
+    const differ = runs.length > 1 ? await ask("differences", { run: runs }) : null;
+    fill(compared, [runs, differ, known.map((one) => [one.columns.step?.length, one.about.settings])], () => [...(differ === null ? [] : [el("h2", {}, "Settings that differ"), Object.keys(differ).length
+      ? table(["setting", ...runs.map(visible)], Object.entries(differ).map(([key, values]) => [visible(key), ...values.map((v) => visible(v))]))
+      : el("p", { className: "quiet" }, "None.")]), ...(known.length === 1 ? settings(known[0]) : [])]);
+  }
+  return { node, update };
+}
+
+function settings(one) {
+  const last = Object.entries(one.columns).map(([name, values]) => [name, values.findLast((value) => value !== null)]);
+  const open = document.getElementById("settings")?.open, openLast = document.getElementById("last")?.open;
+  return [el("details", { id: "last", open: openLast }, el("summary", {}, "last values"), table(["metric", "value"], last.map(([name, value]) => [visible(name), number(value, 6)]), [1])),
+    el("details", { id: "settings", open }, el("summary", {}, "configuration"), table(["setting", "value"], Object.entries(one.about.settings).map(([key, value]) => [visible(key), visible(JSON.stringify(value))])))];
+}
+
+function line(one, metric, place, several) {
+  const { columns } = one, xs = axis(columns), x = [], y = [];
+  let total = 0, weight = 0;
+  columns[metric].forEach((value, i) => {
+    if (value === null || xs[i] === null || (x.length && xs[i] <= x[x.length - 1])) return;
+    total = chosen.smooth * total + (1 - chosen.smooth) * value;
+    weight = chosen.smooth * weight + (1 - chosen.smooth);
+    x.push(xs[i]);
+    y.push(total / weight);
+  });
+  const { seed, ...others } = Object.fromEntries(Object.entries(one.about.settings).filter(([key]) => !key.startsWith("run.")));
+  return { label: several ? `${one.run} ${metric}` : metric, metric, x, y, group: JSON.stringify(others),
+    colour: several ? one.colour : PALETTE[place], dash: several ? DASHES[place] : undefined };
+}
+
+function axis(columns) {
+  if (chosen.axis === "seconds") return columns.seconds.map((value) => value / 60);
+  if (chosen.axis !== "tokens") return columns[chosen.axis] ?? columns.step.map(() => null);
+  const tokens = columns["generation/tokens"] ?? columns["train/tokens"] ?? [];
+  let sum = 0;
+  return columns.step.map((_, i) => (sum += tokens[i] ?? 0) / 1e6);
+}
+
+// Runs that differ in their seed alone become thin lines and their mean.
+function means(series) {
+  const groups = new Map();
+  for (const one of series) groups.set(one.group + one.metric, [...(groups.get(one.group + one.metric) ?? []), one]);
+  return [...groups.values()].flatMap((group) => {
+    if (group.length === 1) return group;
+    const xs = [...new Set(group.flatMap((one) => one.x))].sort((a, b) => a - b);
+    const at = group.map((one) => new Map(one.x.map((x, i) => [x, one.y[i]])));
+    const y = xs.map((x) => { const found = at.map((map) => map.get(x)).filter((v) => v !== undefined); return found.reduce((a, b) => a + b, 0) / found.length; });
+    const shared = chosen.axis === "step" ? [{ ...group[0], label: `mean of ${group.length} seeds ${group[0].metric}`, x: xs, y, colour: css("--text"), width: 2.2 }] : [];
+    return [...group.map((one) => ({ ...one, width: 0.8 })), ...shared];
+  });
+}

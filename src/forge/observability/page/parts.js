@@ -1,0 +1,96 @@
+// Elements, numbers as text, and charts. All text of a run enters the page as text.
+export const PALETTE = ["#4c78b8", "#d9823b", "#4a9d6d", "#a567b0", "#c7525f", "#38a0ae", "#b09426", "#78808c"];
+// Control characters, ANSI escapes among them, and what changes the direction of text are shown as symbols.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
+
+export function visible(text) {
+  return String(text ?? "").replace(HIDDEN, (letter) => {
+    const code = letter.charCodeAt(0);
+    return code < 32 ? String.fromCharCode(0x2400 + code) : `\\u${code.toString(16).padStart(4, "0")}`;
+  });
+}
+
+export function el(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, one] of Object.entries(value)) node.style.setProperty(key, one);
+    else if (name in node && name !== "list") node[name] = value;
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat()) if (child !== null && child !== undefined && child !== false) node.append(child);
+  return node;
+}
+
+// New children only where what they show has changed: focus and selections stay.
+export function fill(node, state, make) {
+  const key = JSON.stringify(state);
+  if (node.filled === key) return;
+  node.filled = key;
+  node.replaceChildren(...make().filter(Boolean));
+}
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function percent(share) {
+  return share === null || share === undefined ? "–" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+}
+
+export function seconds(value) {
+  if (value === 0) return "0 s";
+  if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
+  if (value < 1) return `${(value * 1e3).toFixed(0)} ms`;
+  if (value < 120) return `${value.toFixed(1)} s`;
+  return value < 7200 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
+}
+
+export function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+export function table(heads, rows, numeric = []) {
+  const kind = (i) => (numeric.includes(i) ? "n" : "");
+  return el("div", { className: "scroll" }, el("table", {},
+    el("thead", {}, el("tr", {}, heads.map((head, i) => el("th", { className: kind(i) }, head)))),
+    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { className: kind(i) }, cell)))))));
+}
+
+export function select(values, chosen, onchange, attributes = {}) {
+  const pairs = values.map((value) => (Array.isArray(value) ? value : [value, value]));
+  return el("select", { ...attributes, onchange: (event) => onchange(event.target.value) },
+    pairs.map(([value, text]) => el("option", { value, selected: value === chosen }, visible(text))));
+}
+
+// A chart of series {label, x, y, colour, width, dash}; values may be null.
+export function chart(holder, series, { height = 170, xLabel = "" } = {}) {
+  const joined = series.length ? uPlot.join(series.map((one) => [one.x, one.y])) : [[]];
+  const key = JSON.stringify(series.map((one) => [one.label, one.colour, one.width]));
+  if (holder.plot && holder.plotKey === key) {
+    holder.plot.setData(joined);
+    return;
+  }
+  holder.plot?.destroy();
+  const axis = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  holder.plotKey = key;
+  holder.plot = new uPlot({
+    width: Math.max(200, holder.clientWidth), height,
+    scales: { x: { time: false } },
+    cursor: { sync: { key: "x" }, points: { size: 5 }, drag: { x: true, y: false } },
+    axes: [{ ...axis, size: 26 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],
+    series: [{ label: xLabel, value: (_, value) => number(value) }, ...series.map((one) => ({
+      label: visible(one.label), stroke: one.colour, width: one.width ?? 1.6, dash: one.dash, spanGaps: true,
+      points: { show: one.y.filter((value) => value !== null).length < 40, size: 4 }, value: (_, value) => number(value),
+    }))],
+  }, joined, holder);
+  if (!holder.watched) {
+    holder.watched = new ResizeObserver(() => holder.plot.setSize({ width: Math.max(200, holder.clientWidth), height }));
+    holder.watched.observe(holder);
+  }
+}

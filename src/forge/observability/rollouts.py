@@ -1,0 +1,281 @@
+"""Sampled rollouts with all that is known of their tokens: `rollouts.arrow` in the run's folder.
+
+The file is an Arrow IPC stream, one record batch for each step. pandas, polars and `datasets` open it. Each batch is
+appended in one write; a process that is killed in the middle leaves a part of a message at the end, which `batches`
+leaves out and a resumed run removes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..files import written_aside
+from ..types import Batch, Episode, Group
+
+if TYPE_CHECKING:
+    import pyarrow
+
+ROLLOUTS = "rollouts.arrow"
+CHUNK = 1 << 22  # bytes that are copied at once
+END = 8  # bytes that mark the end of a stream
+IDLE = "zero_advantage"  # the reason of a sequence whose tokens all have advantage 0: it was left out of the batch
+TEXT = ("prompt", "response", "target")
+# Of each token; what is not known is NaN.
+ENGINE = ("engine_logprobs",)
+BATCH = ("advantages", "weights", "ref_logprobs", "values", "returns")
+TRAINER = ("logprobs", "ratio", "entropy", "clip_fraction", "correction_fraction", "loss")
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def schema() -> pyarrow.Schema:
+    """One row for each token sequence: an episode, or an earlier branch of one whose conversation was rewritten."""
+    import pyarrow as pa
+
+    numbers = {name: pa.list_(pa.float32()) for name in (*ENGINE, *BATCH, *TRAINER)}
+    return pa.schema(
+        {
+            "step": pa.int32(),  # that trained it, or would have been the next to
+            "group": pa.int64(),  # index of its prompt
+            "sample": pa.int32(),  # among those of the prompt
+            "branch": pa.int32(),  # 0 is the last, which holds the end of the episode
+            **{name: pa.string() for name in TEXT},
+            "reward": pa.float64(),  # of all that was played; null: unscored
+            "parts": pa.string(),  # JSON object: the functions and verifiers that it is made of
+            "advantage": pa.float32(),
+            "version": pa.int64(),  # the oldest that wrote a token
+            "origins": pa.string(),  # JSON list of [version, identity of its weights, who sampled]
+            "finish": pa.string(),
+            "turns": pa.string(),  # JSON list of [first token, end, version, finish, reward]
+            "dropped": pa.string(),  # why it did not train; null: it did
+            "length": pa.int32(),  # tokens that the policy wrote
+            "tokens": pa.list_(pa.int32()),
+            "texts": pa.list_(pa.string()),
+            "mask": pa.list_(pa.bool_()),
+            "versions": pa.list_(pa.int64()),
+            **numbers,
+        }
+    )
+
+
+class RolloutLog:
+    """Appends to `rollouts.arrow`.
+
+    Args:
+        write: appends bytes to the file; the schema is written first if it is empty.
+        groups: of each step that are recorded.
+        most: bytes of the file, after which nothing more is recorded; one warning says so.
+        spell: the text of a token.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        write: Callable[[bytes], None],
+        groups: int | Literal["all"] = 1,
+        most: float = math.inf,
+        spell: Callable[[int], str] | None = None,
+    ) -> None:
+        self._path, self._write, self._most, self._spell = path, write, most, spell
+        self.groups = groups
+        schema()  # the import takes most of a second, which belongs to no step
+        self._texts: dict[int, str] = {}
+        self._size = path.stat().st_size if path.exists() else 0
+
+    def pick(self, groups: Sequence[Group]) -> list[Group]:
+        """Those of a step that are recorded, in the order of the data; none once the file is full."""
+        if self.groups == 0 or self._size >= self._most:
+            return []
+        return sorted(groups if self.groups == "all" else groups[: self.groups], key=lambda group: group.index)
+
+    def add(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        batch: Batch | None = None,
+        trained: Mapping[str, np.ndarray] | None = None,
+        dropped: Sequence[tuple[str, Group]] = (),
+    ) -> None:
+        """Append what a step trained, and what was dropped since the last one.
+
+        Args:
+            groups: of `pick`; with `batch`, those whose tokens its `recorded` numbers.
+            batch: as it was trained, with token-level advantages.
+            trained: numbers of the trainer by the names of `TRAINER`, each [recorded].
+            dropped: with the reason.
+        """
+        import pyarrow as pa
+
+        rows: list[dict[str, Any]] = []
+        episodes: list[Episode] = []
+        for reason, group in [*((None, group) for group in groups), *dropped]:
+            for sample, whole in enumerate(group.episodes):
+                parts = (*whole.branches, whole)  # in the order in which they are trained
+                for left, episode in enumerate(reversed(parts)):
+                    rows.insert(len(rows) - left, _row(step, group, sample, left, episode, whole.outcome, reason))
+                episodes += parts
+        if not rows:
+            return
+        ends = np.concatenate([[0], np.cumsum([len(episode.tokens) for episode in episodes])])
+        flat = {name: np.full(ends[-1], np.nan, np.float32) for name in (*ENGINE, *BATCH, *TRAINER)}
+        mask = _flat([episode.mask for episode in episodes], np.bool_)
+        engine = [e.logprobs or [math.nan] * len(e.tokens) for e in episodes]
+        flat["engine_logprobs"] = np.where(mask, _flat(engine, np.float32), np.float32(np.nan))
+        if batch is not None and batch.recorded is not None:
+            there = np.flatnonzero((batch.recorded >= 0) & batch.mask)
+            for name in BATCH:
+                if (values := getattr(batch, name)) is not None:
+                    flat[name][batch.recorded[there]] = values[there]
+            in_batch = np.zeros(ends[-1], np.bool_)
+            in_batch[batch.recorded[batch.recorded >= 0]] = True
+            for row, start in zip(rows, ends[:-1], strict=True):
+                if row["dropped"] is None and not in_batch[start]:
+                    row["dropped"] = IDLE
+            for name, numbers in (trained or {}).items():
+                flat[name][: len(numbers)] = numbers  # what was dropped comes after them
+        tokens = _flat([episode.tokens for episode in episodes], np.int32)
+        lists: dict[str, Any] = {"tokens": tokens, "texts": self._spelled(tokens), "mask": mask, **flat}
+        lists["versions"] = _flat([episode.versions for episode in episodes], np.int64)
+        offsets = pa.array(ends, pa.int32())
+        arrays = [
+            pa.ListArray.from_arrays(offsets, pa.array(lists[field.name], field.type.value_type))
+            if field.name in lists
+            else pa.array([row[field.name] for row in rows], field.type)
+            for field in schema()
+        ]
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, schema(), options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+            writer.write_batch(pa.record_batch(arrays, schema=schema()))
+        # The schema is at the head of the file alone, and what marks the end of a stream nowhere: more may come.
+        message = sink.getvalue().to_pybytes()[len(schema().serialize()) if self._size else 0 : -END]
+        self._write(message)
+        self._size += len(message)
+        if self._size >= self._most:
+            log.warning(
+                "%s has %.0f MB: no more rollouts are recorded; raise metrics.rollouts_mb, or lower metrics.rollouts",
+                self._path,
+                self._size / 1e6,
+            )
+
+    def _spelled(self, tokens: np.ndarray) -> pyarrow.Array:
+        """The text of each token, looked up once for each that occurs."""
+        import pyarrow as pa
+
+        used, at = np.unique(tokens, return_inverse=True)
+        for token in used.tolist():
+            if token not in self._texts:
+                self._texts[token] = "" if self._spell is None else clean(self._spell(token))
+        return pa.array([self._texts[token] for token in used.tolist()], pa.string()).take(pa.array(at))
+
+
+def clean(text: str) -> str:
+    """Text that UTF-8 can hold: lone surrogates are written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _row(
+    step: int, group: Group, sample: int, branch: int, episode: Episode, reward: float | None, reason: str | None
+) -> dict[str, Any]:
+    info = episode.info
+    return {
+        "step": step,
+        "group": group.index,
+        "sample": sample,
+        "branch": branch,
+        "prompt": clean(group.prompt),
+        "response": clean(episode.text),
+        "target": clean(str(group.target)),
+        "reward": reward,
+        "parts": json.dumps(parts) if (parts := info.get("parts")) else "{}",
+        "advantage": None if reason is not None else episode.advantage,
+        "version": episode.version,
+        "origins": json.dumps(sorted(episode.origins)),
+        "finish": str(info.get("stop") or info.get("finish") or ""),
+        "turns": json.dumps(episode.turns) if episode.turns else "[]",
+        "dropped": reason,
+        "length": sum(episode.mask),
+    }
+
+
+def _flat(rows: Sequence[Sequence[Any]], dtype: type) -> np.ndarray:
+    return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
+
+
+def batches(
+    path: Path, columns: Sequence[str] | None = None, after: int = 0
+) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
+    """(end in the file, rows) of each step, as far as the file is whole. It is mapped into memory: of the columns that
+    are not asked for, nothing is read.
+
+    Args:
+        after: the end of the last batch that is known; with it, all columns are read.
+
+    Raises:
+        ValueError: the file is not of this format.
+    """
+    import pyarrow as pa
+
+    if not path.is_file() or path.stat().st_size <= max(after, len(schema().serialize())):
+        return  # also if the process was killed within its first write
+    fields = None if columns is None else [schema().get_field_index(name) for name in columns]
+    with pa.memory_map(str(path)) as source:
+        try:
+            stream = pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{path} is not a file of rollouts: {error}") from None
+        if stream.schema != pa.schema([field for field in schema() if columns is None or field.name in columns]):
+            raise ValueError(f"{path} has other columns: another version wrote it")
+        if after:
+            source.seek(after)
+        while True:
+            try:
+                if after:
+                    batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema())
+                else:
+                    batch = stream.read_next_batch()
+            except (StopIteration, EOFError, pa.ArrowInvalid, OSError):  # the end, or a part of a message
+                return
+            yield source.tell(), batch
+
+
+def cut(path: Path, last: int) -> None:
+    """Remove the steps after `last`, and what is damaged. The rest becomes another file: who has mapped the former into
+    memory may read on."""
+    end = 0
+    try:
+        for at, batch in batches(path, ["step"]):
+            if batch["step"][0].as_py() > last:
+                break
+            end = at
+    except ValueError as error:
+        log.warning("%s; it is removed", error)
+    if path.exists() and path.stat().st_size > end:
+        with written_aside(path) as aside, path.open("rb") as old, aside.open("wb") as new:
+            while (left := end - new.tell()) and (data := old.read(min(left, CHUNK))):
+                new.write(data)
+            new.flush()
+            os.fsync(new.fileno())
+
+
+def texts(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
+    """A dict for each group that trained: its prompt, the first response, the target and all rewards."""
+    found: dict[int, dict[str, Any]] = {}
+    names = ["step", "group", "branch", "version", *TEXT, "reward", "dropped"]
+    for row in batch.select(names).to_pylist():
+        if row["branch"] or row["dropped"] not in (None, IDLE):
+            continue
+        line = {"step": row["step"], "index": row["group"], **{name: row[name] for name in ("version", *TEXT)}}
+        line = found.setdefault(row["group"], line | {"rewards": []})
+        line["version"] = min(line["version"], row["version"])
+        line["rewards"].append(row["reward"])
+    return list(found.values())

@@ -1,0 +1,76 @@
+"""The section `metrics`: trackers, profiles, and what numbers are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from ..config import Section
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str
+    """The project there."""
+    entity: str | None = None
+    """User or team; null: the default one of the API key."""
+    name: str | None = None
+    """Of the run; null: `run.name`."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    tags: list[str] = Field(default_factory=list)
+    """Of the run."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to `wandb/` in the run's folder; `wandb sync` uploads it."""
+
+
+class TrackioConfig(Section):
+    """Trackio, on this machine; `trackio show` opens it, `trackio sync` publishes it."""
+
+    project: str
+    """The project there."""
+    name: str | None = None
+    """Of the run; null: `run.name`."""
+
+
+class MlflowConfig(Section):
+    """MLflow."""
+
+    tracking_uri: str | None = None
+    """A server, or a database such as `sqlite:///mlflow.db`; null: MLFLOW_TRACKING_URI, else that file."""
+    experiment: str | None = None
+    """Created if missing; null: MLFLOW_EXPERIMENT_NAME, else `Default`."""
+    name: str | None = None
+    """Of the run; null: `run.name`."""
+
+
+class ProfileConfig(Section):
+    """`torch.profiler` ([watching.md](watching.md))."""
+
+    steps: list[PositiveInt]
+    """Those that are profiled; of a resumed run not its first."""
+    services: list[str] = Field(default_factory=lambda: ["trainer"])
+    """Whose processes."""
+
+
+class MetricsConfig(Section):
+    """Besides `metrics.jsonl`, the console and the report ([trackers.md](trackers.md))."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard events (`pip install tensorboard`)."""
+    wandb: WandbConfig | None = None
+    trackio: TrackioConfig | None = None
+    mlflow: MlflowConfig | None = None
+    profile: ProfileConfig | None = None
+    peak_tflops: PositiveFloat | None = None
+    """TFLOP/s of one device, which `train/mfu` and `generator/mfu` are shares of; null: the data sheet's for a known
+    GPU, measured on a CPU ([watching.md](watching.md))."""
+
+    def profiles(self, step: int, folder: Path) -> dict[str, str]:
+        """Where the profiles of a step go, by service; empty if it is not profiled."""
+        if self.profile is None or step not in self.profile.steps:
+            return {}
+        return dict.fromkeys(self.profile.services, str((folder / "profile" / f"step_{step:06d}").absolute()))

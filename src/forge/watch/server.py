@@ -1,0 +1,160 @@
+"""The server of the page: files below one folder, read as they grow. Nothing is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from ..observability.report import CHARTS, PAGE, SCRIPTS, STYLES
+from ..observability.rollouts import ROLLOUTS
+from ..observability.run import CONFIG, FINISHED, MARK
+from ..observability.runs import SERVED, differences
+from ..observability.trace import TRACE
+from ..observability.views import RunView, plain
+from ..web import guard, listen, web
+from .chat import Chat, NoModel
+
+READ = (CONFIG, MARK, ROLLOUTS, TRACE, FINISHED, SERVED, "lock")  # of a run's folder
+DEPTH = 3  # levels of folders that runs are looked for in
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Watch:
+    """Shows the runs below `root`.
+
+    Args:
+        base: the model beside which a run's is asked; None: the one that the run started from, if it is below `root`.
+        key: what clients must send, see `forge.web`.
+    """
+
+    def __init__(self, root: Path, base: str | None = None, key: str | None = None) -> None:
+        self.root, self.key = root.resolve(), key
+        self.chat = Chat(self.root, base)
+        self._views: dict[str, RunView] = {}
+        # One thread: views are not shared, and the event loop stays free.
+        self._thread = ThreadPoolExecutor(1, "forge-watch")
+
+    @asynccontextmanager
+    async def listen(self, at: socket.socket) -> AsyncIterator[str]:
+        """Serve on a socket of `forge.web.bind` within the block; yields the address."""
+        app = web.Application(middlewares=[_explained, guard(at.getsockname()[0], self.key)])
+        for name in ("index.html", *SCRIPTS, *STYLES, CHARTS):
+            kind = KINDS[Path(name).suffix]
+            body = (PAGE / name).read_bytes()
+            app.router.add_get("/" if name == "index.html" else f"/{name}", partial(_file, body, kind))
+        for path, answer in {
+            "/api/runs": self._runs,
+            "/api/run": lambda q: self.view(q["run"]).about(),
+            "/api/rows": lambda q: self.view(q["run"]).curves(int(q.get("after", 0))),
+            "/api/trace": lambda q: self.view(q["run"]).lanes(int(q.get("after", 0))),
+            "/api/rollouts": lambda q: self.view(q["run"]).rollouts(q),
+            "/api/rollout": lambda q: self.view(q["run"]).rollout(int(q["row"])),
+            "/api/group": lambda q: self.view(q["run"]).group(int(q["row"])),
+            "/api/differences": lambda q: plain(differences([self.folder(name) for name in q.getall("run")])),
+        }.items():
+            app.router.add_get(path, partial(self._answer, answer))
+        app.router.add_post("/api/chat", self._chat)
+        try:
+            async with listen(app, at) as url:
+                yield url
+        finally:
+            await asyncio.to_thread(self.chat.close)
+            self._thread.shutdown(wait=False)
+
+    def folder(self, name: str) -> Path:
+        """The folder of a run by its path below `root`.
+
+        Raises:
+            FileNotFoundError: there is no such run, or it is elsewhere, also by a link.
+        """
+        try:
+            path = (self.root / name).resolve()
+        except (ValueError, OSError):  # a name that no file can have
+            raise FileNotFoundError(f"there is no run {name!r}") from None
+        config = path / CONFIG
+        if not path.is_relative_to(self.root) or not config.is_file() or not inside(path, self.root):
+            raise FileNotFoundError(f"there is no run {name!r}")
+        return path
+
+    def view(self, name: str) -> RunView:
+        """A run with all that was added since the last request."""
+        folder = self.folder(name)
+        if (view := self._views.get(name)) is None or view.folder != folder:
+            self._views[name] = view = RunView(folder)
+        else:
+            view.refresh()
+        return view
+
+    def _runs(self, _: Any) -> list[dict[str, Any]]:
+        found = []
+        for path in sorted(self._find(self.root, DEPTH)):
+            name = str(path.relative_to(self.root))
+            try:
+                found.append({"run": name, "name": path.name if name == "." else name, **self.view(name).summary()})
+            except (OSError, ValueError) as error:  # one that is damaged does not hide the others
+                found.append({"run": name, "name": name, "state": "damaged", "error": str(error)})
+        return found
+
+    def _find(self, folder: Path, depth: int) -> list[Path]:
+        if (folder / CONFIG).is_file() and inside(folder, self.root):
+            return [folder]
+        if not depth:
+            return []
+        inner = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+        return [run for path in inner for run in self._find(path, depth - 1)]
+
+    async def _answer(self, answer: Callable[[Any], Any], request: web.Request) -> web.Response:
+        query = request.query
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: json.dumps(answer(query), allow_nan=False).encode()
+        )
+        return web.Response(body=found, content_type="application/json", headers=HEADERS)
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        if not isinstance(asked, dict) or not isinstance(asked.get("run"), str):
+            raise ValueError("the body must be an object with the name of a run")
+        found = await self.chat.answer(self.folder(asked.pop("run")), asked)
+        return web.json_response(found, headers=HEADERS)
+
+
+async def _file(body: bytes, kind: str, _: web.Request) -> web.Response:
+    return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+
+
+@web.middleware
+async def _explained(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Errors as JSON, with the reason."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return web.json_response({"error": error.reason}, status=error.status, headers=HEADERS)
+    except (FileNotFoundError, IndexError, NoModel) as error:
+        return web.json_response({"error": str(error)}, status=404, headers=HEADERS)
+    except KeyError as error:
+        return web.json_response({"error": f"the query lacks {error}"}, status=400, headers=HEADERS)
+    except (ValueError, TypeError, OSError, aiohttp.ClientError) as error:
+        return web.json_response({"error": str(error)}, status=400, headers=HEADERS)
+
+
+def inside(folder: Path, root: Path) -> bool:
+    """Whether all files of a run that are read lie below `root`, links resolved."""
+    return all((folder / name).resolve().is_relative_to(root) for name in READ)

@@ -1,0 +1,136 @@
+"""Every token is accounted for: what a step records of its tokens adds up to what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.algorithms import load_algorithm
+from forge.data.packing import Aggregation, pack
+from forge.training import credit
+from forge.training.trainer import PolicyTrainer
+from forge.types import Batch, Episode, Group
+from tests.training.cases import VOCAB, example, make_trainer
+from tests.training.ranks import LOSS, Recorded, SeedFormLoss, recorded_step
+
+TOLERANCE = 1e-5  # relative: sums of float32 in another order
+
+Algorithms = [
+    ("grpo", {"clip_low": 0.1, "clip_high": 0.1}),
+    ("grpo", {"beta": 0.05, "entropy_coef": 0.01}),
+    ("dr_grpo", {}),
+    ("dapo", {}),
+    ("gspo", {}),
+    ("cispo", {}),
+    ("sapo", {}),
+    ("rloo", {}),
+]
+
+
+def check_sums(metrics: dict[str, float], batch: Batch, recorded: dict[str, np.ndarray]) -> None:
+    """The sums and means over tokens are the metrics of the step."""
+    trained = ~np.isnan(recorded["logprobs"])
+    assert trained.sum() == batch.mask.sum()
+    assert metrics["tokens"] == len(batch.tokens)
+    total = recorded["loss"][trained].astype(np.float64).sum()
+    assert total == pytest.approx(metrics["loss"], rel=TOLERANCE, abs=1e-6)
+    for name in ("entropy", "ratio", "clip_fraction", "correction_fraction"):
+        if name in metrics:
+            mean = recorded[name][trained].astype(np.float64).mean()
+            assert mean == pytest.approx(metrics[name], rel=TOLERANCE, abs=1e-7), name
+        else:
+            assert np.isnan(recorded[name]).all()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"mini_batches": 2}, {"mini_batches": 2, "epochs": 2, "seq_len": 16}], ids=str
+)
+@pytest.mark.parametrize(("name", "fields"), Algorithms, ids=lambda value: str(value))
+def test_recorded_tokens_add_up_to_what_the_step_reports(
+    model: Path, name: str, fields: dict[str, Any], settings: dict[str, Any], aggregation: Aggregation
+):
+    trainer = make_trainer(model, **settings)
+    metrics, batch, recorded = recorded_step(trainer, load_algorithm(name, **fields), aggregation)
+    assert metrics["updates"] == settings.get("mini_batches", 1) * settings.get("epochs", 1)
+    check_sums(metrics, batch, recorded)
+
+
+def test_recording_changes_nothing(model: Path):
+    plain, recording = make_trainer(model, mini_batches=2), make_trainer(model, mini_batches=2)
+    batch = example()
+    batch.tokens[8] = batch.tokens[0]
+    expected = plain.train_step(batch, LOSS)
+    assert plain.recorded is None
+    metrics, _, _ = recorded_step(recording, LOSS, "token_mean")
+    assert metrics == expected
+
+
+def test_a_part_of_a_batch_is_recorded_by_its_numbers(model: Path):
+    whole, part = make_trainer(model), make_trainer(model)
+    _, batch, everything = recorded_step(whole, LOSS, "token_mean")
+    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
+    second = np.arange(starts[1], starts[2])
+    batch.recorded = np.full(len(batch.tokens), -1)
+    batch.recorded[second] = np.arange(len(second))
+    part.train_step(batch, LOSS)
+    assert part.recorded is not None
+    for name, values in part.recorded.items():
+        np.testing.assert_array_equal(values, everything[name][second], err_msg=name)
+
+
+def test_a_loss_without_weights_has_no_parts(model: Path):
+    metrics, _, recorded = recorded_step(make_trainer(model), SeedFormLoss(), "token_mean")
+    assert np.isnan(recorded["loss"]).all()
+    assert np.nanmean(recorded["entropy"]) == pytest.approx(metrics["entropy"], rel=TOLERANCE)
+
+
+def test_two_ranks_record_what_one_does(two_ranks: Callable[[str], list[Recorded]], model: Path):
+    first, second = two_ranks("recorded")
+    metrics, batch, alone = recorded_step(make_trainer(model, mini_batches=2, epochs=2), LOSS, "token_mean")
+    for got, _, recorded in (first, second):
+        check_sums(got, batch, recorded)
+        assert got == first[0]
+        for name, values in recorded.items():
+            np.testing.assert_allclose(values, alone[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert first[0]["loss"] == pytest.approx(metrics["loss"], rel=TOLERANCE)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 1.0])), min_size=2, max_size=4), min_size=1)
+)
+def test_tokens_keep_their_numbers_when_sequences_are_left_out(given: list[list[tuple[int, float]]]):
+    """Groups without signal leave the batch; the numbers of the other tokens are those in the recorded rows."""
+    groups = [
+        Group([Episode(prompt_ids=[3, 4], response_ids=[5] * n, reward=r, versions=[0] * n) for n, r in group], index)
+        for index, group in enumerate(given)
+    ]
+    for group in groups:
+        for number, episode in enumerate(group.episodes):
+            episode.tokens = [(group.index * 7 + number) % VOCAB + 3] * len(episode.tokens)
+    wanted = groups[::2]
+    batch = credit.make_batch(groups[::-1], load_algorithm("grpo"), 0, wanted, aggregation="token_mean")
+    flat = np.concatenate([e.tokens for group in wanted for e in group.episodes])
+    there = batch.recorded >= 0
+    np.testing.assert_array_equal(batch.tokens[there], flat[batch.recorded[there]])
+    assert len(set(batch.recorded[there].tolist())) == there.sum()
+    untouched = credit.make_batch(groups[::-1], load_algorithm("grpo"), 0, aggregation="token_mean")
+    assert untouched.recorded is None
+
+
+def test_a_critic_records_nothing(model: Path):
+    trainer: PolicyTrainer = make_trainer(model, head="value")
+    batch = example(reference=False)
+    batch.returns, batch.recorded = np.zeros(len(batch.tokens), np.float32), np.arange(len(batch.tokens))
+    trainer.train_step(batch, lambda values, returns, weights: (weights * (values - returns) ** 2).sum())
+    assert trainer.recorded is None
+
+
+def test_packed_episodes_are_not_recorded():
+    assert pack([Episode(prompt_ids=[1], response_ids=[2], advantage=1.0)]).recorded is None
