@@ -55,10 +55,11 @@ class TreeMask:
         columns = (torch.tensor(first), torch.tensor(first) + torch.tensor(size), offset)
         of_token = [column.repeat_interleave(count) for column in columns]
         of_token[2] += torch.arange(int(count.sum()))
-        return cls(*(column.to(device) for column in of_token))
+        begins, ends, position = (column.to(device) for column in of_token)
+        return cls(begins, ends, position)
 
     def sees(self, query: Tensor, key: Tensor, window: int | None = None) -> Tensor:
-        """Whether tokens see others, by index in the pack; with a window, of the last `window` tokens, itself included."""
+        """Whether tokens see others, by index in the pack; `window` counts the token itself."""
         first, position = self.first, self.position
         seen = (first[key] <= first[query]) & (first[query] < self.end[key]) & (position[key] <= position[query])
         return seen if window is None else seen & (position[query] - position[key] < window)
