@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= .venv-vllm
 TITAN ?= .venv-titan
+DOCS ?= .venv-docs
 # One build of torch, asked for by its exact version before anything else can ask for another.
 TORCH ?= torch==2.13.0
 PIP ?= $(VENV)/bin/python -m pip --disable-pip-version-check -q
@@ -13,7 +14,7 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: quickstart real check test test-all test-slow test-tokenizers test-vllm test-titan lint clean
+.PHONY: quickstart real check test test-all test-slow test-tokenizers test-vllm test-titan docs lint clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m apps.quickstart --seed $(SEED)
@@ -71,6 +72,10 @@ test-vllm: $(VLLM)/installed
 test-titan: $(TITAN)/installed
 	$(TITAN)/bin/python -m pytest tests/training/test_titan.py
 
+# The site, in build/site. It reads the sources and needs neither torch nor the package. Warnings are errors.
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -101,5 +106,10 @@ $(TITAN)/installed: pyproject.toml
 	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install -e '.[dev,titan]'
 	touch $@
 
+$(DOCS)/installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check -q install -r docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) $(TITAN) runs build *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(TITAN) $(DOCS) runs build *.egg-info src/*.egg-info
