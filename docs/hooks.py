@@ -45,7 +45,7 @@ MODULES = {
 }
 ROOTED = "\n    options: {show_root_heading: true, show_root_toc_entry: true}\n"
 FRONT = ("train", "sft", "dpo", "evaluate", "generate", "Result")
-OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?:src|apps|benchmarks|tests|scripts|tutorials)(?:/[\w./-]*)?)\)")
+OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?:src|apps|benchmarks|tests|scripts)(?:/[\w./-]*)?)\)")
 
 
 class Brackets(griffe.Extension):
