@@ -26,8 +26,8 @@ OVERFLOW = """
 const width = document.documentElement.clientWidth;
 if (document.documentElement.scrollWidth <= width) return [];
 return [...document.querySelectorAll('.md-content *')]
-  .filter((e) => e.getBoundingClientRect().right > width + 1 && !e.closest('pre, .md-typeset__scrollwrap, .md-typeset__table'))
-  .slice(0, 3).map((e) => e.tagName + ': ' + e.textContent.trim().slice(0, 60)).concat(['page is wider than the window']);
+  .filter((e) => e.getBoundingClientRect().right > width + 1 && !e.closest('pre, .md-typeset__scrollwrap'))
+  .slice(0, 3).map((e) => e.tagName + ': ' + e.textContent.trim().slice(0, 60)).concat(['wider than the window']);
 """
 TEXTS = """
 const found = [];
@@ -86,13 +86,11 @@ def search(driver: webdriver.Chrome, base: str, question: str) -> list[str]:
         time.sleep(0.25)
         found = driver.execute_script(
             "return [...document.querySelectorAll('.md-search-result__link')].slice(0, 6)"
-            ".map((a) => a.querySelector('h1, h2').textContent.trim() + '  ' + decodeURI(a.href))"
+            ".map((a) => [a.querySelector('h1, h2').textContent.trim(), new URL(a.href)])"
+            ".map(([title, url]) => `${title}  ${url.pathname}${url.hash}`)"
         )
         if found:
-            return [
-                line.replace(base, "").split("?h=")[0] + ("#" + line.split("#")[1] if "#" in line else "")
-                for line in found
-            ]
+            return found
     return []
 
 
