@@ -45,6 +45,8 @@ MODULES = {
 }
 ROOTED = "\n    options: {show_root_heading: true, show_root_toc_entry: true}\n"
 FRONT = ("train", "sft", "dpo", "evaluate", "generate", "Result")
+# Guides come before the API in the results of a search, and answers to symptoms before both.
+BOOSTS = {"resume.md": 4.0, "reference/troubleshooting.md": 2.0, "compatibility.md": 0.5}
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?:src|apps|benchmarks|tests|scripts)(?:/[\w./-]*)?)\)")
 
 
@@ -102,6 +104,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links to source files become their names, and diagrams part of the page."""
 
+    page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri, 0.4 if page.file.src_uri[:-3] in MODULES else 1.0)}
+
     def source(match: re.Match[str]) -> str:
         text, path = match.groups()
         if not (ROOT / path).exists():
@@ -114,7 +118,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         svg = re.sub(r"\n\s*\n", "\n", svg.strip())  # a blank line would end the HTML block
         return f'<figure class="diagram">\n{svg}\n</figure>'
 
-    markdown = OUTSIDE.sub(source, markdown)
+    def titled(match: re.Match[str]) -> str:
+        """A link that shows the name of a file shows the title of its page."""
+        path = (ROOT / "docs" / page.file.src_uri).parent / match[1]
+        title = re.search(r"^# (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+        return f"[{title[1]}]({match[1]}" if title else match[0]
+
+    markdown = re.sub(r"\[[\w/]+\.md\]\(([\w/.]+\.md)", titled, OUTSIDE.sub(source, markdown))
     markdown = re.sub(r"!\[([^\]]*)\]\([./]*diagrams/([\w-]+\.svg)\)", diagram, markdown)
     # GitHub needs \| in the code of a table, Python-Markdown shows the backslash.
     code = re.compile(r"`[^`\n]*`")
