@@ -65,6 +65,8 @@ def on_config(config: Any) -> Any:
     for entry in config["nav"]:
         if isinstance(entry, dict) and "Tutorials" in entry:
             entry["Tutorials"] = ["tutorials/index.md", *tutorials]
+        if isinstance(entry, dict) and "Getting started" in entry and (ROOT / "docs/overview.md").exists():
+            entry["Getting started"].append({"Overview": "overview.md"})
         for inner in entry.get("Reference", []) if isinstance(entry, dict) else []:
             if isinstance(inner, dict) and "API" in inner:
                 inner["API"] = ["reference/api.md", *api]
