@@ -217,14 +217,21 @@ def _tutorial(path: Path) -> tuple[str, dict[str, bytes]]:
     parts = []
     for number, cell in enumerate(json.loads(notebook.read_text())["cells"]):
         parts.append(_cell(cell["cell_type"], "".join(cell["source"])))
+        printed = ""
         for place, output in enumerate(cell.get("outputs", [])):
             data = output.get("data", {})
+            text = "".join(output.get("text", data.get("text/plain", "")))
+            if output.get("name") == "stderr":  # of the log, what a reader follows
+                text = "".join(line + "\n" for line in text.splitlines() if re.match("step |alert|held-out", line))
+            text = re.sub(r"^(memory, without|Monarch).*\n", "", text, flags=re.MULTILINE)
             if "image/png" in data:
                 name = f"{path.stem}_{number}_{place}.png"
                 images[name] = base64.b64decode("".join(data["image/png"]))
-                parts.append(f"![output]({name})")
-            elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
-                parts.append(f"```text\n{text}\n```")
+                parts += [_printed(printed), f"![output]({name})"]
+                printed = ""
+            elif text:
+                printed += text if text.endswith("\n") else text + "\n"
+        parts.append(_printed(printed))
     return "\n\n".join(parts), images
 
 
@@ -242,3 +249,7 @@ def _cells(source: str) -> list[tuple[str, str]]:
 
 def _cell(kind: str, text: str) -> str:
     return text if kind == "markdown" else f"```python\n{text}\n```"
+
+
+def _printed(text: str) -> str:
+    return f"```{{ .text .output }}\n{text.rstrip()}\n```" if text.strip() else ""
