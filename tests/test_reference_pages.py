@@ -68,6 +68,17 @@ def test_the_configuration_of_a_paper_is_valid(text):
     assert config.load_algorithm()
 
 
+def test_each_recorded_metric_is_described():
+    described = set(re.findall(r"`([\w/]+)`", (DOCS / "reference/metrics.md").read_text()))
+    recorded = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        recorded |= set(re.findall(r'record_metric\(f?"([^"]*)"', path.read_text()))
+    assert len(recorded) > 20
+    missing = {name for name in recorded if re.sub(r"{.*}", "NAME", name) not in described}
+    # Each way in which an episode ends has a row.
+    assert missing <= {"episode/{stop}"}
+
+
 @pytest.mark.parametrize("path", DIAGRAMS, ids=lambda path: path.name)
 def test_a_diagram_is_small_self_contained_and_shown(path):
     root = ElementTree.parse(path).getroot()
