@@ -14,7 +14,7 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: quickstart real check test test-all test-slow test-tokenizers test-vllm test-titan docs lint clean
+.PHONY: quickstart real check test test-all test-slow test-tokenizers test-vllm test-titan lint clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m apps.quickstart --seed $(SEED)
@@ -72,10 +72,6 @@ test-vllm: $(VLLM)/installed
 test-titan: $(TITAN)/installed
 	$(TITAN)/bin/python -m pytest tests/training/test_titan.py
 
-# The site, in build/site. It reads the sources and needs neither torch nor the package. Warnings are errors.
-docs: $(DOCS)/installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
-
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -105,6 +101,11 @@ $(TITAN)/installed: pyproject.toml
 	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install '$(TORCH)'
 	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install -e '.[dev,titan]'
 	touch $@
+
+.PHONY: docs
+# The site, in build/site. It reads the sources and needs neither torch nor the package. Warnings are errors.
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 
 $(DOCS)/installed: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)
