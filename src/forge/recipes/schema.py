@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from ..cluster.settings import ClusterConfig
 from ..config import ConfigError, Section
 from ..data.config import PreferencesConfig, RowsConfig
+from ..data.files import Rows
 from ..data.rewards import load_reward
 from ..engines.settings import EngineSettings
 from ..plugin import load_plugin
@@ -222,8 +223,8 @@ class EvalConfig(Section):
     """How many; 0: no evaluation."""
     every: NonNegativeInt = 0
     """Also every so many steps, a multiple of `training.sync_interval`."""
-    path: str | None = None
-    """Where they come from; null: `dataset.path`. A procedural task holds its own out."""
+    path: str | Rows | None = None
+    """Where they come from; null: `dataset.path`. A procedural task holds its own out. From Python also rows."""
     split: str = "test"
     """Of a folder or hub id."""
 
