@@ -151,9 +151,11 @@ class Ensemble:
                 raise ValueError(f"{key}: {', '.join(missing)} is none of its verifiers: {', '.join(names)}")
 
     def setup(self) -> None:
-        """Load the models. ValueError, OSError: invalid ensemble, or a model is missing."""
-        verifiers, aggregator = load_ensemble(self.path)
-        self._open(verifiers.panel(), aggregator)
+        """Load the models, unless it was made `over` a panel. ValueError, OSError: invalid ensemble, or a model is
+        missing."""
+        if self.panel is None:
+            verifiers, aggregator = load_ensemble(self.path)
+            self._open(verifiers.panel(), aggregator)
 
     def _open(self, panel: Panel, aggregator: Aggregator) -> None:
         needed = [*aggregator.verifiers, *self._veto, *self._decide]
