@@ -75,7 +75,7 @@ def demonstration(word):
 
 warm_up = forge.sft(
     None,
-    from_scratch={"alphabet": "abcdefind()>123456789unkowr: ", "hidden_size": 64, "layers": 2, "max_positions": 64},
+    from_scratch={"alphabet": "abcdefiknoruw123456789()>: ", "hidden_size": 64, "layers": 2, "max_positions": 64},
     dataset=[{"messages": demonstration(word)} for word in training for _ in range(10)],
     chat_template=TEMPLATE,
     name="agent-warm-up",

@@ -17,7 +17,12 @@ TEXT = "start a run on several machines, by Slurm, ssh, Kubernetes or SkyPilot"
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
-    parser = commands.add_parser("launch", help=TEXT, description=TEXT, epilog="forge launch slurm --help")
+    parser = commands.add_parser(
+        "launch",
+        help=TEXT,
+        description=f"{TEXT}; forge launch slurm --help lists the options of one",
+        epilog="example: forge launch slurm apps/grpo/gsm8k.yaml --nodes 2 --gpus-per-node 8 --dry-run",
+    )
     parser.add_argument("launcher", choices=list(LAUNCHERS))
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, help="CONFIG and options, then overrides of the configuration"
@@ -31,7 +36,12 @@ def run(args: argparse.Namespace) -> None:
     from ..config import Arguments, ConfigError
     from ..recipes.resume import read_config
 
-    parser = argparse.ArgumentParser(prog=f"forge launch {args.launcher}", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"forge launch {args.launcher}",
+        description="Overrides of the configuration may follow: --training.steps 500",
+        epilog=f"example: forge launch {args.launcher} apps/grpo/gsm8k.yaml {LAUNCHERS[args.launcher][2]}--dry-run",
+        allow_abbrev=False,
+    )
     parser.add_argument("config", help="YAML file")
     parser.add_argument("--recipe", choices=list(RECIPES), default="train", help="default: train")
     parser.add_argument("--nodes", type=int, default=1, help="machines with a worker")
@@ -160,10 +170,10 @@ def _skypilot(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[
     print(yaml.safe_dump_all(tasks, sort_keys=False), end="")
 
 
-# Launcher -> its options, and what starts runs, each with its name and command line.
-LAUNCHERS: dict[str, tuple[Any, Any]] = {
-    "slurm": (_slurm_options, _slurm),
-    "ssh": (_ssh_options, _ssh),
-    "kubernetes": (_kubernetes_options, _kubernetes),
-    "skypilot": (_skypilot_options, _skypilot),
+# Launcher -> its options, what starts runs, each with its name and command line, and the options of an example.
+LAUNCHERS: dict[str, tuple[Any, Any, str]] = {
+    "slurm": (_slurm_options, _slurm, "--nodes 2 --gpus-per-node 8 "),
+    "ssh": (_ssh_options, _ssh, "--hosts node1,node2 "),
+    "kubernetes": (_kubernetes_options, _kubernetes, "--image registry/forge:0.1 --nodes 2 "),
+    "skypilot": (_skypilot_options, _skypilot, "--nodes 2 --gpus-per-node 8 "),
 }
