@@ -89,7 +89,7 @@ lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/interrogate -q src
+	$(VENV)/bin/python scripts/check_docstrings.py -q src
 	$(VENV)/bin/hadolint Dockerfile
 
 $(VENV)/installed: pyproject.toml

@@ -14,6 +14,8 @@ fi
 mkdir -p "$folder" && folder="$(readlink -f "$folder")"
 fail() { echo "check_package.sh: $1" >&2; exit 1; }
 
+"$python" -c 'from build import __main__' 2>/dev/null || fail "$python has no package build: pip install build"
+
 # From a copy of what git has: a build leaves folders in its tree, and files that were never committed must not help.
 mkdir -p "$folder/tree"
 git archive HEAD | tar -x -C "$folder/tree"
@@ -39,7 +41,7 @@ version="$("$folder/env/bin/python" -c 'import importlib.metadata; print(importl
 "$folder/env/bin/python" -c 'import forge, sys; sys.exit("elsewhere" in forge.__file__ or "site-packages" not in forge.__file__)' \
     || fail "forge was not imported from the environment"
 "$forge" sft apps/sft/tiny.yaml --training.steps 2 --eval.problems 8
-"$forge" train apps/grpo/tiny.yaml --training.steps 2 --training.batch_size 8 --eval.problems 8
+"$forge" train apps/grpo/tiny.yaml --training.steps 2 --training.warmup_steps 0 --training.batch_size 8 --eval.problems 8
 [ "$(wc -l <runs/quickstart/metrics.jsonl)" = 3 ] || fail "the run has not logged steps 0, 1 and 2"
 "$forge" report runs/quickstart
 grep -q uPlot runs/quickstart/report.html || fail "the report lacks the page's library"

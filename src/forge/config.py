@@ -86,6 +86,7 @@ class Section(BaseModel, metaclass=_OneLine):
         """ValueError: fields that do not go together; says which and what to do."""
 
     def keys(self) -> Iterator[str]:
+        """Names of the fields, for unpacking with `**`."""
         return iter(type(self).model_fields)
 
     def __getitem__(self, name: str) -> Any:
@@ -110,6 +111,7 @@ class Arguments:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Arguments:
+        """Read the words of a command line. ConfigError: see the class."""
         found, rest = cls(None, None, []), list(argv)
         while rest:
             name, equals, value = rest.pop(0).partition("=")

@@ -167,6 +167,7 @@ class Ensemble:
 
     @property
     def progress(self) -> float:
+        """Grows while verifiers work, for time limits."""
         return self.panel.progress if self.panel is not None else 0.0
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
@@ -266,6 +267,7 @@ class Distilled:
 
     @property
     def files(self) -> list[str]:
+        """Files whose content decides scores."""
         return [str(self.path / DISTILLED)]
 
     def check(self) -> None:
@@ -284,10 +286,12 @@ class Distilled:
 
     @property
     def fingerprint(self) -> Any:
+        """Changes with the model, for caches of scores."""
         return self.model.fingerprint
 
     @property
     def progress(self) -> float:
+        """Grows while the model works, for time limits."""
         return self.model.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
@@ -295,5 +299,6 @@ class Distilled:
         return await self.model.score(prompt, responses, target)
 
     async def close(self) -> None:
+        """Free the model."""
         if self.model is not None:
             await self.model.close()

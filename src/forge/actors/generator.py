@@ -79,6 +79,7 @@ class Generator(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
+        """Tell the weight store how its readers are asked for the versions that they serve."""
         if (store := home(kwargs.get("store"))) is None:
             return
 
@@ -89,6 +90,7 @@ class Generator(ForgeActor):
         service.before_fanout |= {"update_weights": publish, "update": publish}
 
     def setup(self) -> None:
+        """Build the engine and load the newest published weights, or those of the model's folder."""
         import torch
         from transformers import AutoConfig, AutoTokenizer
 
@@ -104,6 +106,7 @@ class Generator(ForgeActor):
         self.streams = Streams(self.engine)
 
     def teardown(self) -> None:
+        """Close the engine."""
         if hasattr(self, "engine"):
             self.engine.close()
 

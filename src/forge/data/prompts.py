@@ -173,6 +173,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         self.check()
 
     def validate(self, row: Row) -> None:
+        """ValueError: a field of the prompt or of the target is missing."""
         self._format.render(row)
 
     def targets(self) -> Iterator[str]:
@@ -180,6 +181,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         return (self._format.render(row)[1] for row in self.rows())
 
     def make(self, number: int, row: Row, index: int) -> Sample | None:
+        """Prompt and target of a row; None if the prompt is too long."""
         text, target = self._format.render(row)
         text, ids = self._format.encode(text)
         return Sample(Prompt(text, ids, index), target) if self.fits(len(ids)) else None

@@ -375,6 +375,7 @@ class RecipeConfig(TrainingRecipe):
     with it on the same devices ([parallelism.md](parallelism.md)). `async.max_policy_age` must be 0."""
 
     def placement(self, name: str) -> dict[str, Any]:
+        """Options of a service; with `colocated` in the trainer's processes."""
         options = super().placement(name)
         if self.colocated and name in TAKING_TURNS:
             procs = super().placement("trainer")["procs"]
@@ -382,6 +383,7 @@ class RecipeConfig(TrainingRecipe):
         return options
 
     def check_services(self, *, idle: tuple[str, ...] = ()) -> None:
+        """As the base, and what `colocated` requires. ConfigError: names the setting."""
         super().check_services(idle=idle)
         try:
             self.generator.over(self.services.generator.procs)
@@ -444,11 +446,14 @@ class RecipeConfig(TrainingRecipe):
 
     @property
     def files(self) -> list[str]:
+        """Files of the data and of the reward."""
         return [*super().files, *self.reward.files]
 
     @property
     def scorers(self) -> list[Any]:
+        """Plugins and functions of the reward."""
         return [*self.reward.plugins, *(self.reward.functions or ())]
 
     def check_reward(self) -> None:
+        """ValueError: a function, a folder or a file of the reward does not exist."""
         self.reward.open()
