@@ -79,7 +79,7 @@ class Generator(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
-        """Tell the weight store how its readers are asked for the versions that they serve."""
+        """Let an update publish a version first that the store does not have, by its trainer."""
         if (store := home(kwargs.get("store"))) is None:
             return
 

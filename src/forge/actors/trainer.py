@@ -90,7 +90,7 @@ class Trainer(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
-        """Tell the weight store how to publish a step again whose weights were lost."""
+        """Let the weight store publish a step of this trainer whose weights it does not have."""
         if (store := home(kwargs.get("store"))) is not None:
             store.publisher = service.publish_step.call
 

@@ -78,11 +78,11 @@ class Store(ABC):
         timeout: float = 300.0,
     ) -> int:
         """Publish a tensor or a state dict, in each rank its shards; the version is complete with the last rank's.
-        Returns the version. TimeoutError: the other ranks did not publish in time."""
+        Returns the version. IncompleteVersion: another rank did not write in time."""
 
     @abstractmethod
     def open(self, key: str, version: int | None = None) -> AbstractContextManager[Snapshot]:
-        """A context in which a version (None: the newest) stays readable. KeyError: there is none."""
+        """A context in which a version (None: the newest) stays readable. MissingVersion: there is none."""
 
     @abstractmethod
     def versions(self, key: str) -> list[int]:
@@ -94,7 +94,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove all versions of a key; readers keep what they have open."""
+        """Remove all versions of a key; readers keep what they have open. MissingVersion: there is no such key."""
 
     @abstractmethod
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
@@ -103,7 +103,7 @@ class Store(ABC):
 
     @abstractmethod
     def manifest(self, key: str, version: int) -> Manifest:
-        """Names, shapes and checksums of a version. KeyError: it does not exist."""
+        """Names, shapes and checksums of a version. MissingVersion: it is neither published nor recently dropped."""
 
     @abstractmethod
     def identities(self, key: str) -> dict[int, set[str]]:
