@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 
 
 PAGES = ["README", "docs/services", "docs/weights", "docs/algorithms", "docs/verifiers", "docs/weaver"]
-PAGES += ["docs/sandbox", "docs/openenv", "docs/agents", "docs/watching"]
+PAGES += ["docs/sandbox", "docs/openenv", "docs/agents", "docs/watching", "docs/overview"]
 EXAMPLES = [
     pytest.param(code, id=f"{page.stem} {number}", marks=[] if page.stem == "README" else pytest.mark.full)
     for page in (ROOT / f"{name}.md" for name in PAGES)
@@ -37,7 +37,8 @@ def test_make_targets_exist():
 
 
 def test_named_files_exist():
-    for path in re.findall(r"(?:apps|docs|src|benchmarks)/[\w/.-]*\w", README):
+    own = re.sub(r"https?://\S+", "", README)
+    for path in re.findall(r"(?:apps|docs|src|benchmarks|tutorials)/[\w/.-]*\w", own):
         assert (ROOT / path).exists(), path
 
 

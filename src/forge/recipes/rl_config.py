@@ -101,7 +101,7 @@ class Services(Section):
 
 
 class RolloutMetrics(MetricsConfig):
-    """`metrics` of a recipe that samples."""
+    """Besides `metrics.jsonl`, the console and the report ([trackers.md](trackers.md)), and recorded rollouts."""
 
     rollouts: NonNegativeInt | Literal["all"] = 1
     """Groups of each step that `rollouts.arrow` records with all of their tokens ([watching.md](watching.md)), and as
