@@ -14,7 +14,7 @@
 # # 7. A real pretrained model
 #
 # SmolLM2-135M-Instruct (Apache 2.0) learns to answer with the JSON object that a prompt asks for. All of its weights
-# are trained with GRPO on a CPU. This page makes ten steps, in three to five minutes on two cores. `make real` makes
+# are trained with GRPO on a CPU. This page makes eight steps, in about four minutes on two cores. `make real` makes
 # forty: right on 16 to 19 % of held-out questions before, on 84 to 92 % after (three seeds, `python
 # benchmarks/real.py`).
 #
@@ -77,7 +77,7 @@ result = forge.train(
     reward="JsonMatch",
     name="real-model",
     run={"overwrite": True},
-    steps=10,
+    steps=8,
     batch_size=8,
     n_samples=8,
     max_tokens=40,
@@ -126,8 +126,8 @@ def objects(completions):
 print("answers that are one JSON object:", objects(before), "before,", objects(after), "after, of", len(questions))
 
 # %% [markdown]
-# Ten steps are the beginning of the curve, and 32 questions a coarse measure: the standard error of an accuracy near .3
-# is .08. The checks of this page use the mean reward of 64 samples a step.
+# Eight steps are the beginning of the curve, and 32 questions a coarse measure: the standard error of an accuracy near
+# .3 is .08. The checks of this page use the mean reward of 64 samples a step.
 
 # %%
 first = sum(row["reward"] for row in rows[:3]) / 3
