@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_examples_of_launchers_run(launcher: str, capsys):
     example = text.partition("example: forge ")[2]
     main(shlex.split(example))
     assert "gsm8k" in capsys.readouterr().out
+
+
+def test_watch_names_the_package_to_install(tmp_path, monkeypatch):
+    for module in [name for name in sys.modules if name.startswith(("aiohttp", "forge.web", "forge.watch"))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(SystemExit, match="error: serving needs aiohttp: pip install aiohttp"):
+        main(["watch", str(tmp_path)])
 
 
 def test_the_version_is_that_of_the_project(capsys):

@@ -33,8 +33,8 @@ def run_watch(args: argparse.Namespace) -> None:
     if not args.folder.is_dir():
         raise SystemExit(f"error: {args.folder} is not a folder of runs")
     try:
+        from ..web import bind, required_key  # isort: skip (it names a missing package with its remedy)
         from ..watch import Watch
-        from ..web import bind, required_key
 
         watch = Watch(args.folder, args.base, required_key(args.host))
         at = bind(args.host, args.port)
