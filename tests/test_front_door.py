@@ -104,6 +104,10 @@ def reward(prompt: str, response: str, target: str) -> float:
     return 1.0
 
 
+def trl_reward(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
 SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "answer": "cba"}], "reward": reward}
 
 
@@ -115,6 +119,16 @@ SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "
         ({"algorithm": "dpao"}, "unknown algorithm 'dpao': did you mean 'dapo'"),
         ({"algorithm": 3}, "algorithm 3 is neither a class nor a function"),
         ({"reward": 3.0}, "a reward is a function"),
+        (
+            {"reward": lambda completions, **kwargs: [0.0]},
+            r"the reward <lambda>\(completions, \*\*kwargs\) cannot be called",
+        ),
+        (
+            {"reward": trl_reward},
+            r"wrap it, lambda prompt, response, target: trl_reward\(completions=\[response\]\)\[0\]",
+        ),
+        ({"reward": "tests.test_front_door:trl_reward"}, "wrap it"),
+        ({"dataset": [{"prompt": "abc"}]}, "no field 'answer': it has prompt; set target_field to null"),
         ({"dataset": 5}, "dataset must be a path, a hub id, rows or a mapping, got 5"),
         ({"dataset": []}, "the dataset is empty"),
         ({"dataset": "no/such/file.jsonl"}, "no/such/file.jsonl"),

@@ -88,7 +88,8 @@ class PromptFormat:
         needed = [*([self.prompt_field] if self.prompt_field else []), *wanted.values(), *options, self.target_field]
         for name in needed:
             if name is not None and name not in has:
-                raise ValueError(f"no field {name!r}: it has {', '.join(has)}")
+                hint = "; set target_field to null for prompts without a target" if name == self.target_field else ""
+                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
         return wanted
 
     def render(self, row: Mapping[str, Any]) -> tuple[str, str]:

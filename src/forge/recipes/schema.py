@@ -177,7 +177,7 @@ class RewardConfig(Section):
         """
         for item in (*self.settings()["functions"], self.accuracy):
             if isinstance(item, str):
-                load_reward(item)
+                as_verifier(load_reward(item))
         if self.verifiers is not None:
             self.verifiers.check_sources("reward.verifiers")
         for plugin in self.plugins:
