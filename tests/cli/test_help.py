@@ -99,3 +99,20 @@ def test_completion_of_a_shell(tmp_path, capsys):
     for words, wanted in (("wat", "watch"), ("serve --po", "--port"), ("weaver pre", "predict")):
         done = subprocess.run(["bash", "-c", ask.format(words)], cwd=tmp_path, capture_output=True, text=True)
         assert done.stdout.split() == [wanted], done
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["apps/sft/tiny.yaml"], r"unknown key 'eval.stop_at'.*read as a configuration of forge train, see --recipe"),
+        (
+            ["apps/sft/tiny.yaml", "--recipe", "sft", "--dry-run"],
+            "a launched run resumes after a requeue: set checkpoint.every",
+        ),
+        (["apps/grpo/gsm8k.yaml"], "runs on several machines need certificates: pip install cryptography"),
+    ],
+)
+def test_what_would_fail_in_the_queue_is_an_error_at_submission(words: list[str], message: str, monkeypatch):
+    monkeypatch.setattr("forge.cluster.credentials.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=f"error: {message}"):
+        main(["launch", "slurm", *words])

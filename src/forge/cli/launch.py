@@ -32,6 +32,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Launch; bad input ends the program with one line."""
+    from ..cluster.credentials import check_certificates
     from ..cluster.sweep import variants
     from ..config import Arguments, ConfigError
     from ..recipes.resume import read_config
@@ -59,11 +60,18 @@ def run(args: argparse.Namespace) -> None:
         for suffix, more in variants(options.sweep, options.seeds):
             words = ["--config", options.config, *overrides, *more]
             cfg = read_config(config_type, Arguments.parse(words))
+            if not cfg.checkpoint.every:  # an error of the job otherwise, after its time in the queue
+                raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
             name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
             own = [options.recipe, options.config, *overrides, *more, "--run.name", name, "--resume", "auto"]
             runs.append((name, [sys.executable, "-m", "forge", *own]))
+        if args.launcher in ("slurm", "ssh") and not options.dry_run:  # their workers run in this environment
+            check_certificates()
         LAUNCHERS[args.launcher][1](options, cfg, runs)
-    except (ConfigError, ValueError, RuntimeError, OSError, ImportError) as error:
+    except ConfigError as error:
+        hint = "" if "--recipe" in args.rest else f" (read as a configuration of forge {options.recipe}, see --recipe)"
+        raise SystemExit(f"error: {error}{hint}") from error
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from error
 
 
