@@ -14,7 +14,7 @@
 # # 7. A real pretrained model
 #
 # SmolLM2-135M-Instruct (Apache 2.0) learns to answer with the JSON object that a prompt asks for. All of its weights
-# are trained with GRPO on a CPU. This page makes eight steps, in about four minutes on two cores. `make real` makes
+# are trained with GRPO on a CPU. This page makes eight steps: 190 CPU-seconds, and the start. `make real` makes
 # forty: right on 16 to 19 % of held-out questions before, on 84 to 92 % after (three seeds, `python
 # benchmarks/real.py`).
 #
