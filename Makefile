@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= .venv-vllm
 TITAN ?= .venv-titan
+DOCS ?= .venv-docs
 # One build of torch, asked for by its exact version before anything else can ask for another.
 TORCH ?= torch==2.13.0
 PIP ?= $(VENV)/bin/python -m pip --disable-pip-version-check -q
@@ -117,5 +118,15 @@ $(TITAN)/installed: pyproject.toml
 	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install -e '.[dev,titan]'
 	touch $@
 
+.PHONY: docs
+# The site, in build/site. It reads the sources and needs neither torch nor the package. Warnings are errors.
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
+$(DOCS)/installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check -q install -r docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) $(TITAN) runs build *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(TITAN) $(DOCS) runs build *.egg-info src/*.egg-info

@@ -22,7 +22,7 @@ from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft_config import SFTConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
-BEGIN, END = "<!-- made by make_configuration.py -->\n", "<!-- end of what is made -->\n"
+BEGIN, END = "<!-- made by make_configuration.py -->\n", "<!-- end of the tables -->\n"
 RECIPES: dict[str, type[Section]] = {
     "grpo": RLConfig,
     "sft": SFTConfig,

@@ -41,7 +41,7 @@ def run(folder: Path, *overrides: str, path: Path | None = None) -> list[dict]:
 
 
 def test_the_algorithm_of_the_documentation(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(r"```python\n([^`]*class TOPRLoss.*?)```", PAGE, re.DOTALL)
     assert len(code.splitlines()) <= 60
     (tmp_path / "topr.py").write_text(code)
     history = run(tmp_path, "--algorithm", "topr:TOPRLoss", "--grpo.loss", "{baseline: 0.4}", path=tmp_path)
@@ -50,7 +50,7 @@ def test_the_algorithm_of_the_documentation(tmp_path):
 
 
 def test_the_function_of_the_documentation(tmp_path):
-    (code,) = re.findall(r"```text\n(def my_loss.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(r"```python\n(def my_loss.*?)```", PAGE, re.DOTALL)
     (tmp_path / "mine.py").write_text(code)
     history = run(tmp_path, "--algorithm", "mine:my_loss", "--grpo.loss", "{scale: 2.0}", path=tmp_path)
     assert history[-1]["train/grad_norm"] > 0

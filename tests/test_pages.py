@@ -1,0 +1,227 @@
+"""Code blocks of the documentation: python runs, bash and yaml are checked against the real parsers and settings. A
+block that cannot be is marked `<!-- not run: REASON -->` on the line before it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from forge.cli import clean, doctor, launch, recipes, runs, serve, table, watch, worker
+from forge.config import Arguments, ConfigError, _Loader, keys_of, read, section_in
+from forge.verifiers.spec import VerifiersConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
+LANGUAGES = {"python", "bash", "yaml", "text"}
+MARK = re.compile(r"<!-- not run: \S.* -->\s*\Z")
+COMMANDS = (recipes, serve, clean, worker, doctor, launch, table, runs, watch)
+# Words of the shell, and programs that come with every machine.
+SHELL = {"export", "source", "until", "do", "done", "cd", "[", "break"}
+
+_spec = importlib.util.spec_from_file_location("make_configuration", ROOT / "docs/make_configuration.py")
+_maker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_maker)
+CONFIGS = _maker.RECIPES
+# `forge NAME CONFIG` -> the name of the configuration.
+BY_COMMAND = {"train": "grpo", "sft": "sft", "dpo": "dpo", "reward-model": "reward_model", "distill": "distill"}
+
+
+class Block(NamedTuple):
+    page: str
+    number: int
+    language: str
+    code: str
+    marked: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.page} {self.number}"
+
+
+def blocks_of(path: Path) -> list[Block]:
+    text, found = path.read_text(), []
+    for number, match in enumerate(FENCE.finditer(text), 1):
+        code = re.sub(rf"^{match['indent']}", "", match["code"], flags=re.MULTILINE)
+        marked = MARK.search(text[: match.start()]) is not None
+        found.append(Block(str(path.relative_to(ROOT)), number, match["language"].strip(), code, marked))
+    return found
+
+
+BLOCKS = [block for path in PAGES for block in blocks_of(path)]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+BASH = [block for block in BLOCKS if block.language == "bash" and not block.marked]
+YAML = [block for block in BLOCKS if block.language == "yaml" and not block.marked]
+
+
+def cases(blocks: list[Block]) -> list:
+    return [pytest.param(block, id=block.name) for block in blocks]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_block_is_fenced_and_has_a_language(path):
+    unknown = {block.language for block in blocks_of(path)} - LANGUAGES
+    assert not unknown, f"blocks are {', '.join(sorted(LANGUAGES))}"
+    # Indented code would be checked by nothing. Indented paragraphs of lists, tabs and notes are no code.
+    prose = FENCE.sub("", path.read_text())
+    for before, line in re.findall(r"^([^\n]*)\n\s*\n( {4}[^\n]*)", prose, re.MULTILINE):
+        assert re.match(r" |[-*] |\d+\. |===|!!!|\?\?\?", before), f"indented code: {line}"
+
+
+@pytest.mark.parametrize("block", cases(PYTHON))
+def test_python_parses_and_its_imports_exist(block):
+    tree = compile(block.code, block.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"forge", "forge_sandbox"}:
+            module = importlib.import_module(node.module)
+            missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+            assert not missing, f"{node.module} has no {missing}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=block.name, marks=[] if block.page == "README.md" else pytest.mark.full)
+        for block in PYTHON
+        if not block.marked
+    ],
+)
+def test_python_runs(block, tmp_path):
+    (tmp_path / "example.py").write_text(block.code)
+    done = subprocess.run(
+        [sys.executable, "example.py"], capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", cases(YAML))
+def test_yaml_has_keys_that_exist(block):
+    values = yaml.load(block.code, Loader=_Loader)
+    sections = [*CONFIGS.values(), VerifiersConfig]
+    if isinstance(values, dict) and values.keys() <= keys_of(VerifiersConfig).keys():
+        sections = [VerifiersConfig]
+    errors = [_unknown(values, section) for section in sections]
+    assert None in errors, f"unknown keys: {sorted({error for error in errors if error})}"
+
+
+def _unknown(values: dict, section: type, where: str = "") -> str | None:
+    """The first key that the section does not have."""
+    if section.model_config.get("extra") == "allow":
+        return None
+    keys = keys_of(section)
+    for name, value in values.items():
+        if name not in keys:
+            return f"{where}{name}"
+        inner = section_in(keys[name].annotation)
+        if inner is not None:
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, dict) and (found := _unknown(part, inner, f"{where}{name}.")):
+                    return found
+    return None
+
+
+@pytest.mark.parametrize("block", cases(BASH))
+def test_bash_is_understood(block, capsys):
+    for line in block.code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        commands: list[list[str]] = [[]]
+        for word in words:
+            if word in ("&&", "||", "|", ";"):
+                commands.append([])
+            else:
+                commands[-1].append(word.removesuffix(";"))
+                if word.endswith(";"):
+                    commands.append([])
+        for command in commands:
+            while (command and re.match(r"[A-Z_]+=", command[0])) or command[:1] in (["until"], ["do"]):
+                command = command[1:]
+            if command:
+                _check(command, line)
+
+
+def _check(command: list[str], line: str) -> None:
+    program, *words = command
+    words = words[: words.index(">")] if ">" in words else words
+    if program in SHELL:
+        return
+    if program == "forge":
+        _check_forge(words)
+    elif program in ("python", "python3", "$(VENV)/bin/python") or program.endswith("/bin/python"):
+        _check_python([word for word in words if word != "-P"])
+    elif program == "make":
+        targets = re.findall(r"^([\w./-]+):|^(?=\$\(VENV\)/(\S+):)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        known = {first or f".venv/{second}" for first, second in targets}
+        assert all("=" in word or word in known for word in words), f"no such target: {line}"
+    elif program == "pip" or program.endswith("/bin/pip"):
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for word in words:
+            asked = re.search(r"^\.\[(.*)\]$", word)
+            assert not asked or set(asked[1].split(",")) <= extras.keys(), f"no such extra: {line}"
+    elif program.startswith("./scripts/"):
+        assert all(word in (ROOT / program).read_text() for word in words), f"no such option: {line}"
+    elif program in ("kubectl", "sky", "torchrun"):  # what follows a command of ours, in clusters.md
+        return
+    else:
+        pytest.fail(f"nothing checks {line!r}: mark the block with <!-- not run: REASON -->")
+
+
+def _check_python(words: list[str]) -> None:
+    if words[0] == "-m":
+        if words[1] in ("venv", "pip", "pytest"):
+            return
+        assert importlib.util.find_spec(words[1]), f"no module {words[1]}"
+        recipe = re.fullmatch(r"apps\.(\w+)\.main", words[1])
+        if recipe and recipe[1] in CONFIGS:
+            _check_configuration(recipe[1], words[2:])
+    elif not words[0].startswith("-"):
+        text = (ROOT / words[0]).read_text()
+        options = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
+        # Some scripts pass their options on.
+        shared = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+        assert all(f'"{option}"' in text or f'"{option}"' in shared for option in options), f"{words[0]}: {options}"
+
+
+def _check_forge(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="forge")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for module in COMMANDS:
+        module.add_to(commands)
+    if words[0] == "weaver":
+        pytest.importorskip("sklearn")
+        importlib.import_module("forge_weaver.cli").add_to(commands)
+    if words in (["--help"], [words[0], "--help"]):
+        return
+    args = parser.parse_args(words)
+    if args.command in BY_COMMAND:
+        _check_configuration(BY_COMMAND[args.command], ["--config", args.config, *args.overrides])
+    elif args.command == "launch" and args.launcher in ("slurm", "kubernetes"):
+        config = args.rest[0] if (ROOT / args.rest[0]).exists() else "apps/grpo/tiny.yaml"
+        again = parser.parse_args(["launch", args.launcher, str(ROOT / config), *args.rest[1:], "--dry-run"])
+        again.run(again)
+
+
+def _check_configuration(recipe: str, words: list[str]) -> None:
+    """The file, or another of the recipe where a page says `my.yaml`, takes these overrides."""
+    arguments = Arguments.parse(words)
+    path = ROOT / (arguments.config or "my.yaml")
+    if not path.is_file():
+        assert re.fullmatch(r"my\.yaml|CONFIG|FILE", path.name), f"{path} does not exist"
+        path = ROOT / "apps" / recipe / "tiny.yaml"
+    try:
+        read(CONFIGS[recipe], path, arguments.overrides)
+    except ConfigError as error:
+        if "is not installed here" not in str(error):
+            pytest.fail(f"{' '.join(words)}: {error}")

@@ -1,0 +1,88 @@
+"""What the reference pages quote exists: error messages, papers, configurations of papers, diagrams."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from forge.config import _Loader, build
+from forge.recipes.rl_config import RLConfig
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TROUBLES = (DOCS / "reference/troubleshooting.md").read_text()
+PAPERS = (DOCS / "reference/papers.md").read_text()
+MESSAGES = re.findall(r"^\| `(.+?)` \|", TROUBLES.split("## By error message")[1], re.MULTILINE)
+DIAGRAMS = sorted((DOCS / "diagrams").glob("*.svg"))
+
+
+def literals() -> str:
+    """All texts of the sources, one a line; what an f-string fills in is …"""
+    found = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+TEXTS = literals()
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_is_in_the_source(message):
+    # What stands for names and numbers may be several parts of the source's text.
+    pattern = "[^\n]*".join(re.escape(part) for part in message.split("…"))
+    assert re.search(pattern, TEXTS), message
+
+
+def test_there_are_messages():
+    assert len(MESSAGES) > 60
+
+
+def test_each_cited_paper_is_listed():
+    cited = set()
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                text = " ".join(text.split())
+                cited |= set(re.findall(r"([A-Z][a-z]+(?:-[A-Z][a-z]+)?) et al\.,? (\d{4})", text))
+                cited |= set(re.findall(r"\(([A-Z][a-z]+),? (\d{4})", text))
+    assert len(cited) > 30
+    listed = " ".join(PAPERS.split())
+    missing = {(name, year) for name, year in cited if not re.search(rf"{name}\b.{{0,40}}?\b{year}", listed)}
+    assert not missing
+
+
+@pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", PAPERS, re.DOTALL))
+def test_the_configuration_of_a_paper_is_valid(text):
+    needed = {"model": "m", "dataset": {"path": "rows.jsonl"}, "run": {"name": "x"}, "eval": {"problems": 0}}
+    config = build(RLConfig, needed | yaml.load(text, Loader=_Loader))
+    assert config.load_algorithm()
+
+
+def test_each_recorded_metric_is_described():
+    described = set(re.findall(r"`([\w/]+)`", (DOCS / "reference/metrics.md").read_text()))
+    recorded = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        recorded |= set(re.findall(r'record_metric\(f?"([^"]*)"', path.read_text()))
+    assert len(recorded) > 20
+    missing = {name for name in recorded if re.sub(r"{.*}", "NAME", name) not in described}
+    # Each way in which an episode ends has a row.
+    assert missing <= {"episode/{stop}"}
+
+
+@pytest.mark.parametrize("path", DIAGRAMS, ids=lambda path: path.name)
+def test_a_diagram_is_small_self_contained_and_shown(path):
+    root = ElementTree.parse(path).getroot()
+    assert float(root.get("viewBox").split()[2]) <= 380, "wider than a narrow screen"
+    assert root.find("{*}title") is not None
+    assert "http" not in path.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert any(f"diagrams/{path.name})" in page.read_text() for page in DOCS.rglob("*.md"))
