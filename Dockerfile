@@ -4,7 +4,7 @@
 #   docker build --target cpu  -t torchforge:cpu .
 #   docker build --target cuda -t torchforge:cuda .
 #   docker build --target rocm -t torchforge:rocm .
-#   docker run --rm --shm-size 8g -v "$PWD/runs:/work/runs" torchforge:cpu train apps/sft/tiny.yaml
+#   docker run --rm --shm-size 8g -v "$PWD/runs:/workspace/runs" torchforge:cpu sft apps/sft/tiny.yaml
 #
 # Weights travel through /dev/shm: it needs room for three versions of them. No variant has been run on a GPU.
 ARG PYTHON=3.12
@@ -20,8 +20,8 @@ RUN pip install --no-cache-dir build==1.6.1 && python -m build --wheel --outdir 
 # What all variants share: a user of its own, and the working directory of runs.
 FROM python:${PYTHON}-slim-bookworm AS base
 ENV OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-RUN useradd --uid 1000 --create-home forge && mkdir -p /work/runs && chown -R 1000 /work
-WORKDIR /work
+RUN useradd --uid 1000 --create-home forge && mkdir -p /workspace/runs && chown -R 1000 /workspace
+WORKDIR /workspace
 
 # torch comes first, from the index of the variant; the library then finds it installed.
 FROM base AS cpu
