@@ -108,7 +108,7 @@ bottom.bar([row["step"] for row in rows], [row["seconds/step"] for row in rows])
 bottom.set(xlabel="step", ylabel="seconds of the step")
 for name, found in restarts.items():
     for step in found:
-        bottom.text(step + 0.6, rows[step - 1]["seconds/step"], f"{name} replaced", va="top")
+        bottom.text(step + 0.6, rows[int(step) - 1]["seconds/step"], f"{name} replaced", va="top")
 plt.show()
 print(restarts)
 
