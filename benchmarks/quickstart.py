@@ -2,8 +2,8 @@
 
     python benchmarks/quickstart.py --seeds 0 1 2 --picture docs/quickstart.png
 
-Runs `apps.quickstart` for each seed, as `make quickstart` does, and reports held-out accuracy before and after GRPO, wall
-seconds and CPU-seconds of both stages, start-up included.
+Runs `apps.quickstart` for each seed, as `make quickstart` does, and reports held-out accuracy before and after GRPO,
+wall seconds and CPU-seconds of both stages, start-up included.
 """
 
 from __future__ import annotations
