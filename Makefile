@@ -14,7 +14,7 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: quickstart real check test test-all test-slow test-tokenizers test-vllm test-titan lint clean
+.PHONY: quickstart real tutorials check test test-all test-slow test-tokenizers test-vllm test-titan package lint clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m apps.quickstart --seed $(SEED)
@@ -34,6 +34,16 @@ $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf: | $(VENV)/installed
 
 $(VENV)/installed-gguf: $(VENV)/installed
 	$(PIP) install -e '.[gguf]'
+	touch $@
+
+# The tutorials as executed notebooks, in build/tutorials. TUTORIALS=07_a_real_model names others than those that
+# download nothing.
+TUTORIALS ?=
+tutorials: $(VENV)/installed-tutorials $(if $(findstring 07,$(TUTORIALS)),$(VENV)/installed-gguf $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf)
+	$(VENV)/bin/python scripts/run_tutorials.py $(TUTORIALS)
+
+$(VENV)/installed-tutorials: $(VENV)/installed
+	$(PIP) install -e '.[tutorials]'
 	touch $@
 
 # The tiers of tests, which CONTRIBUTING.md describes.
@@ -72,16 +82,22 @@ test-vllm: $(VLLM)/installed
 test-titan: $(TITAN)/installed
 	$(TITAN)/bin/python -m pytest tests/training/test_titan.py
 
+# sdist and wheel, installed in an empty environment and used from outside this checkout.
+package: $(VENV)/installed-dev
+	PYTHON=$(VENV)/bin/python scripts/check_package.sh
+
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python scripts/check_docstrings.py -q src
+	$(VENV)/bin/hadolint Dockerfile
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install '$(TORCH)'
-	$(PIP) install -e .
+	$(PIP) install -e '.[completion,serve]'  # serve is also the page of forge watch
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

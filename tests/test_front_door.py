@@ -29,8 +29,9 @@ weight = 0.25
 def backwards(prompt, response, target):
     return weight * sum(a == b for a, b in zip(response, target))
 
-result = forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows, prompt_template="{question}>",
-                     reward=backwards, name="closure", steps=2, batch_size=4, n_samples=4, max_tokens=6, seq_len=256)
+result = forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows[2:], eval_dataset=rows[:2],
+                     prompt_template="{question}>", reward=backwards, name="closure",
+                     steps=2, batch_size=4, n_samples=4, max_tokens=6, seq_len=256)
 print(result.model, len(result.metrics), result.rollouts[0]["rewards"])
 """
 
@@ -67,12 +68,15 @@ def test_a_closure_as_reward_in_a_script(tmp_path: Path):
     result = Result(tmp_path / "runs" / "closure")
     assert "runs/closure/model 3 [" in output
     assert [row["step"] for row in result.metrics] == [0, 1, 2]
+    assert ["eval/reward" in row for row in result.metrics] == [True, False, True]
+    assert not {"abc", "cab"} & {rollout["prompt"].rstrip(">") for rollout in result.rollouts}
     assert all(reward * 4 == int(reward * 4) for rollout in result.rollouts for reward in rollout["rewards"])
     assert Path(result.model, "model.safetensors").exists()
     assert "<!doctype html>" in Path(result.report).read_text()
     written = (result.folder / "config.yaml").read_text()
     assert "__main__:backwards" in written
-    assert "6 rows from Python" in written
+    assert "4 rows from Python" in written
+    assert "2 rows from Python" in written
 
 
 @pytest.mark.full
@@ -100,6 +104,10 @@ def reward(prompt: str, response: str, target: str) -> float:
     return 1.0
 
 
+def trl_reward(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
 SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "answer": "cba"}], "reward": reward}
 
 
@@ -111,9 +119,20 @@ SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "
         ({"algorithm": "dpao"}, "unknown algorithm 'dpao': did you mean 'dapo'"),
         ({"algorithm": 3}, "algorithm 3 is neither a class nor a function"),
         ({"reward": 3.0}, "a reward is a function"),
+        (
+            {"reward": lambda completions, **kwargs: [0.0]},
+            r"the reward <lambda>\(completions, \*\*kwargs\) cannot be called",
+        ),
+        (
+            {"reward": trl_reward},
+            r"wrap it, lambda prompt, response, target: trl_reward\(completions=\[response\]\)\[0\]",
+        ),
+        ({"reward": "tests.test_front_door:trl_reward"}, "wrap it"),
+        ({"dataset": [{"prompt": "abc"}]}, "no field 'answer': it has prompt; set target_field to null"),
         ({"dataset": 5}, "dataset must be a path, a hub id, rows or a mapping, got 5"),
         ({"dataset": []}, "the dataset is empty"),
         ({"dataset": "no/such/file.jsonl"}, "no/such/file.jsonl"),
+        ({"eval_dataset": "apps.toys.words:Reverse"}, "eval_dataset must be rows or a path of them"),
         ({"n_samples": 0}, "grpo.n_samples must be at least 1"),
         ({"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg'; did you mean 'clip_high'"),
     ],

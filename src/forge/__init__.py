@@ -10,9 +10,8 @@ Importing this package imports nothing heavy; each part is imported where it is 
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-__version__ = "0.1.0"
 
 # Imported on first use, from these modules.
 _HOMES = {
@@ -26,4 +25,9 @@ __all__ = [*_HOMES]
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "__version__":  # said in pyproject.toml
+        try:
+            return version("torchforge-rl")
+        except PackageNotFoundError:  # a checkout on Python's path that was never installed
+            return "0+unknown"
     raise AttributeError(f"module 'forge' has no attribute {name!r}")

@@ -226,7 +226,8 @@ def _run(
     values["run"] = {"name": name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"}
     held_out = {"problems": 0}
     if eval_dataset is not None:
-        path = _dataset(eval_dataset)["path"]
+        if (path := _dataset(eval_dataset).get("path")) is None:
+            raise ConfigError(f"eval_dataset must be rows or a path of them, got {eval_dataset!r:.80}")
         held_out = {"path": path, "problems": _count(path, None, 256)}
     values["eval"] = {**values.get("eval", {}), **held_out}
     for key, value in settings.items():

@@ -25,6 +25,7 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return prod(self.size)
 
     def meet(self, other: Box) -> Box | None:

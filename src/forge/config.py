@@ -12,6 +12,7 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -85,6 +86,7 @@ class Section(BaseModel, metaclass=_OneLine):
         """ValueError: fields that do not go together; says which and what to do."""
 
     def keys(self) -> Iterator[str]:
+        """Names of the fields, for unpacking with `**`."""
         return iter(type(self).model_fields)
 
     def __getitem__(self, name: str) -> Any:
@@ -109,6 +111,7 @@ class Arguments:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Arguments:
+        """Read the words of a command line. ConfigError: see the class."""
         found, rest = cls(None, None, []), list(argv)
         while rest:
             name, equals, value = rest.pop(0).partition("=")
@@ -119,12 +122,21 @@ class Arguments:
                     raise ConfigError(f"{name} needs a value")
                 value = rest.pop(0)
             if name == "--config":
-                found.config = Path(value)
+                found.config = bundled(Path(value))
             elif name == "--resume":
                 found.resume = value
             else:
                 found.overrides.append((name[2:], value))
         return found
+
+
+def bundled(path: Path) -> Path:
+    """A configuration of the installed recipes for a path such as `apps/grpo/tiny.yaml`, if there is no such file in
+    the working directory; any other path as it is."""
+    if path.exists() or path.parts[:1] != ("apps",) or (apps := find_spec("apps")) is None:
+        return path
+    places = (Path(folder, *path.parts[1:]) for folder in apps.submodule_search_locations or ())
+    return next(filter(Path.is_file, places), path)
 
 
 def load(cls: type[T], argv: Sequence[str]) -> T:

@@ -29,6 +29,7 @@ def ask(server: socket.socket, address: str, program: str) -> bool:
 
 
 def main(address: str, program: str) -> None:
+    """Ask the fork server at this address for a process, and live as long as it does."""
     with open("/proc/self/comm", "w") as name:
         name.write("forge-launcher")
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -386,6 +386,7 @@ class Seen:
         return index < self.low or index in self.above
 
     def add(self, index: int) -> None:
+        """Record an index."""
         if index not in self:
             self.above.add(index)
         while self.low in self.above:

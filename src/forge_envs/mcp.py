@@ -64,6 +64,7 @@ class MCPTools(ABC):
 
     @property
     def connected(self) -> bool:
+        """Whether there is a session with the server."""
         return self._session is not None
 
     async def open(self) -> None:

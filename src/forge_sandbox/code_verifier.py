@@ -29,17 +29,20 @@ class Ended(Protocol):
     """The part of `forge_sandbox.Result` used here."""
 
     @property
-    def status(self) -> str: ...
+    def status(self) -> str:
+        """How the program ended, as of `forge_sandbox.Result`."""
 
     @property
-    def stdout(self) -> str: ...
+    def stdout(self) -> str:
+        """Its standard output."""
 
 
 @runtime_checkable
 class Runner(Protocol):
     """Runs untrusted programs, as `forge_sandbox.Sandbox`. Exceptions are failures of the runner, not the program."""
 
-    async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Ended: ...
+    async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Ended:
+        """Run a program; `time_limit` in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

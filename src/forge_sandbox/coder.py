@@ -23,6 +23,7 @@ class SandboxedPythonCoder(ForgeActor):
         self.sandbox = Sandbox(**settings)
 
     async def setup(self) -> None:
+        """Start the sandbox."""
         await self.sandbox.start()
 
     @endpoint
@@ -36,4 +37,5 @@ class SandboxedPythonCoder(ForgeActor):
         return self.sandbox.level
 
     async def teardown(self) -> None:
+        """Close the sandbox."""
         await self.sandbox.close()

@@ -73,6 +73,7 @@ def ask(target: str, args: tuple[Any, ...] | None = None, named: dict[str, Any] 
 
 
 def read(answer: list[Any], place: int, args: tuple[Any, ...] | None) -> Any:
+    """The value that a program's process answered. Raises the exception that it raised."""
     kind, content, more = answer
     if kind == "raised":
         known = getattr(builtins, str(content), None)
@@ -93,12 +94,16 @@ def read(answer: list[Any], place: int, args: tuple[Any, ...] | None) -> Any:
 
 
 class Named(ast.NodeTransformer):
+    """Replaces the names inf and nan by their values, which literals lack."""
+
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """The constant of inf or nan; other names stay."""
         known = {"inf": math.inf, "nan": math.nan}.get(node.id)
         return node if known is None else ast.Constant(known)
 
 
 def decode(text: str) -> Any:
+    """The value of a literal. ValueError: it is none."""
     return ast.literal_eval(Named().visit(ast.parse(text, mode="eval").body))
 
 
@@ -213,6 +218,7 @@ class Skipping(ast.NodeTransformer):
     """A statement that fails after an unknown call is skipped."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Wrap a statement so that its failure is recorded and the rest runs."""
         super().generic_visit(node)
         if not isinstance(node, ast.Assert | ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign):
             return node

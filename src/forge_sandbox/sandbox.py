@@ -277,6 +277,7 @@ class Session:
         self._over = ""
 
     async def begin(self) -> None:
+        """Start the session's process."""
         await self._in_thread(lambda: self.worker.ask({"kind": "session"}, limit=0.0))
 
     async def run(self, cell: str, time_limit: float = 5.0) -> Result:
@@ -307,6 +308,7 @@ class Session:
         return result
 
     def close(self) -> None:
+        """End the session's process."""
         self._over = self._over or "it was closed"
         self.worker.interrupt()
 

@@ -79,6 +79,7 @@ def script(test: str, calls: list[Any], answers: list[Any], mark: str) -> str:
 
 
 def new_mark() -> str:
+    """A random text that a program cannot guess."""
     return secrets.token_hex(16)
 
 

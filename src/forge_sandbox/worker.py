@@ -100,6 +100,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
+        """Process id of the worker."""
         return self._process.pid
 
     def ask(self, header: dict[str, Any], *bodies: bytes, limit: float) -> tuple[dict[str, Any], list[bytes]]:

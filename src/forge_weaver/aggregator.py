@@ -119,6 +119,7 @@ class Data:
 
     @property
     def names(self) -> list[str]:
+        """Names of the verifiers that are used."""
         return [self.table.verifiers[c] for c in self.columns]
 
     @property

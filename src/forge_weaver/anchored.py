@@ -45,6 +45,7 @@ class AnchoredLogistic(Aggregator):
     )
 
     def learn(self, data: Data) -> None:
+        """Fit scales on all responses, the regression on the labelled ones."""
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
         self.seen = np.empty((0, len(data.columns) + 2))
@@ -52,6 +53,7 @@ class AnchoredLogistic(Aggregator):
         self.update(data)
 
     def update(self, data: Data) -> None:
+        """Fit the regression again with further labels."""
         known = ~np.isnan(data.labels)
         first = self.seen_problems.max(initial=-1) + 1
         self.seen = np.concatenate([self.seen, self._design(data.x[known])])
@@ -96,6 +98,7 @@ class AnchoredLogistic(Aggregator):
         return np.concatenate([np.ones((len(z), 1)), rank_means(z)[:, None], np.nan_to_num(z)], axis=1)
 
     def posterior(self, data: Data) -> np.ndarray:
+        """[responses] probability by logistic regression on normal scores."""
         return sigmoid(self._design(data.x) @ self.line)
 
 

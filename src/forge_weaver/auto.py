@@ -58,6 +58,7 @@ class Auto(Aggregator):
     LEARNED: ClassVar[tuple[str, ...]] = ("chosen",)
 
     def learn(self, data: Data) -> None:
+        """Select a method for the table, and fit it."""
         if self.one_right and self.class_balance is not None:
             raise ValueError("one_right gives the class balance itself: leave class_balance out")
         known = ~np.isnan(data.labels)
@@ -146,11 +147,13 @@ class Auto(Aggregator):
         return mixture, agreement
 
     def update(self, data: Data) -> None:
+        """Update the selected method."""
         self.chosen.partial_fit(data.table)
         report = self.report
         self._merge_report(report.residual_correlation, np.array(report.correlation), report.correlated)
 
     def posterior(self, data: Data) -> np.ndarray:
+        """[responses] probability by the selected method."""
         return self.chosen.posterior(data)
 
     def _merge_report(self, rms: float | None, matrix: np.ndarray, names: list[str]) -> None:

@@ -41,6 +41,7 @@ class BinnedDawidSkene(Aggregator):
     MONOTONE: ClassVar = True
 
     def learn(self, data: Data) -> None:
+        """Cut scores into quantile bins, and estimate each bin's rate in each class by EM (Dawid and Skene 1979)."""
         self.edges = self.cut(data)
         codes, u = self.codes(data), rank_means(NormalScores.fit(data.x)(data.x))
         settings: dict[str, Any] = {**self._settings(), "by_problem": self.by_problem}
@@ -51,6 +52,7 @@ class BinnedDawidSkene(Aggregator):
         self._keep(solution, data)
 
     def update(self, data: Data) -> None:
+        """Continue EM from the counts so far."""
         prior = Prior(self.rates, self.weights, self.remembered(data))
         past = Counts(self.right, self.wrong, self.totals)
         start, codes, decay = self.posterior(data), self.codes(data), self.fading(data)
@@ -79,6 +81,7 @@ class BinnedDawidSkene(Aggregator):
         return bin_edges(data.x, self.bins)
 
     def posterior(self, data: Data) -> np.ndarray:
+        """[responses] probability by Bayes' rule, with errors independent given the truth."""
         return Prior(self.rates, self.weights).posterior(self.evidence(data), data.problem)
 
     def evidence(self, data: Data) -> np.ndarray:
@@ -123,6 +126,7 @@ class DawidSkene(BinnedDawidSkene):
     MONOTONE: ClassVar = False
 
     def cut(self, data: Data) -> np.ndarray:
+        """One threshold per verifier: scores become verdicts."""
         accept = self.class_balance if self.class_balance is not None else 0.5
         return thresholds(data.x, accept, self.threshold)[:, None]
 
@@ -176,13 +180,16 @@ class Online(BinnedDawidSkene):
     LEARNED: ClassVar[tuple[str, ...]] = (*BinnedDawidSkene.LEARNED, "levels", "origin", "watch", "muted")
 
     def fading(self, data: Data) -> float:
+        """Factor of the counts so far, by the number of new responses."""
         return self.decay ** (len(data.x) / BATCH)
 
     def remembered(self, data: Data) -> np.ndarray:
+        """Pseudo-counts of the share of right responses, of at most the last `memory` problems."""
         problems = self.tally.sum() if self.by_problem else self.tally.sum() / max(np.bincount(data.problem).max(), 1)
         return self.tally * min(1.0, self.memory / problems)
 
     def learn(self, data: Data) -> None:
+        """As the base, with all verifiers in use, and the reference for alarms."""
         self.muted = np.zeros(len(data.columns), dtype=bool)
         super().learn(data)
         normal = NormalScores.fit(data.x)(data.x)
@@ -196,11 +203,13 @@ class Online(BinnedDawidSkene):
         self.watch = np.zeros_like(self.origin)
 
     def update(self, data: Data) -> None:
+        """As the base; then raise alarms, and mute verifiers that are being gamed."""
         super().update(data)
         self.watch = self.watch * np.exp(-len(data.x) / WINDOW) + self._sums(data)
         self._raise_alarm(data.names)
 
     def codes(self, data: Data) -> np.ndarray:
+        """Bins of the scores; those of a muted verifier count as missing."""
         codes = super().codes(data)
         codes[self.muted] = self.bins
         return codes

@@ -14,6 +14,12 @@ from typing import Any
 # Imports within the steps take seconds.
 
 COLUMN = "weaver"  # holds the probabilities
+EXAMPLES = {
+    "score": "responses.jsonl --verifiers verifiers.yaml --out scores.parquet",
+    "fit": "scores.parquet --report out.html --out ensemble --verifiers verifiers.yaml",
+    "predict": "scores.parquet --aggregator ensemble --out probabilities.parquet",
+    "distil": "scores.parquet --aggregator ensemble --model ENCODER --out distilled",
+}
 
 
 def add_to(commands: Any) -> None:
@@ -23,6 +29,7 @@ def add_to(commands: Any) -> None:
         help="make one verifier of many weak ones",
         description="Make one verifier of many weak ones, without labels or with a handful. "
         "apps/weaver does all of it by one configuration.",
+        epilog="example: forge weaver fit scores.parquet --report out.html",
     )
     steps = weaver.add_subparsers(dest="step", required=True, metavar="STEP")
 
@@ -62,7 +69,11 @@ def add_to(commands: Any) -> None:
 
 def _step(steps: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
     parser = steps.add_parser(
-        name, help=what, description=f"{what.capitalize()}.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        name,
+        help=what,
+        description=f"{what.capitalize()}.",
+        epilog=f"example: forge weaver {name} {EXAMPLES[name]}",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
 
     def guarded(args: argparse.Namespace) -> None:

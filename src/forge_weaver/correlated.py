@@ -105,6 +105,7 @@ class CorrelatedMixture(Aggregator):
     )
 
     def learn(self, data: Data) -> None:
+        """Fit two Gaussians with one covariance to normal scores by EM."""
         if self.one_right and self.class_balance is not None:
             raise ValueError("one_right gives the class balance itself: leave class_balance out")
         if self.one_right and data.table.present.sum(1).max() == 1:
@@ -141,6 +142,7 @@ class CorrelatedMixture(Aggregator):
         self.report.details["problem_effect"] = problem_correlation(residual, problem)
 
     def update(self, data: Data) -> None:
+        """Continue EM from the sums so far."""
         x, _ = imputed(NormalScores(self.values, self.heights)(data.x), self.precision)
         prior, past = Prior(self.rates, self.weights, self.tally), (self.mass, self.sums, self.moments)
         start = self._judge(x @ self.line - self.offset, data.problem, prior, data.unscored)[0], prior
@@ -209,6 +211,7 @@ class CorrelatedMixture(Aggregator):
         return prior.step(evidence, problem, self.class_balance)
 
     def posterior(self, data: Data) -> np.ndarray:
+        """[responses] probability by Bayes' rule; with `one_right` normalised over the responses of a problem."""
         evidence = self.evidence(data)
         if not self.one_right:
             return Prior(self.rates, self.weights).posterior(evidence, data.problem)

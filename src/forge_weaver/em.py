@@ -37,6 +37,7 @@ class Prior:
 
     @classmethod
     def start(cls, balance: float, by_problem: bool) -> Prior:
+        """Before any data: one rate, or a grid of rates that problems differ in."""
         if not by_problem:
             return cls(np.array([balance]), np.ones(1))
         rates = RATES

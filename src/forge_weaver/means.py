@@ -22,11 +22,13 @@ class NaiveMean(Aggregator):
     LEARNED: ClassVar[tuple[str, ...]] = ("low", "high")
 
     def learn(self, data: Data) -> None:
+        """Record the range of each verifier."""
         self.low, self.high = np.nanmin(data.x, axis=0), np.nanmax(data.x, axis=0)
         for name in data.names:
             self.report.verifiers[name]["weight"] = 1 / len(data.columns)
 
     def posterior(self, data: Data) -> np.ndarray:
+        """[responses] mean of the scores, each scaled to its range."""
         return mean_of_known(np.clip((data.x - self.low) / (self.high - self.low), 0, 1))
 
 
@@ -46,6 +48,7 @@ class Majority(Aggregator):
         """Nothing to learn."""
 
     def posterior(self, data: Data) -> np.ndarray:
+        """[responses] share of the responses to the problem with the same answer."""
         if data.table.answers is None:
             raise ValueError("the table has no answers to count")
         shares: list[float] = []
@@ -55,6 +58,7 @@ class Majority(Aggregator):
         return np.array(shares)[data.rows]
 
     def scored(self, data: Data) -> np.ndarray:
+        """[responses] whether there is an answer."""
         return ~np.isnan(self.posterior(data))
 
 
@@ -129,6 +133,7 @@ class RankMean(Aggregator):
     LEARNED: ClassVar[tuple[str, ...]] = ("values", "heights", "families", "line")
 
     def learn(self, data: Data) -> None:
+        """Fit normal scores, and a line from their mean to log-odds."""
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
         self.families = family_numbers(data) if self.by_family else None
@@ -144,5 +149,6 @@ class RankMean(Aggregator):
             self.report.verifiers[name]["weight"] = float(weight / (1 / sizes).sum())
 
     def posterior(self, data: Data) -> np.ndarray:
+        """[responses] probability from the mean of normal scores; related verifiers count as one."""
         u = rank_means(NormalScores(self.values, self.heights)(data.x), self.families)
         return sigmoid(self.line[0] * u + self.line[1])

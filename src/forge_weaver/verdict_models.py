@@ -36,6 +36,7 @@ class VerdictModel(Aggregator):
     LEARNED: ClassVar[tuple[str, ...]] = ("cuts", "used", "mu", "balance", "moments", "known", "swapped")
 
     def learn(self, data: Data) -> None:
+        """Turn scores into verdicts, and estimate the verifiers' rates from their moments."""
         balance = self.class_balance
         if balance is None:
             balance = min(max(estimate_balance(data.x, data.problem), CLIP), 1 - CLIP)
@@ -87,6 +88,7 @@ class VerdictModel(Aggregator):
             self.report.verifiers[name].update(weight=float(weight), tpr=float(tpr), tnr=float(tnr))
 
     def posterior(self, data: Data) -> np.ndarray:
+        """[responses] probability by Bayes' rule from verdicts."""
         given = self.filled(verdicts(data.x, self.cuts)[:, self.used])
         rejects, accepts = self._evidence()
         return sigmoid((given == 1) @ accepts + (given == 0) @ rejects + logit(float(self.balance)))
@@ -120,6 +122,7 @@ class PublishedWeaver(VerdictModel):
     seed: int = 0
 
     def estimate(self) -> np.ndarray:
+        """[verifiers] true-positive rates by the published objective and schedule."""
         m, pi = len(self.known), float(self.balance)
         # Missing verdicts are rejections: every moment follows from those of acceptance.
         both = self.moments[:m, :m] / float(self.known[0, 0])
@@ -134,12 +137,14 @@ class PublishedWeaver(VerdictModel):
         return mu
 
     def update(self, data: Data) -> None:
+        """As the base, with a note where verdicts are missing."""
         note = "missing verdicts counted as rejections, as in the public code"
         if np.isnan(data.x[:, self.used]).any() and note not in self.report.warnings:
             self.report.warnings.append(note)
         super().update(data)
 
     def filled(self, given: np.ndarray) -> np.ndarray:
+        """Missing verdicts count as rejections."""
         return np.nan_to_num(given)
 
 
@@ -198,6 +203,7 @@ class MedianTriplets(VerdictModel):
     """
 
     def estimate(self) -> np.ndarray:
+        """[verifiers] true-positive rates in closed form, the median over pairs of others (Fu et al. 2020)."""
         m, pi = len(self.known), float(self.balance)
         accept = np.diag(self.moments)[:m] / np.diag(self.known)
         pairs = np.maximum(self.known, 1)

@@ -151,9 +151,11 @@ class Ensemble:
                 raise ValueError(f"{key}: {', '.join(missing)} is none of its verifiers: {', '.join(names)}")
 
     def setup(self) -> None:
-        """Load the models. ValueError, OSError: invalid ensemble, or a model is missing."""
-        verifiers, aggregator = load_ensemble(self.path)
-        self._open(verifiers.panel(), aggregator)
+        """Load the models, unless it was made `over` a panel. ValueError, OSError: invalid ensemble, or a model is
+        missing."""
+        if self.panel is None:
+            verifiers, aggregator = load_ensemble(self.path)
+            self._open(verifiers.panel(), aggregator)
 
     def _open(self, panel: Panel, aggregator: Aggregator) -> None:
         needed = [*aggregator.verifiers, *self._veto, *self._decide]
@@ -165,6 +167,7 @@ class Ensemble:
 
     @property
     def progress(self) -> float:
+        """Grows while verifiers work, for time limits."""
         return self.panel.progress if self.panel is not None else 0.0
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
@@ -264,6 +267,7 @@ class Distilled:
 
     @property
     def files(self) -> list[str]:
+        """Files whose content decides scores."""
         return [str(self.path / DISTILLED)]
 
     def check(self) -> None:
@@ -282,10 +286,12 @@ class Distilled:
 
     @property
     def fingerprint(self) -> Any:
+        """Changes with the model, for caches of scores."""
         return self.model.fingerprint
 
     @property
     def progress(self) -> float:
+        """Grows while the model works, for time limits."""
         return self.model.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
@@ -293,5 +299,6 @@ class Distilled:
         return await self.model.score(prompt, responses, target)
 
     async def close(self) -> None:
+        """Free the model."""
         if self.model is not None:
             await self.model.close()

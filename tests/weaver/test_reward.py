@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from forge.verifiers import Panel, Rule, Scores
+from forge.verifiers.reward import Reward
 from forge.verifiers.spec import VerifiersConfig
 from forge_weaver import BinnedDawidSkene, Ensemble, Online, RankMean, ScoreTable, load_ensemble, save_ensemble
 
@@ -56,6 +57,13 @@ def test_the_reward_is_the_probability_and_none_where_nobody_gave_a_score(fitted
 
 def test_a_group_without_responses_has_no_rewards(fitted):
     assert rewards(Ensemble.over(Panel([Written()]), fitted), []) == []
+
+
+def test_an_ensemble_in_memory_is_a_reward(fitted):
+    reward = Reward([Ensemble.over(Panel([Written()]), fitted)], accuracy=lambda prompt, response, target: 1.0)
+    reward.setup()  # reads no folder
+    scores = asyncio.run(reward.score("p", GROUP, None))
+    assert [score.reward for score in scores] == rewards(Ensemble.over(Panel([Written()]), fitted), GROUP)
 
 
 def test_logits_are_held_to_the_clip_and_thresholds_give_zero_or_one(fitted):

@@ -42,12 +42,14 @@ class DatasetActor(ForgeActor):
         self.again: deque[Sample] = deque()  # to be handed out before the stream continues
 
     def setup(self) -> None:
+        """Open the data. ValueError, FileNotFoundError: as `forge.data.load.load_data`."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
         self.dataset: Data = load_data(tokenizer, kind=self.kind, **self.settings)
 
     def on_respawn(self) -> None:
+        """Unrecoverable: the position was lost with the process."""
         raise Unrecoverable(f"{self.context} was lost with its position: resume the run from its last checkpoint")
 
     @endpoint

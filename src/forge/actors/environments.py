@@ -47,6 +47,7 @@ class EnvironmentActor(ForgeActor):
         return len(self.playing)
 
     async def teardown(self) -> None:
+        """Close the environments of all episodes."""
         for episode in list(self.playing):
             await self.close(episode)
 
@@ -59,14 +60,17 @@ class RemoteEnvironment(Environment):
         self.service, self.episode = service, ""
 
     async def reset(self, task: Any, *, seed: int) -> Step:
+        """Begin an episode on one replica; an earlier episode is closed."""
         await self.close()
         self.episode = uuid4().hex
         return await self._ask(self.episode, "reset", task, seed)
 
     async def step(self, action: Action) -> Step:
+        """Apply an action. InfrastructureError: the episode's replica was lost."""
         return await self._ask(self.episode, "step", action)
 
     async def close(self) -> None:
+        """Free the episode's environment on its replica."""
         if self.episode:
             episode, self.episode = self.episode, ""
             await self._ask(episode, "close")

@@ -79,6 +79,7 @@ class Generator(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
+        """Let an update publish a version first that the store does not have, by its trainer."""
         if (store := home(kwargs.get("store"))) is None:
             return
 
@@ -89,6 +90,7 @@ class Generator(ForgeActor):
         service.before_fanout |= {"update_weights": publish, "update": publish}
 
     def setup(self) -> None:
+        """Build the engine and load the newest published weights, or those of the model's folder."""
         import torch
         from transformers import AutoConfig, AutoTokenizer
 
@@ -104,6 +106,7 @@ class Generator(ForgeActor):
         self.streams = Streams(self.engine)
 
     def teardown(self) -> None:
+        """Close the engine."""
         if hasattr(self, "engine"):
             self.engine.close()
 

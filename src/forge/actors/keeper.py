@@ -59,6 +59,7 @@ class Source:
     idle: asyncio.TimerHandle | None = None
 
     def arrived(self, chunks: int) -> None:
+        """Announce that so many chunks can be read."""
         self.ready = chunks
         self.grown.set()
         self.grown = asyncio.Event()
@@ -78,6 +79,7 @@ class Keeper(ForgeActor):
         self.home_store, self._home, self._at_home = store, home, home is None
 
     def setup(self) -> None:
+        """Open the store of this host. ValueError: it is on another host."""
         self.host, self.store = whereabouts(self.home_store)
         if not self.store.is_here():
             raise ValueError(f"the keeper of {self.store.root} must run on the host where it is")
@@ -357,6 +359,7 @@ class HostStore(Store):
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
     ) -> int:
+        """Publish here if the store is on this host, otherwise send the parts to its host."""
         if self.host == HOME:
             return self.local.put(key, value, version, dtype=dtype, timeout=timeout)
         part = Part.of(key, value, version, dtype)
@@ -370,6 +373,7 @@ class HostStore(Store):
 
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
+        """Fetch a version to this host once, and read it from there."""
         if version is None:
             versions = self.versions(key)
             version = versions[-1] if versions else 0
@@ -387,24 +391,31 @@ class HostStore(Store):
                     raise MissingVersion(f"{key} version {version} left {self.host} while it was opened") from None
 
     def versions(self, key: str) -> list[int]:
+        """Complete versions on the store's host."""
         return self._ask("versions", key)
 
     def keys(self, prefix: str = "") -> list[str]:
+        """Keys on the store's host."""
         return self._ask("keys", prefix)
 
     def delete(self, key: str) -> None:
+        """Delete on the store's host."""
         return self._ask("delete", key)
 
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
+        """Wait on the store's host."""
         return self._ask("wait", key, min_version, timeout=timeout)
 
     def manifest(self, key: str, version: int) -> Manifest:
+        """Manifest of a version on the store's host."""
         return self._ask("manifest", key, version)
 
     def identities(self, key: str) -> dict[int, set[str]]:
+        """Known identities on the store's host."""
         return self._ask("identities", key)
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
+        """Add identities on the store's host."""
         return self._ask("adopt", key, identities)
 
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -38,11 +38,13 @@ class ReferenceModel(ForgeActor):
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+        """Check that the ranks of a replica can divide the model. ValueError: they cannot."""
         if options.procs != 1:
             Parallelism(**(kwargs.get("parallelism") or {})).over(options.procs, f"procs = {options.procs}")
         return options, kwargs
 
     def setup(self) -> None:
+        """Load the frozen model; ranks of a replica join one process group."""
         from ..training.distributed import join
         from ..training.policy import build, resolve_dtype
 
@@ -56,6 +58,7 @@ class ReferenceModel(ForgeActor):
         self.policy = built.requires_grad_(False).eval()
 
     def teardown(self) -> None:
+        """Leave the process group."""
         from ..training.distributed import leave
 
         if self.context.world_size > 1:  # else a group is that of a trainer in the same process

@@ -75,6 +75,7 @@ class ReplayBuffer(ForgeActor):
         self.changed = asyncio.Condition()
 
     def on_respawn(self) -> None:
+        """Unrecoverable: the items were lost with the process."""
         raise Unrecoverable(f"{self.context} was lost with the items it held: resume the run from its last checkpoint")
 
     @endpoint

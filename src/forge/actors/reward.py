@@ -39,11 +39,13 @@ class RewardActor(ForgeActor):
             raise ValueError("a reward needs at least one function, or verifiers")
 
     def setup(self) -> None:
+        """Set up the scorers: models, sandboxes, panels."""
         panels = [] if self.verifiers is None else [self.verifiers.panel()]
         self.reward = Reward([*self.scorers, *panels], self.accuracy)
         self.reward.setup()
 
     async def teardown(self) -> None:
+        """Close the scorers."""
         if hasattr(self, "reward"):
             await self.reward.close()
 

@@ -90,10 +90,12 @@ class Trainer(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
+        """Let the weight store publish a step of this trainer whose weights it does not have."""
         if (store := home(kwargs.get("store"))) is not None:
             store.publisher = service.publish_step.call
 
     def setup(self) -> None:
+        """Join the ranks, and load model, optimiser and loss."""
         from transformers import AutoConfig
 
         from ..training.distributed import join
@@ -110,6 +112,7 @@ class Trainer(ForgeActor):
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
 
     def on_respawn(self) -> None:
+        """Load the last checkpoint and repeat the batches since then. Unrecoverable: there is no checkpoint."""
         from ..training import checkpoint
 
         def redo(change: tuple[Batch, Any] | Write) -> Any:
@@ -124,6 +127,7 @@ class Trainer(ForgeActor):
             self.ledger.replay(lambda path: checkpoint.load(self.trainer, path), redo)
 
     def teardown(self) -> None:
+        """Finish a checkpoint that is being written, and leave the process group."""
         from ..training.distributed import leave
 
         try:

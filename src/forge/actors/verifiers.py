@@ -20,9 +20,11 @@ class VerifierActor(ForgeActor):
         self.verifiers = verifiers
 
     def setup(self) -> None:
+        """Load the models of the panel."""
         self.panel = self.verifiers.panel()
 
     async def teardown(self) -> None:
+        """Close the panel."""
         if hasattr(self, "panel"):  # its setup may have failed
             await self.panel.close()
 
@@ -47,7 +49,9 @@ class RemotePanel:
 
     @classmethod
     async def of(cls, service: Service) -> RemotePanel:
+        """The panel of a service of `VerifierActor`."""
         return cls(service, await service.names.route())
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, names], scored by one replica."""
         return await self.service.score.route(prompt, list(responses), target)

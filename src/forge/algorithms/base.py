@@ -199,6 +199,7 @@ class OwnLoss(Algorithm):
 
     @property
     def needs_reference(self) -> bool:
+        """Whether the function requires `ref_logprobs`, or has a `beta` above 0."""
         return self._requires_reference or self.beta > 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -44,10 +44,14 @@ class CISPO(Algorithm):
             )
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`), without the division where
+        `normalize` is false."""
         return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi."""
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high, 1.0 - self.clip_low)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Where the importance weight is bounded; the gradient stays."""
         return (ratio > 1.0 + self.clip_high) | (ratio < 1.0 - self.clip_low)

@@ -47,9 +47,11 @@ class Distill(Algorithm):
         return [[0.0 for _ in group] for group in rewards]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """-stop_gradient(min(ratio, 1 + clip_high)) * A * log pi, with A = log teacher - log pi of the token."""
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Where the importance weight is bounded."""
         return ratio > 1.0 + self.clip_high
 
     def __call__(  # type: ignore[override]

@@ -51,9 +51,11 @@ class PPO(Algorithm):
         return [list(group) for group in rewards]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
         return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Where the clip removes the gradient."""
         return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
 

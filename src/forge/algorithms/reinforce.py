@@ -43,14 +43,17 @@ class Reinforce(Algorithm):
         self.on_policy = self.clip_ratio is None and self.correction is None
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Rewards, minus the mean of the batch where `baseline` is batch."""
         return against_batch(rewards) if self.baseline == "batch" else [list(group) for group in rewards]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """-A * log pi; with `clip_ratio` weighted by min(ratio, 1 + clip_ratio), without a gradient through it."""
         if self.clip_ratio is None:
             return -(advantages * logprobs)
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_ratio)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
+        """Where the importance weight is bounded; None without `clip_ratio`."""
         return None if self.clip_ratio is None else ratio > 1.0 + self.clip_ratio
 
     def __call__(  # type: ignore[override]

@@ -47,11 +47,14 @@ class ReinforcePlusPlus(Algorithm):
         check_clip(self.clip_low, self.clip_high, self.dual_clip)
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Rewards, minus the mean of the group where `group_baseline` is set; whitened over the batch later."""
         baselines = [sum(group) / len(group) if self.group_baseline else 0.0 for group in rewards]
         return [[r - baseline for r in group] for group, baseline in zip(rewards, baselines, strict=True)]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
         return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Where the clip removes the gradient."""
         return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

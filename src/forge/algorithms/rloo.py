@@ -55,14 +55,18 @@ class RLOO(Algorithm):
             raise ValueError("RLOO has its KL in the loss: leave kl_in out")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """A_i = r_i - mean of the other rewards of the group."""
         return [leave_one_out(group) for group in rewards]
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
+        """pi(y) / old(y) of the whole sequence, for each of its tokens."""
         logs = where_trained(log_ratio(logprobs, old_logprobs), weights)
         return over_tokens(sequence_sums(logs, sequences).clamp(-BOUND, BOUND), logs, sequences).exp()
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
         return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Where the clip removes the gradient."""
         return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

@@ -45,8 +45,11 @@ class SAPO(Algorithm):
             raise ValueError(f"tau_positive and tau_negative must be above 0, got {taus}")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`), without the division where
+        `normalize` is false."""
         return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """-(4 / tau) * sigmoid(tau * (ratio - 1)) * A; tau depends on the sign of A."""
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
         return -(4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages)

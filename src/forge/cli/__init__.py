@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from . import clean, doctor, launch, recipes, runs, serve, table, watch, worker
+from . import clean, completion, doctor, launch, recipes, runs, serve, table, watch, worker
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
@@ -19,7 +19,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one of the commands; bad input ends it with one line."""
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())  # as with `python -m`: a reward of one's own is named by its module
-    parser = argparse.ArgumentParser(prog="forge", description="RL post-training of language models")
+    words = sys.argv[1:] if argv is None else argv
+    args = make_parser(words).parse_args(argv)
+    args.run(args)
+
+
+class _Version(argparse.Action):
+    """Looked up only where it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from .. import __version__
+
+        print(f"forge {__version__}")
+        parser.exit()
+
+
+def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        words: the command line. Commands of other packages, which take seconds to import, are left out where it begins
+            with a command of this one.
+    """
+    parser = argparse.ArgumentParser(
+        prog="forge",
+        description="RL post-training of language models",
+        epilog="example: forge train apps/grpo/gsm8k.yaml; forge COMMAND --help has an example of each command",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     recipes.add_to(commands)
     serve.add_to(commands)
@@ -30,17 +57,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     table.add_to(commands)
     runs.add_to(commands)
     watch.add_to(commands)
-    words = sys.argv[1:] if argv is None else argv
-    # Those packages take seconds to import. A set: an environment that was installed under the former name, torchforge,
+    completion.add_to(commands)
+    # A set: an environment that was installed under the former name, torchforge,
     # has each of ours twice.
-    points = entry_points(group=GROUP) if not words or words[0] not in commands.choices else ()
+    alone = bool(words) and words[0] in commands.choices and words[0] != completion.NAME
+    points = () if alone else entry_points(group=GROUP)
     for name, module in sorted({(point.name, point.value) for point in points}):
         try:
             import_module(module).add_to(commands)
         except ImportError as error:  # an extra that is not installed
             commands.add_parser(name, help=f"unavailable: {error}").set_defaults(run=_unavailable(error))
-    args = parser.parse_args(argv)
-    args.run(args)
+    return parser
 
 
 def _unavailable(error: ImportError) -> Callable[[argparse.Namespace], None]:

@@ -9,7 +9,8 @@ from typing import Any
 def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
     text = "remove shared memory and temporary folders of this user's dead processes on this host"
-    commands.add_parser("clean", help=text, description=text).set_defaults(run=run)
+    parser = commands.add_parser("clean", help=text, description=text, epilog="example: forge clean")
+    parser.set_defaults(run=run)
 
 
 def run(_: argparse.Namespace) -> None:

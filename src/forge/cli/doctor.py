@@ -11,7 +11,9 @@ TEXT = "examine the hosts of a run: versions, clocks, bandwidth, GPUs, shared fo
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
-    parser = commands.add_parser("doctor", help=TEXT, description=TEXT)
+    parser = commands.add_parser(
+        "doctor", help=TEXT, description=TEXT, epilog="example: forge doctor cluster --hosts node1,node2 --folder runs"
+    )
     parser.add_argument("what", choices=["cluster"])
     parser.add_argument("--hosts", help="as cluster.hosts; default: FORGE_HOSTS")
     parser.add_argument("--folder", type=Path, help="that all hosts should see, such as runs")

@@ -17,7 +17,12 @@ TEXT = "start a run on several machines, by Slurm, ssh, Kubernetes or SkyPilot"
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
-    parser = commands.add_parser("launch", help=TEXT, description=TEXT, epilog="forge launch slurm --help")
+    parser = commands.add_parser(
+        "launch",
+        help=TEXT,
+        description=f"{TEXT}; forge launch slurm --help lists the options of one",
+        epilog="example: forge launch slurm apps/grpo/gsm8k.yaml --nodes 2 --gpus-per-node 8 --dry-run",
+    )
     parser.add_argument("launcher", choices=list(LAUNCHERS))
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, help="CONFIG and options, then overrides of the configuration"
@@ -27,11 +32,17 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Launch; bad input ends the program with one line."""
+    from ..cluster.credentials import check_certificates
     from ..cluster.sweep import variants
     from ..config import Arguments, ConfigError
     from ..recipes.resume import read_config
 
-    parser = argparse.ArgumentParser(prog=f"forge launch {args.launcher}", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"forge launch {args.launcher}",
+        description="Overrides of the configuration may follow: --training.steps 500",
+        epilog=f"example: forge launch {args.launcher} apps/grpo/gsm8k.yaml {LAUNCHERS[args.launcher][2]}--dry-run",
+        allow_abbrev=False,
+    )
     parser.add_argument("config", help="YAML file")
     parser.add_argument("--recipe", choices=list(RECIPES), default="train", help="default: train")
     parser.add_argument("--nodes", type=int, default=1, help="machines with a worker")
@@ -49,11 +60,18 @@ def run(args: argparse.Namespace) -> None:
         for suffix, more in variants(options.sweep, options.seeds):
             words = ["--config", options.config, *overrides, *more]
             cfg = read_config(config_type, Arguments.parse(words))
+            if not cfg.checkpoint.every:  # an error of the job otherwise, after its time in the queue
+                raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
             name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
             own = [options.recipe, options.config, *overrides, *more, "--run.name", name, "--resume", "auto"]
             runs.append((name, [sys.executable, "-m", "forge", *own]))
+        if args.launcher in ("slurm", "ssh") and not options.dry_run:  # their workers run in this environment
+            check_certificates()
         LAUNCHERS[args.launcher][1](options, cfg, runs)
-    except (ConfigError, ValueError, RuntimeError, OSError, ImportError) as error:
+    except ConfigError as error:
+        hint = "" if "--recipe" in args.rest else f" (read as a configuration of forge {options.recipe}, see --recipe)"
+        raise SystemExit(f"error: {error}{hint}") from error
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from error
 
 
@@ -160,10 +178,10 @@ def _skypilot(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[
     print(yaml.safe_dump_all(tasks, sort_keys=False), end="")
 
 
-# Launcher -> its options, and what starts runs, each with its name and command line.
-LAUNCHERS: dict[str, tuple[Any, Any]] = {
-    "slurm": (_slurm_options, _slurm),
-    "ssh": (_ssh_options, _ssh),
-    "kubernetes": (_kubernetes_options, _kubernetes),
-    "skypilot": (_skypilot_options, _skypilot),
+# Launcher -> its options, what starts runs, each with its name and command line, and the options of an example.
+LAUNCHERS: dict[str, tuple[Any, Any, str]] = {
+    "slurm": (_slurm_options, _slurm, "--nodes 2 --gpus-per-node 8 "),
+    "ssh": (_ssh_options, _ssh, "--hosts node1,node2 "),
+    "kubernetes": (_kubernetes_options, _kubernetes, "--image registry/forge:0.1 --nodes 2 "),
+    "skypilot": (_skypilot_options, _skypilot, "--nodes 2 --gpus-per-node 8 "),
 }

@@ -15,12 +15,25 @@ RECIPES = {
     "distill": ("distill", "distill_config", "DistillConfig", "on-policy distillation"),
 }
 
+# Configurations of the recipes that this library installs.
+EXAMPLES = {
+    "train": "apps/grpo/gsm8k.yaml",
+    "sft": "apps/sft/tiny.yaml",
+    "dpo": "apps/dpo/tiny.yaml",
+    "reward-model": "apps/reward_model/tiny.yaml",
+    "distill": "apps/distill/tiny.yaml",
+}
+
 
 def add_to(commands: Any) -> None:
     """Add the commands to the parser's."""
     for name, (_, _, _, text) in RECIPES.items():
-        parser = commands.add_parser(name, help=text, description=f"{text}: forge {name} CONFIG --training.steps 50")
-        parser.add_argument("config", help="YAML file, see docs/configuration.md")
+        parser = commands.add_parser(
+            name, help=text, description=text, epilog=f"example: forge {name} {EXAMPLES[name]} --training.steps 50"
+        )
+        parser.add_argument(
+            "config", help="YAML file, see docs/configuration.md; apps/... are those of the installed recipes"
+        )
         parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key VALUE, --resume RUN|auto")
         parser.set_defaults(run=run, recipe=name)
 

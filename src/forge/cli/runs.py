@@ -17,10 +17,12 @@ METRICS = [
 
 def add_to(commands: Any) -> None:
     """Add the commands to the parser's."""
-    runs = commands.add_parser("runs", help=LIST, description=LIST)
+    runs = commands.add_parser("runs", help=LIST, description=LIST, epilog="example: forge runs runs/")
     runs.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders with runs: runs/")
     runs.set_defaults(run=list_runs)
-    compare = commands.add_parser("compare", help=COMPARE, description=COMPARE)
+    compare = commands.add_parser(
+        "compare", help=COMPARE, description=COMPARE, epilog="example: forge compare runs/a runs/b --metrics reward"
+    )
     compare.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="two or more folders of runs")
     compare.add_argument("--metrics", nargs="+", default=METRICS, metavar="NAME", help="columns of metrics.jsonl")
     compare.set_defaults(run=compare_runs)

@@ -16,6 +16,7 @@ def add_to(commands: Any) -> None:
         help="serve a model to OpenAI clients",
         description="Serve a model to OpenAI clients until it is interrupted: chat and completions, streaming, "
         "log-probabilities, token ids.",
+        epilog="example: forge serve runs/quickstart/model --port 8000",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("model", help="folder or hub id; runs/x/model is what a run leaves behind")

@@ -11,7 +11,9 @@ TEXT = "one table of several runs, for example of a sweep or of seeds"
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
-    parser = commands.add_parser("table", help=TEXT, description=TEXT)
+    parser = commands.add_parser(
+        "table", help=TEXT, description=TEXT, epilog="example: forge table runs/seed-0 runs/seed-1 --metric reward"
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--metric", default="eval/accuracy", help="a column of metrics.jsonl")
     parser.set_defaults(run=run)

@@ -15,13 +15,15 @@ PORT = 8420
 
 def add_to(commands: Any) -> None:
     """Add the commands to the parser's."""
-    watch = commands.add_parser("watch", help=WATCH, description=WATCH)
+    watch = commands.add_parser("watch", help=WATCH, description=WATCH, epilog="example: forge watch runs/")
     watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="of runs, or a run: runs/")
     watch.add_argument("--port", type=int, default=PORT, help=f"default: {PORT}; 0 takes a free one")
     watch.add_argument("--host", default="127.0.0.1", help="others than this machine need FORGE_API_KEY")
     watch.add_argument("--base", help="the model beside a run's in the chat; default: the one that it started from")
     watch.set_defaults(run=run_watch)
-    report = commands.add_parser("report", help=REPORT, description=REPORT)
+    report = commands.add_parser(
+        "report", help=REPORT, description=REPORT, epilog="example: forge report runs/quickstart"
+    )
     report.add_argument("folder", type=Path, metavar="RUN")
     report.set_defaults(run=run_report)
 
@@ -31,8 +33,8 @@ def run_watch(args: argparse.Namespace) -> None:
     if not args.folder.is_dir():
         raise SystemExit(f"error: {args.folder} is not a folder of runs")
     try:
+        from ..web import bind, required_key  # isort: skip (it names a missing package with its remedy)
         from ..watch import Watch
-        from ..web import bind, required_key
 
         watch = Watch(args.folder, args.base, required_key(args.host))
         at = bind(args.host, args.port)

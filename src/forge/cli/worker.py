@@ -10,7 +10,9 @@ TEXT = "let a run on another machine start processes here; both need the same FO
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
-    parser = commands.add_parser("worker", help=TEXT, description=TEXT)
+    parser = commands.add_parser(
+        "worker", help=TEXT, description=TEXT, epilog="example: forge worker --listen 10.0.0.2:7070 --gpus 0,1"
+    )
     parser.add_argument(
         "--listen",
         default=None,

@@ -14,6 +14,7 @@ import ssl
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 SECRET = "FORGE_SECRET"  # environment variable: the secret, or the path of a file that holds it
@@ -51,6 +52,12 @@ def read_secret() -> str | None:
     return secret
 
 
+def check_certificates() -> None:
+    """ImportError: the package cryptography is not installed."""
+    if find_spec("cryptography") is None:
+        raise ImportError("runs on several machines need certificates: pip install cryptography")
+
+
 @dataclass(frozen=True)
 class Credentials:
     """Files of one process: the authority, its own certificate, and its private key."""
@@ -71,10 +78,8 @@ class Credentials:
         Raises:
             ImportError: the package cryptography is not installed.
         """
-        try:
-            from cryptography import x509
-        except ImportError:
-            raise ImportError("runs on several machines need certificates: pip install cryptography") from None
+        check_certificates()
+        from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID

@@ -71,10 +71,12 @@ class Inventory:
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the wire."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Inventory:
+        """The inverse of `to_dict`."""
         lists = {name: tuple(values[name]) for name in ("gpus", "infiniband")}
         return cls(**{**values, **lists})
 

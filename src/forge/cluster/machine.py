@@ -243,6 +243,7 @@ class Machine:
         self._of_workers.pop(worker, None)
 
     def unwatch(self, pid: int) -> None:
+        """No longer report the end of a process."""
         self._watched.pop(pid, None)
 
 

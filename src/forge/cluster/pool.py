@@ -71,6 +71,7 @@ class Room:
 
     @classmethod
     def of(cls, inventory: Inventory) -> Room:
+        """All of a host, free."""
         return cls(inventory, list(inventory.gpus), inventory.memory)
 
     def fits(self, demand: Demand) -> int:
@@ -90,6 +91,7 @@ class Room:
         return taken
 
     def give_back(self, demand: Demand, procs: int, gpus: Sequence[str]) -> None:
+        """Return what `take` reserved."""
         self.gpus = sorted([*self.gpus, *gpus], key=self.inventory.gpus.index)
         self.memory += procs * demand.memory
         self.threads -= procs * demand.threads
@@ -169,6 +171,7 @@ class Place:
 
     @property
     def lost(self) -> bool:
+        """Whether one of its machines is lost."""
         return any(machine.lost.done() for machine in self.machines)
 
 

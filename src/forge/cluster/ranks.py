@@ -57,12 +57,14 @@ class BoardStore(dist.Store):
         self._tunnels: Tunnels | None = None
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """Set a key; addresses of ranks are stored with the machine that they are on."""
         if found := _ADDRESS_KEY.fullmatch(key):
             self._ranks[found[1]] = int(found[2])
             self._ask("set", key=_MACHINE + key, value=self._own)
         self._ask("set", key=key, value=value.decode("latin-1"))
 
     def get(self, key: str) -> bytes:
+        """Wait for a key and return its value; an address on another machine becomes that of a tunnel."""
         found = _ADDRESS_KEY.fullmatch(key)
         keys = [key, _MACHINE + key] if found else [key]
         values = self._ask("wait", keys=keys, timeout=self._limit.total_seconds())
@@ -81,32 +83,41 @@ class BoardStore(dist.Store):
         return value.replace(address[0], there)
 
     def add(self, key: str, value: int) -> int:
+        """Add to a counter, and return its new value."""
         return int(self._ask("add", key=key, value=value))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]
+        """Set a key to `desired` if it is `expected`, and return its value."""
         words = {"expected": expected.decode("latin-1"), "value": desired.decode("latin-1")}
         return self._ask("compare_set", key=key, **words).encode("latin-1")
 
     def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set."""
         return self._ask("check", keys=keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set. DistStoreError: timeout."""
         self._ask("wait", keys=keys, timeout=(timeout or self._limit).total_seconds())
 
     def delete_key(self, key: str) -> bool:
+        """Delete a key; whether it was set."""
         return self._ask("delete", key=key)
 
     def num_keys(self) -> int:
+        """Number of keys."""
         return self._ask("count")
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default timeout of `get` and `wait`."""
         self._limit = timeout
 
     @property
     def timeout(self) -> timedelta:
+        """The default timeout of `get` and `wait`."""
         return self._limit
 
     def has_extended_api(self) -> bool:
+        """False: append, multi_get and multi_set are unsupported."""
         return False
 
     def _ask(self, what: str, **values: Any) -> Any:

@@ -124,10 +124,12 @@ class ForgeActor:
 
     @classmethod
     def as_service(cls, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        """Start replicas with default options, set up with these arguments."""
         return cls.options().as_service(*args, **kwargs)
 
     @classmethod
     def as_actor(cls, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        """Start one replica with default options, set up with these arguments."""
         return cls.options().as_actor(*args, **kwargs)
 
     @classmethod

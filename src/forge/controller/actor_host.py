@@ -45,6 +45,7 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
+        """Process id and host of every rank."""
         return current_rank().rank, (os.getpid(), os.environ.get(HOST, ""))
 
     @concurrent_endpoint
@@ -68,6 +69,7 @@ class ActorHost(Actor):
     async def invoke(
         self, number: int, token: int, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]
     ) -> Answer:
+        """Call an endpoint of a hosted component."""
         return await self._invoke(number, token, request_id, method, lambda: (args, kwargs))
 
     @concurrent_endpoint
@@ -135,6 +137,8 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def drain_metrics(self, profiles: Mapping[str, str]) -> Answer:
+        """Metrics of this process since the last call; `profiles` sets where the next step is profiled, by
+        component."""
         here = {hosted.context.component for hosted in self._hosted.values()}
         profile_next(next((profiles[name] for name in here & profiles.keys()), None), process_name())
         return current_rank().rank, drain()
@@ -159,18 +163,21 @@ class Hosted:
         self.in_thread_now: int | None = None  # the token of the request that runs there
 
     def build(self, definition: bytes) -> None:
+        """Construct the component from its pickled class and arguments."""
         cls, args, kwargs = pickle.loads(definition)
         self.instance = cls.__new__(cls)
         self.instance.context = self.context
         self.instance.__init__(*args, **kwargs)
 
     async def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method: async ones in the event loop, plain ones in the component's thread."""
         function = getattr(self.instance, method)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         return await self.in_thread(lambda: function(*args, **kwargs))
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
+        """Run a function in the component's thread, with the caller's context."""
         context = contextvars.copy_context()
 
         def work() -> Any:
@@ -186,6 +193,7 @@ class Hosted:
         return await asyncio.get_running_loop().run_in_executor(self.thread, context.run, work)
 
     async def guarded(self, call: str, make: Callable[[], Any]) -> Answer:
+        """Rank and result; an exception is returned as `RemoteFailure`."""
         try:
             return self.context.rank, await make()
         # The caller decides what an error means.

@@ -57,6 +57,7 @@ class RemoteFailure:
 
     @classmethod
     def capture(cls, where: str, error: BaseException) -> RemoteFailure:
+        """From an exception, with its traceback as text, and pickled if that is possible."""
         payload: bytes | None
         try:
             # What ends a process or a task there (SystemExit, CancelledError) must not end one here.

@@ -92,6 +92,7 @@ class LoopbackHosts(Hosts):
         self._lock = asyncio.Lock()
 
     async def mesh(self) -> HostMesh:
+        """The mesh of all workers, started if needed; lost ones are replaced first."""
         async with self._lock:
             lost = self._unusable or any(
                 worker.poll() is not None or is_stopped(worker.pid) for worker in self._workers
@@ -107,12 +108,15 @@ class LoopbackHosts(Hosts):
             return self._mesh
 
     def pids(self) -> list[int]:
+        """Process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
     def give_up(self) -> None:
+        """Start all workers again at the next use."""
         self._unusable = True
 
     async def stop(self) -> None:
+        """Kill the workers and wait for their end."""
         workers, self._workers, self._mesh, self._unusable = self._workers, [], None, False
         for worker in workers:
             worker.kill()
@@ -135,6 +139,7 @@ class PooledHosts(Hosts):
 
     @property
     def spans_machines(self) -> bool:
+        """Whether processes are on several machines."""
         return self.size > 1
 
     async def mesh(self) -> HostMesh:
@@ -163,6 +168,7 @@ class PooledHosts(Hosts):
             return self._mesh
 
     def gpus(self) -> dict[str, list[str]]:
+        """GPUs that are reserved, by host."""
         return self.place.gpus
 
     def rendezvous(self) -> str:
@@ -170,10 +176,12 @@ class PooledHosts(Hosts):
         return f"{SCHEME}{self.place.machines[0].at}/{uuid4().hex}" if self.spans_machines else super().rendezvous()
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> RemoteProcess:
+        """A handle of a process on one of the machines; `ended` is called when it ends."""
         machine = next(machine for machine in self.place.machines if machine.at == host)
         return RemoteProcess(machine, pid, ended)
 
     def when_lost(self, call: Callable[[str], None]) -> None:
+        """Call `call(reason)` when one of the machines is lost."""
         for machine in self.place.machines:
 
             def tell(lost: asyncio.Future[str], machine: Machine = machine) -> None:
@@ -185,9 +193,11 @@ class PooledHosts(Hosts):
             machine.when_worker_ends(worker, partial(call, f"its worker on host {machine} ended"))
 
     def give_up(self) -> None:
+        """Start all workers again at the next use."""
         self._unusable = True
 
     async def stop(self) -> None:
+        """Stop the workers on all machines."""
         workers, self._workers, self._mesh, self._unusable = self._workers, {}, None, False
         for machine, worker in workers.items():
             machine.forget_worker(worker)

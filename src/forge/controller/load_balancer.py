@@ -87,6 +87,7 @@ class LoadBalancer:
             raise self._closed()
 
     def end_session(self, session: str) -> None:
+        """Forget which replica a session goes to."""
         self._sessions.pop(session, None)
 
     async def acquire(self, request: Request) -> Replica:

@@ -57,10 +57,12 @@ class ProcessGroup:
 
     @property
     def pids(self) -> list[int]:
+        """Process ids, one per rank."""
         return [process.pid for process in self.processes]
 
     @property
     def procs(self) -> int:
+        """Number of processes."""
         return self.options.share_procs if self.options.share is not None else self.options.procs
 
     def check_agrees(self, component: str, options: Options) -> None:
@@ -97,6 +99,7 @@ class ProcessGroup:
                 member.fail(self.dead)
 
     def kill(self) -> None:
+        """SIGKILL to all processes."""
         for process in self.processes:
             process.kill()
 

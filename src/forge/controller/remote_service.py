@@ -35,6 +35,8 @@ class Relay(Actor):
 
     @concurrent_endpoint
     async def dispatch(self, call_id: str, service: str, call: Call, where: str) -> Any:
+        """Make a call of a service in the controller's process, for a caller in another."""
+
         async def here() -> Any:
             if _find is None:
                 raise ServiceStopped(f"{service} cannot be called: its run is over")
@@ -54,11 +56,13 @@ class Relay(Actor):
 
     @concurrent_endpoint
     async def cancel(self, call_id: str) -> None:
+        """Cancel a call that was dispatched."""
         if call_id in self._calls:
             self._calls[call_id].cancel()
 
     @concurrent_endpoint
     async def end_session(self, service: str, session: str) -> None:
+        """End a session of a service."""
         if _find is not None and _loop is not None:
             _loop.call_soon_threadsafe(_find(service)._end_session, session)
 

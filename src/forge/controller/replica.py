@@ -71,10 +71,12 @@ class Replica:
 
     @property
     def in_flight(self) -> int:
+        """Number of requests that were sent and not answered."""
         return len(self.requests)
 
     @property
     def alive(self) -> bool:
+        """Whether no failure has been noticed."""
         return not self.failed.done()
 
     @property
@@ -164,6 +166,7 @@ class Replica:
         return _unwrap(values)
 
     async def drain_metrics(self, profiles: Mapping[str, str]) -> list[Any]:
+        """Metrics of all ranks since the last call."""
         return _unwrap(await self._all_ranks("drain_metrics", DRAINING, "drain_metrics", profiles))
 
     async def ping(self, patience: float) -> bool:

@@ -57,6 +57,7 @@ class Request:
         return max(0.0, self.made + self.limit - time.monotonic())
 
     def send(self) -> None:
+        """Count another attempt, under a new token."""
         self.token, self.sent, self.began = next(_numbers), time.monotonic(), None
         self.attempts += 1
 

@@ -16,12 +16,19 @@ from .request import Request
 
 
 class Candidate(Protocol):
+    """What a router sees of a replica."""
+
     @property
-    def index(self) -> int: ...
+    def index(self) -> int:
+        """Number of the replica in its service."""
+
     @property
-    def in_flight(self) -> int: ...
+    def in_flight(self) -> int:
+        """Requests that were sent and not answered."""
+
     @property
-    def served(self) -> int: ...
+    def served(self) -> int:
+        """Requests that were answered."""
 
 
 C = TypeVar("C", bound=Candidate)

@@ -52,6 +52,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         self.check()
 
     def begin(self, row: Row) -> None:
+        """Choose how pairs become tokens, from the first row. ValueError: its fields do not fit the settings."""
         how = self.settings
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
@@ -69,6 +70,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             check_effects(self._given, (), "texts without a prompt")
 
     def validate(self, row: Row) -> None:
+        """ValueError: the row has no valid pair."""
         if self._chat is not None:
             *both, since = self._conversations(row)
             for conversation in both if both[0] != both[1] else ():
@@ -81,6 +83,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
                 self._format.check(prompt, text)
 
     def make(self, number: int, row: Row, index: int) -> Pair | None:
+        """The pair of a row; None if it is skipped: too long, or both answers equal."""
         if (task := self._made_by) is not None:
             wrong = task.wrong(row["answer"], Random(f"{task.name}/{self.seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}

@@ -88,7 +88,8 @@ class PromptFormat:
         needed = [*([self.prompt_field] if self.prompt_field else []), *wanted.values(), *options, self.target_field]
         for name in needed:
             if name is not None and name not in has:
-                raise ValueError(f"no field {name!r}: it has {', '.join(has)}")
+                hint = "; set target_field to null for prompts without a target" if name == self.target_field else ""
+                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
         return wanted
 
     def render(self, row: Mapping[str, Any]) -> tuple[str, str]:
@@ -173,6 +174,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         self.check()
 
     def validate(self, row: Row) -> None:
+        """ValueError: a field of the prompt or of the target is missing."""
         self._format.render(row)
 
     def targets(self) -> Iterator[str]:
@@ -180,6 +182,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         return (self._format.render(row)[1] for row in self.rows())
 
     def make(self, number: int, row: Row, index: int) -> Sample | None:
+        """Prompt and target of a row; None if the prompt is too long."""
         text, target = self._format.render(row)
         text, ids = self._format.encode(text)
         return Sample(Prompt(text, ids, index), target) if self.fits(len(ids)) else None

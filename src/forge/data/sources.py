@@ -29,6 +29,7 @@ class StoredRows:
         self.load({"epoch": 0, "position": 0})
 
     def read(self) -> Numbered | None:
+        """The next row with its number; None ends an epoch."""
         if self._position == len(self._order):
             self.load({"epoch": self.epoch + 1, "position": 0})
             return None
@@ -37,12 +38,15 @@ class StoredRows:
         return index + 1, self.rows[index]
 
     def scan(self) -> Iterator[Numbered]:
+        """All rows in order, with their numbers from 1."""
         return enumerate(self.rows, 1)
 
     def state(self) -> dict[str, Any]:
+        """The position, for a checkpoint."""
         return {"epoch": self.epoch, "position": self._position}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Continue at a position; the order of an epoch follows from its seed."""
         self.epoch, self._position = state["epoch"], state["position"]
         self._order: Sequence[int] = range(len(self.rows))
         if self._shuffle:
@@ -76,6 +80,7 @@ class StreamedRows:
         return block
 
     def read(self) -> Numbered | None:
+        """The next row with its number; None ends an epoch."""
         if self._offset == len(self._block):
             self._start = self._stream.state_dict()
             self._number += 1
@@ -87,12 +92,15 @@ class StreamedRows:
         return self._block[self._offset - 1]
 
     def scan(self) -> Iterator[Numbered]:
+        """All rows in order, with their numbers from 1."""
         return enumerate(self._opened(), 1)
 
     def state(self) -> dict[str, Any]:
+        """The position, for a checkpoint: the block and the offset in it."""
         return {"epoch": self.epoch, "block": self._number, "start": self._start, "offset": self._offset}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Continue at a position, without reading the rows before its block."""
         self._open(state["epoch"], state["block"], state["start"])
         self._offset = state["offset"]
 
@@ -153,10 +161,12 @@ class TaskRows:
         return index + 1, _as_dict(drawn)
 
     def read(self) -> Numbered | None:
+        """The next row with its number; never None."""
         self._index += 1
         return self._row(self._index - 1)
 
     def scan(self) -> Iterator[Numbered]:
+        """All rows in order, without end."""
         return map(self._row, itertools.count())
 
     def held_out(self, n: int) -> Iterator[Numbered]:
@@ -164,9 +174,11 @@ class TaskRows:
         return enumerate(map(_as_dict, self.task.take(n, seed=self.seed, difficulty=self.difficulty)), 1)
 
     def state(self) -> dict[str, Any]:
+        """The position, for a checkpoint."""
         return {"index": self._index}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Continue at a position."""
         self._index = state["index"]
 
 

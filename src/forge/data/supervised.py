@@ -44,6 +44,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         self.check()
 
     def begin(self, row: Row) -> None:
+        """Choose the format from the first row: conversation, prompt with answer, or text."""
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
         given = {**self._chosen, **{n: self.settings[n] for n, usual in _TURNS.items() if self.settings[n] != usual}}
@@ -62,6 +63,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
 
     def validate(self, row: Row) -> None:
+        """ValueError: the row lacks a field, or its conversation is malformed."""
         self._weight(row)
         if self._format is not None:
             self._format.check(*self._format.render(row))
@@ -72,6 +74,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             plain(row, str(self._text_field))
 
     def make(self, number: int, row: Row, index: int) -> Episode | None:
+        """The episode of a row, with a mask of the trained tokens; None if it is skipped."""
         weight = self._weight(row)
         tokens, mask = closed(*self._encode(row))
         if weight == 0:

@@ -133,6 +133,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     tick = staticmethod(_tick)
 
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
+        """Compile a template. TemplateError: its source is too long."""
         if isinstance(source, str) and len(source) > LONGEST_SOURCE:
             raise TemplateError(f"it has more than {LONGEST_SOURCE:,} characters")
         self.globals.pop("lipsum", None)  # any amount of text
@@ -158,6 +159,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self.concat(map(str, parts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """An operator whose result is bounded in size."""
         sizes = [_length(left), _length(right)]
         if operator == "+":
             _spend(sum(sizes))
@@ -173,6 +175,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """A call whose result is bounded in size."""
         name = getattr(obj, "__name__", "")
         if name in _GROWING:
             owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the sandbox wraps str.format

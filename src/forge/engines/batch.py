@@ -84,6 +84,7 @@ class Fresh(NamedTuple):
 
     @property
     def start(self) -> int:
+        """Position of the first token that is not in the prefix cache."""
         return TOKENS * len(self.found)
 
 

@@ -139,10 +139,12 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
+        """Version of the weights that sample the next token."""
         return self._batch.serves[0]
 
     @property
     def identity(self) -> str:
+        """Identity of those weights."""
         return self._batch.serves[1]
 
     def stats(self) -> dict[str, int]:

@@ -15,6 +15,8 @@ Key = tuple[int, tuple[int, ...]]  # the block before this one, 0 for none, and 
 
 
 class Block(NamedTuple):
+    """A block of cached keys and values, by its number."""
+
     number: int
     values: Prefix
 

@@ -132,10 +132,12 @@ class VLLMEngine:
 
     @property
     def version(self) -> int:
+        """Version of the weights that sample the next token."""
         return self._weights[0]
 
     @property
     def identity(self) -> str:
+        """Identity of those weights."""
         return self._weights[1]
 
     def stats(self) -> dict[str, int]:

@@ -56,6 +56,7 @@ class Step:
 
     @property
     def done(self) -> bool:
+        """Whether the episode ends with this step."""
         return self.terminated or self.truncated
 
 

@@ -94,6 +94,7 @@ class SingleTurnEnv(GroupEnv):
     async def play(
         self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
+        """Sample n responses and score them together."""
         prompt, target = sample
         completions = await policy.generate.route(prompt, n=n, seed=seed, **sampling)
         texts = [completion.text for completion in completions]
@@ -131,6 +132,7 @@ class MultiTurnEnv(GroupEnv):
     async def play(
         self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
+        """Play n episodes concurrently, each in an environment of its own."""
         how = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
         plays = (play_episode(policy, self.environment(), sample, sample=number, **how) for number in range(n))
         episodes = await asyncio.gather(*plays)

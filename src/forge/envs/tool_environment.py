@@ -29,11 +29,13 @@ class ToolEnvironment(Environment):
         self.tools, self.score, self.system, self.turn_reward = tools, score, system, turn_reward
 
     async def reset(self, task: Sample, *, seed: int) -> Step:
+        """The question, with the system message and the schemas of the tools."""
         self.task = task
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         return Step((*system, {"role": "user", "content": task.prompt.text}), tools=self.tools.schemas)
 
     async def step(self, action: Action) -> Step:
+        """Answer tool calls, or score the answer."""
         if action.calls or action.errors:
             return Step(tuple(await self.tools.answer(action)), self.turn_reward)
         if action.truncated:

@@ -26,8 +26,11 @@ class ToolServer(Protocol):
     """Remote tools, such as those of `forge_envs.mcp`. A `ToolError` of `call` is shown to the policy, an
     InfrastructureError propagates."""
 
-    def schemas(self) -> Sequence[Mapping[str, Any]]: ...
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str: ...
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Schemas of its tools, as OpenAI's function calling has them."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The answer of a tool. ToolError: a message for the policy."""
 
 
 class ToolError(Exception):

@@ -114,4 +114,5 @@ def mean(rows: Rows, metric: str) -> float | None:
 
 
 def total(rows: Rows, metric: str) -> float:
+    """Sum of a metric over all steps."""
     return sum(row.get(metric, 0.0) for row in rows)

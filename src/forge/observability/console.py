@@ -24,6 +24,7 @@ class ConsoleHandler(logging.Handler):
     """Writes to the current sys.stdout and sys.stderr, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print a record above the progress bar: runs' own messages to standard output, others to standard error."""
         plain = record.name == log.name
         stream, other = (sys.stdout, sys.stderr) if plain else (sys.stderr, sys.stdout)
         try:
@@ -67,6 +68,7 @@ class Progress:
         self._logged = 0.0
 
     def update(self, step: int, row: dict[str, float]) -> None:
+        """Show a step with its most important metrics; on a terminal as a bar, otherwise now and then as a line."""
         self._first = step if self._first is None else self._first
         metrics = {
             "reward": ("reward", ".2f"),
@@ -95,4 +97,5 @@ class Progress:
             log.info("step %d/%d  %s  %s", step, self.steps, text, left)
 
     def close(self) -> None:
+        """Leave the last state on the screen."""
         self._bar.close()

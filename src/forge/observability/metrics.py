@@ -54,6 +54,7 @@ class Moments:
         self.high = max(self.high, other.high)
 
     def reduce(self, how: Reduce) -> float:
+        """One number of all recorded values."""
         match how:
             case Reduce.MEAN:
                 return self.total / self.count
@@ -87,6 +88,7 @@ class Snapshot:
     usage: list[Usage] = field(default_factory=list)
 
     def merge(self, other: Snapshot) -> None:
+        """Add the metrics and spans of another process."""
         for key, moments in other.moments.items():
             self.moments.setdefault(key, Moments()).merge(moments)
         self.spans.extend(other.spans)

@@ -93,6 +93,7 @@ class Run:
 
     @property
     def checkpoints(self) -> str:
+        """Folder of the checkpoints."""
         return str(self.folder / "checkpoints")
 
     @property
@@ -102,6 +103,7 @@ class Run:
 
     @property
     def model(self) -> str:
+        """Folder of the exported model."""
         return str(self.folder / "model")
 
     def steps(self, end: int) -> Iterator[int]:

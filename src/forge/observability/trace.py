@@ -61,6 +61,7 @@ class Trace:
         self._first = False
 
     def close(self) -> None:
+        """End the JSON list, and close the file."""
         self._file.write("]\n")
         self._file.close()
 

@@ -141,6 +141,8 @@ class Tracked:
 
 
 class TensorBoard:
+    """Event files in the run's folder, of scalars alone; a resumed run continues them."""
+
     def __init__(self, section: Any, run: Tracked) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -152,6 +154,7 @@ class TensorBoard:
         self._writer.add_event(purge)
 
     def log(self, step: int, row: dict[str, float], rollouts: list[dict[str, Any]]) -> None:
+        """Write the metrics of a step as scalars."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -160,10 +163,13 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, finished: bool) -> None:
+        """Flush and close the file."""
         self._writer.close()
 
 
 class Wandb:
+    """A run of Weights & Biases; a resumed run has the same id."""
+
     def __init__(self, section: dict[str, Any], run: Tracked) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
@@ -194,6 +200,7 @@ class Wandb:
         self.first = 0 if offline else self._run.starting_step
 
     def log(self, step: int, row: dict[str, float], rollouts: list[dict[str, Any]]) -> None:
+        """Log the metrics of a step, and its rollouts as a table."""
         values: dict[str, Any] = dict(row)
         if columns := as_table(rollouts):
             data = [list(line) for line in zip(*columns.values(), strict=True)]
@@ -201,11 +208,14 @@ class Wandb:
         self._run.log(values, step=step)
 
     def close(self, finished: bool) -> None:
+        """Finish the run, as failed if it did not reach its last step."""
         self._run.finish(exit_code=0 if finished else 1)
         self._wandb.teardown()
 
 
 class Trackio:
+    """A run of Trackio, in its local database."""
+
     def __init__(self, section: dict[str, Any], run: Tracked) -> None:
         for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
             os.environ.pop(name, None)
@@ -224,6 +234,7 @@ class Trackio:
         run.known["id"] = self._run.id
 
     def log(self, step: int, row: dict[str, float], rollouts: list[dict[str, Any]]) -> None:
+        """Log the metrics of a step, and its rollouts as a table."""
         values: dict[str, Any] = {name: value for name, value in row.items() if name != "step"}  # reserved there
         if columns := as_table(rollouts):
             lines: Any = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
@@ -231,10 +242,13 @@ class Trackio:
         self._run.log(values, step=step)
 
     def close(self, finished: bool) -> None:
+        """Finish the run."""
         self._run.finish()
 
 
 class Mlflow:
+    """A run of MLflow, in a local database or on a server."""
+
     def __init__(self, section: dict[str, Any], run: Tracked) -> None:
         # A server that is down is tried again by us.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -264,6 +278,7 @@ class Mlflow:
         self._time = (-1, 0)
 
     def log(self, step: int, row: dict[str, float], rollouts: list[dict[str, Any]]) -> None:
+        """Log the metrics of a step, and its rollouts as a table."""
         # With the time of the first attempt: MLflow then recognises what it has.
         if self._time[0] != step:
             self._time = step, int(time.time() * 1000)
@@ -272,6 +287,7 @@ class Mlflow:
             self._client.log_table(self._id, columns, f"rollouts/{step:06d}.json")
 
     def close(self, finished: bool) -> None:
+        """End the run as FINISHED or FAILED."""
         self._client.set_terminated(self._id, "FINISHED" if finished else "FAILED")
 
 

@@ -34,6 +34,7 @@ class Lines:
         self.path, self.at = path, 0
 
     def more(self) -> Iterator[dict[str, Any]]:
+        """Lines that were appended since the last call; an incomplete last line is left for the next."""
         if not self.path.is_file():  # also a pipe, which would never end
             return
         with self.path.open("rb") as file:
@@ -268,6 +269,7 @@ def plain(value: Any) -> Any:
 
 
 def short(number: float) -> float:
+    """Seven significant digits, as the page needs no more."""
     return float(f"{number:.7g}")
 
 

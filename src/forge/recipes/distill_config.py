@@ -47,6 +47,7 @@ class DistillConfig(RecipeConfig):
     services: Services = Services()
 
     def others(self) -> dict[str, str]:
+        """The teacher."""
         return {"distill.teacher": self.distill.teacher}
 
     @property

@@ -19,6 +19,7 @@ from .dpo_config import DPOConfig
 
 
 async def train(cfg: DPOConfig, job: Job) -> None:
+    """Train on pairs of answers against a frozen reference."""
     loss, record = DPOLoss(**cfg.dpo), job.record
     dataset, trainer, reference = await asyncio.gather(
         components.dataset(cfg, job, in_turn=True),

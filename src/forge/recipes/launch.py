@@ -368,7 +368,7 @@ def check_overwrite(cfg: Any, model: str) -> None:
     """
     folder = (Path(cfg.run.root) / cfg.run.name).resolve()
     for name in (model, *local(cfg.files), cfg.eval.path, *cfg.others().values()):
-        if name is not None and Path(name).resolve().is_relative_to(folder):
+        if isinstance(name, str) and Path(name).resolve().is_relative_to(folder):
             raise ValueError(f"the new run would remove {name}, which it reads: choose another run.name")
 
 

@@ -14,6 +14,7 @@ from .reward_model_config import RewardModelConfig
 
 
 async def train(cfg: RewardModelConfig, job: Job) -> None:
+    """Train a scalar head on pairs of answers."""
     loss, record = BradleyTerryLoss(**cfg.reward_model), job.record
     dataset, trainer = await asyncio.gather(
         components.dataset(cfg, job, in_turn=True), components.trainer(cfg, job, loss, head="reward")

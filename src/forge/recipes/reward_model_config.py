@@ -47,6 +47,7 @@ class RewardModelConfig(TrainingRecipe):
     services: Services = Services()
 
     def scalar(self, model: str) -> list[str]:
+        """The trained model itself."""
         return [model]
 
     def _check(self) -> None:

@@ -101,6 +101,8 @@ class Services(Section):
 
 
 class RolloutMetrics(MetricsConfig):
+    """Besides `metrics.jsonl`, the console and the report ([trackers.md](trackers.md)), and recorded rollouts."""
+
     rollouts: NonNegativeInt | Literal["all"] = 1
     """Groups of each step that `rollouts.arrow` records with all of their tokens ([watching.md](watching.md)), and as
     many of those that were dropped. `all`: every one."""
@@ -137,10 +139,12 @@ class RLConfig(RecipeConfig):
         return found
 
     def others(self) -> dict[str, str]:
+        """The reference model and the critic's start, where they are set."""
         named = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
         return {key: name for key, name in named.items() if name is not None}
 
     def scalar(self, model: str) -> list[str]:
+        """The critic, where the algorithm has one."""
         return [self.critic.model or model] if self.load_algorithm().needs_critic else []
 
     def starts_reference(self, algorithm: Algorithm) -> bool:
@@ -300,6 +304,7 @@ class RLConfig(RecipeConfig):
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
     def check_tokenizer(self, model: str) -> None:
+        """ConfigError: the chat template does not fit `episode`, or episodes are longer than generators take."""
         if not self.multi_turn:
             return
         from transformers import AutoConfig
@@ -313,11 +318,13 @@ class RLConfig(RecipeConfig):
             )
 
     def check_reward(self) -> None:
+        """As the base; an environment scores by itself."""
         if not self.multi_turn:
             super().check_reward()
 
     @property
     def files(self) -> list[str]:
+        """Files of the data, the reward and the episode's template."""
         return [*super().files, *(self.episode.files if self.multi_turn else ())]
 
 

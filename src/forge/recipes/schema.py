@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from ..cluster.settings import ClusterConfig
 from ..config import ConfigError, Section
 from ..data.config import PreferencesConfig, RowsConfig
+from ..data.files import Rows
 from ..data.rewards import load_reward
 from ..engines.settings import EngineSettings
 from ..plugin import load_plugin
@@ -176,7 +177,7 @@ class RewardConfig(Section):
         """
         for item in (*self.settings()["functions"], self.accuracy):
             if isinstance(item, str):
-                load_reward(item)
+                as_verifier(load_reward(item))
         if self.verifiers is not None:
             self.verifiers.check_sources("reward.verifiers")
         for plugin in self.plugins:
@@ -222,8 +223,8 @@ class EvalConfig(Section):
     """How many; 0: no evaluation."""
     every: NonNegativeInt = 0
     """Also every so many steps, a multiple of `training.sync_interval`."""
-    path: str | None = None
-    """Where they come from; null: `dataset.path`. A procedural task holds its own out."""
+    path: str | Rows | None = None
+    """Where they come from; null: `dataset.path`. A procedural task holds its own out. From Python also rows."""
     split: str = "test"
     """Of a folder or hub id."""
 
@@ -374,6 +375,7 @@ class RecipeConfig(TrainingRecipe):
     with it on the same devices ([parallelism.md](parallelism.md)). `async.max_policy_age` must be 0."""
 
     def placement(self, name: str) -> dict[str, Any]:
+        """Options of a service; with `colocated` in the trainer's processes."""
         options = super().placement(name)
         if self.colocated and name in TAKING_TURNS:
             procs = super().placement("trainer")["procs"]
@@ -381,6 +383,7 @@ class RecipeConfig(TrainingRecipe):
         return options
 
     def check_services(self, *, idle: tuple[str, ...] = ()) -> None:
+        """As the base, and what `colocated` requires. ConfigError: names the setting."""
         super().check_services(idle=idle)
         try:
             self.generator.over(self.services.generator.procs)
@@ -443,11 +446,14 @@ class RecipeConfig(TrainingRecipe):
 
     @property
     def files(self) -> list[str]:
+        """Files of the data and of the reward."""
         return [*super().files, *self.reward.files]
 
     @property
     def scorers(self) -> list[Any]:
+        """Plugins and functions of the reward."""
         return [*self.reward.plugins, *(self.reward.functions or ())]
 
     def check_reward(self) -> None:
+        """ValueError: a function, a folder or a file of the reward does not exist."""
         self.reward.open()

@@ -50,6 +50,7 @@ class Manifest:
 
     @cached_property
     def by_name(self) -> dict[str, list[Shard]]:
+        """Shards of each tensor."""
         found: dict[str, list[Shard]] = {}
         for shard in self.shards:
             found.setdefault(shard.name, []).append(shard)
@@ -71,6 +72,7 @@ class Manifest:
 
     @property
     def segments(self) -> set[str]:
+        """Names of the shared memory segments."""
         return {shard.segment for shard in self.shards if shard.segment}
 
     def at(self, host: str) -> Manifest:
@@ -120,11 +122,13 @@ class Manifest:
         return None
 
     def to_json(self) -> str:
+        """Text that begins with its own checksum."""
         text = json.dumps([self.key, self.version, self.single, [astuple(shard) for shard in self.shards]])
         return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
+        """The inverse of `to_json`. CorruptWeights: the checksum differs."""
         digest, _, text = text.partition(" ")
         if digest != xxhash.xxh3_64_hexdigest(text.encode()):
             raise CorruptWeights("a manifest of the weight store is damaged: its checksum is another")

@@ -76,28 +76,39 @@ class Store(ABC):
         *,
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
-    ) -> int: ...
+    ) -> int:
+        """Publish a tensor or a state dict, in each rank its shards; the version is complete with the last rank's.
+        Returns the version. IncompleteVersion: another rank did not write in time."""
 
     @abstractmethod
-    def open(self, key: str, version: int | None = None) -> AbstractContextManager[Snapshot]: ...
+    def open(self, key: str, version: int | None = None) -> AbstractContextManager[Snapshot]:
+        """A context in which a version (None: the newest) stays readable. MissingVersion: there is none."""
 
     @abstractmethod
-    def versions(self, key: str) -> list[int]: ...
+    def versions(self, key: str) -> list[int]:
+        """Complete versions of a key, ascending."""
 
     @abstractmethod
-    def keys(self, prefix: str = "") -> list[str]: ...
+    def keys(self, prefix: str = "") -> list[str]:
+        """Keys that begin with `prefix`."""
 
     @abstractmethod
-    def delete(self, key: str) -> None: ...
+    def delete(self, key: str) -> None:
+        """Remove all versions of a key; readers keep what they have open. MissingVersion: there is no such key."""
 
     @abstractmethod
-    def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int: ...
+    def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
+        """The newest version, once it is at least `min_version`. TimeoutError: it took longer than `timeout`
+        seconds."""
 
     @abstractmethod
-    def manifest(self, key: str, version: int) -> Manifest: ...
+    def manifest(self, key: str, version: int) -> Manifest:
+        """Names, shapes and checksums of a version. MissingVersion: it is neither published nor recently dropped."""
 
     @abstractmethod
-    def identities(self, key: str) -> dict[int, set[str]]: ...
+    def identities(self, key: str) -> dict[int, set[str]]:
+        """Identities of each version of a key that were published."""
 
     @abstractmethod
-    def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None: ...
+    def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
+        """Add identities of versions that were published before a restart."""

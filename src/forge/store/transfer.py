@@ -249,11 +249,13 @@ class Snapshot:
 
     @property
     def version(self) -> int:
+        """The version that is open."""
         assert self.manifest.version is not None
         return self.manifest.version
 
     @property
     def digest(self) -> str:
+        """Digest of the checksums of all its shards."""
         return self.manifest.digest
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

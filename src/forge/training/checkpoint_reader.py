@@ -99,6 +99,7 @@ class Reader(dcp.FileSystemReader):
     """Reads the metadata with the classes of torch's own metadata alone."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata without running code from it. ValueError: it holds anything but plain data."""
         path = Path(self.path) / ".metadata"
         with path.open("rb") as file:
             metadata = _Unpickler(file, path).load()
@@ -112,6 +113,7 @@ class Planner(dcp.DefaultLoadPlanner):
     """Reads values that are not tensors as plain data."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Read an object as plain data, and hand it to the base."""
         data = io.BytesIO()
         torch.save(load_plain(value), data)
         data.seek(0)

@@ -55,6 +55,7 @@ class FastLinear(nn.Linear):
     """nn.Linear whose products go through `product`; the same parameters under the same names."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T, [..., in] to [..., out], by oneDNN where that is faster."""
         if not _onednn_is_faster(x, self.weight):
             return super().forward(x)
         y = _Linear.apply(x, self.weight)

@@ -23,6 +23,7 @@ class LoraLinear(FastLinear):
     scaling: float
 
     def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T + scaling * B(A(x)) (Hu et al. 2021, eq. 3)."""
         return super().forward(x) + self.scaling * self.lora_B(self.lora_A(x))
 
 

@@ -13,6 +13,7 @@ class AdamW8bit(Compiled):
     """torchao's, which compiles its update; on a CPU it is computed without, as compilation takes seconds per shape."""
 
     def step(self, closure: Any = None) -> Any:
+        """One update; eager on a CPU, where compiling takes longer than it gains."""
         on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
         with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
             return super().step(closure)

@@ -71,6 +71,7 @@ class MixedOptimizer(torch.optim.Optimizer):
                     self._update(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore both optimisers' state, each parameter's in its own type."""
         super().load_state_dict(state_dict)
         # torch has cast all state to the dtype of the weights.
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -26,13 +26,25 @@ class FunctionVerifier:
     functions run in a thread.
 
     Raises:
-        ValueError: a score is neither a finite number nor None, or the number of scores differs from the number of
-            responses.
+        ValueError: the function takes other arguments; or, of a call, a score is neither a finite number nor None, or
+            the number of scores differs from the number of responses.
     """
 
     def __init__(self, function: Any) -> None:
         self.function = function
         self.names: tuple[str, ...] = (getattr(function, "__name__", type(function).__name__),)
+        call = getattr(function, "score_group", function)
+        try:
+            signature = inspect.signature(call)
+        except (TypeError, ValueError):  # of a function in C
+            return
+        try:
+            signature.bind("", "", "")
+        except TypeError:
+            text = f"the reward {self.names[0]}{signature} cannot be called with (prompt, response, target)"
+            if "completions" in signature.parameters:  # as TRL's reward_funcs
+                text += f": wrap it, lambda prompt, response, target: {self.names[0]}(completions=[response])[0]"
+            raise ValueError(text) from None
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1]."""

@@ -40,6 +40,7 @@ class StepRewards:
         self.settings.check_sources("model")
 
     def setup(self) -> None:
+        """Load the process reward model."""
         from .process import ProcessRewardModel
 
         self._model = ProcessRewardModel(**self.settings)
@@ -59,4 +60,5 @@ class StepRewards:
         return scores
 
     async def close(self) -> None:
+        """Free the model."""
         await self._model.close()

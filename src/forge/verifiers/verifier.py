@@ -92,7 +92,8 @@ class Verifier(Protocol):
 
     names: tuple[str, ...]  # one column each
 
-    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores: ...
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, names] scores of the responses to one prompt; NaN with a reason where one cannot be scored."""
 
 
 async def collect(each: Sequence[Awaitable[float | Sequence[float] | None]], names: int) -> Scores:

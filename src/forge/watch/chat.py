@@ -60,6 +60,7 @@ class Chat:
             return await asyncio.to_thread(self._generate, engine, tokenizer, asked)
 
     def close(self) -> None:
+        """Close the engines of all loaded models."""
         for _, engine, _ in self._loaded.values():
             engine.close()
         self._loaded.clear()

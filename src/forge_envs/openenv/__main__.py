@@ -13,6 +13,7 @@ from .server import serve
 
 
 def main() -> None:
+    """Serve the environment that the command line names, until interrupted."""
     parser = argparse.ArgumentParser(
         prog="python -m forge_envs.openenv", description="Serve an environment to OpenEnv's clients."
     )

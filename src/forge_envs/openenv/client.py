@@ -54,6 +54,7 @@ class Session:
 
     @property
     def lost(self) -> bool:
+        """Whether the connection is closed."""
         return self._socket is None or self._socket.closed
 
     @property

@@ -83,6 +83,7 @@ class LocalServer:
 
     @property
     def running(self) -> bool:
+        """Whether the server's process has not ended."""
         return self._program.returncode is None
 
     def log(self) -> str:

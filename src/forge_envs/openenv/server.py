@@ -175,6 +175,8 @@ class Server:
         self._ending: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[web.RouteDef]:
+        """Routes of OpenEnv's HTTP and WebSocket protocol."""
+
         def constant(content: Data) -> Callable[[web.Request], Awaitable[web.Response]]:
             async def answer(_: web.Request) -> web.Response:
                 return web.json_response(content)

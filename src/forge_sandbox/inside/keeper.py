@@ -110,9 +110,11 @@ class Running:
 
     @property
     def begun(self) -> bool:
+        """Whether the confinement is complete and the program has started."""
         return bytes(self.texts[self.setup]) == confine.BEGUN
 
     def clear(self) -> None:
+        """Forget output and times, before the next program of a session."""
         self.began, self.cpu_before = time.monotonic(), max(_cpu(), self.cpu)
         self.texts[self.out], self.texts[self.error] = bytearray(), bytearray()
 

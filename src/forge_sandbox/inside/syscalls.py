@@ -69,6 +69,7 @@ def checked(result: int, what: str) -> int:
 
 
 def prctl(option: int, value: int = 0) -> int:
+    """prctl(2). OSError: it failed."""
     return call("prctl", option, value, 0, 0, 0)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 
 def pack(header: dict[str, Any], *bodies: bytes) -> bytes:
+    """A message: the length of a JSON header, the header with the lengths of the bodies, the bodies."""
     text = json.dumps([header, [len(body) for body in bodies]]).encode()
     return b"".join([struct.pack("I", len(text)), text, *bodies])
 

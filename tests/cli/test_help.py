@@ -1,0 +1,118 @@
+"""The command line explains itself: each command's help has an example that its own parser accepts."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import forge
+from forge.cli import main, make_parser
+from forge.cli.launch import LAUNCHERS
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> dict[str, argparse.ArgumentParser]:
+    """All commands and steps of commands, by their words."""
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    found = {} if nested and not words else {" ".join(words): parser}
+    for action in nested:
+        for name, inner in action.choices.items():
+            found |= commands(inner, (*words, name))
+    return found
+
+
+PARSER = make_parser()
+COMMANDS = commands(PARSER)
+
+
+def test_all_commands_are_listed():
+    names = "train sft dpo reward-model distill serve clean worker doctor launch table runs compare watch report"
+    assert {*names.split(), "completion", "weaver", "weaver fit"} <= {*COMMANDS}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_a_description_and_an_example_that_parses(name: str):
+    parser = COMMANDS[name]
+    assert parser.description
+    assert parser.epilog.startswith(f"example: forge {name}")
+    example = parser.epilog.removeprefix("example: ").partition(", ")[0]
+    args = PARSER.parse_args(shlex.split(example)[1:])
+    assert callable(args.run)
+    for action in parser._actions:
+        assert action.help or action.choices or action.metavar, (name, action.dest)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_examples_of_launchers_run(launcher: str, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", launcher, "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    example = text.partition("example: forge ")[2]
+    main(shlex.split(example))
+    assert "gsm8k" in capsys.readouterr().out
+
+
+def test_watch_names_the_package_to_install(tmp_path, monkeypatch):
+    for module in [name for name in sys.modules if name.startswith(("aiohttp", "forge.web", "forge.watch"))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(SystemExit, match="error: serving needs aiohttp: pip install aiohttp"):
+        main(["watch", str(tmp_path)])
+
+
+def test_the_version_is_that_of_the_project(capsys):
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"forge {forge.__version__}\n"
+    assert forge.__version__ == wanted, "pip install -e . once more"
+    assert f"## [{wanted}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_configuration_of_the_installed_recipes_is_found_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"error: model folder runs/quickstart-warmup/model does not exist"):
+        main(["train", "apps/grpo/tiny.yaml"])
+    (tmp_path / "apps/grpo").mkdir(parents=True)
+    (tmp_path / "apps/grpo/tiny.yaml").write_text("model: mine\ndataset: {path: rows.jsonl}\n")
+    with pytest.raises(SystemExit, match="error: model folder mine does not exist"):
+        main(["train", "apps/grpo/tiny.yaml"])
+    with pytest.raises(SystemExit, match=r"error: configuration file apps/grpo/none.yaml does not exist"):
+        main(["train", "apps/grpo/none.yaml"])
+
+
+@pytest.mark.processes
+def test_completion_of_a_shell(tmp_path, capsys):
+    main(["completion", "bash"])
+    (tmp_path / "forge.bash").write_text(capsys.readouterr().out)
+    ask = "source forge.bash; COMP_WORDS=(forge {0}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_forge"
+    ask += "; echo ${{COMPREPLY[@]}}"
+    for words, wanted in (("wat", "watch"), ("serve --po", "--port"), ("weaver pre", "predict")):
+        done = subprocess.run(["bash", "-c", ask.format(words)], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.split() == [wanted], done
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["apps/sft/tiny.yaml"], r"unknown key 'eval.stop_at'.*read as a configuration of forge train, see --recipe"),
+        (
+            ["apps/sft/tiny.yaml", "--recipe", "sft", "--dry-run"],
+            "a launched run resumes after a requeue: set checkpoint.every",
+        ),
+        (["apps/grpo/gsm8k.yaml"], "runs on several machines need certificates: pip install cryptography"),
+    ],
+)
+def test_what_would_fail_in_the_queue_is_an_error_at_submission(words: list[str], message: str, monkeypatch):
+    monkeypatch.setattr("forge.cluster.credentials.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=f"error: {message}"):
+        main(["launch", "slurm", *words])
