@@ -47,7 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def batch(seed: int, rows: int = 64) -> Batch:
     random, episodes = Random(seed), []
     for _ in range(rows):
-        word = "".join(random.choices(string.ascii_lowercase, k=random.randint(3, 6)))
+        word = "".join(random.choices(string.ascii_lowercase, k=random.randint(3, 7)))
         answer = [*TOKENIZER(word[::-1]).input_ids, TOKENIZER.eos_token_id]
         unknown, versions = [float("nan")] * len(answer), [-1] * len(answer)
         prompt = TOKENIZER(f"{word}>").input_ids

@@ -39,7 +39,7 @@ from matplotlib import pyplot
 from apps.toys.words import Reverse
 from forge.types import Sampling
 
-TASK = {"task": "apps.toys.words:Reverse", "difficulty": [3, 6]}
+TASK = {"task": "apps.toys.words:Reverse", "difficulty": [4, 4]}
 REWARDS = ("single", "weaver", "distilled", "pooled", "truth")
 GRPO = {"checkpoint.every": 0, "eval.every": 10}
 

@@ -11,7 +11,7 @@ from forge.controller import run
 from forge.losses import ReinforceLoss, SimpleGRPOLoss
 from forge.types import Episode, Group
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+OVERVIEW = (Path(__file__).parents[2] / "docs/overview.md").read_text()
 
 pytestmark = pytest.mark.processes
 
@@ -104,8 +104,8 @@ def test_async_rl_loop(model, store):
     run(main())
 
 
-def test_the_two_loops_of_the_readme(model, store):
-    (code,) = re.findall(r"```text\n(async def rollout.*?)```", README, re.DOTALL)
+def test_the_two_loops_of_the_overview(model, store):
+    (code,) = re.findall(r"```text\n(async def rollout.*?)```", OVERVIEW, re.DOTALL)
 
     async def main():
         dataset, policy, reward, buffer, trainer = await start(model, store, ReinforceLoss())

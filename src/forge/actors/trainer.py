@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,8 +97,6 @@ class Trainer(ForgeActor):
 
     def setup(self) -> None:
         """Join the ranks, and load model, optimiser and loss."""
-        from transformers import AutoConfig
-
         from ..training.distributed import join
         from ..training.trainer import PolicyTrainer
 
@@ -107,9 +106,15 @@ class Trainer(ForgeActor):
         place = self.context
         on_host = self.settings.get("cpu_offload", False)
         ranks = join(place.rank, place.world_size, place.rendezvous, self.layout, cpu_offload=on_host)
-        self.architecture = AutoConfig.from_pretrained(self.model)
         with self._on_device():
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
+
+    @cached_property
+    def architecture(self) -> Any:
+        """The model's transformers configuration."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.model)
 
     def on_respawn(self) -> None:
         """Load the last checkpoint and repeat the batches since then. Unrecoverable: there is no checkpoint."""
