@@ -1,5 +1,5 @@
 """Code blocks of the documentation: python runs, bash and yaml are checked against the real parsers and settings. A
-block that cannot be is marked `<!-- not run: REASON -->` on the line before it."""
+block without a check is marked `<!-- not run: REASON -->` on the line before it."""
 
 from __future__ import annotations
 
