@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from forge.api import Result
 from forge.config import to_dict
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
@@ -134,7 +135,7 @@ def test_trackio_has_the_same_values(tracked: Path):
     written = lines(tracked, "metrics")
     assert (run, runs) == (known(tracked, "trackio"), 1)
     assert [row["step"] for row in shown] == [row["step"] for row in written]
-    for ours, theirs, rollout in zip(written, shown, lines(tracked, "rollouts"), strict=True):
+    for ours, theirs, rollout in zip(written, shown, Result(tracked / "one").rollouts, strict=True):
         assert {name: theirs[name] for name in ours} == ours
         assert theirs["rollouts"]["_value"][0] == {**rollout, "rewards": json.dumps(rollout["rewards"])}
     assert (config["seed"], config["services"]) == (3, {"x": {"env": {"HF_TOKEN": "***"}}})
