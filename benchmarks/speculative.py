@@ -54,7 +54,8 @@ def seconds(model: torch.nn.Module, batch: int, context: int, new: int, repeats:
     with torch.inference_mode():
         past = model(torch.zeros(batch, context, dtype=torch.long), past_key_values=DynamicCache()).past_key_values
         for _ in range(repeats + 1):
-            past.crop(-(past.get_seq_length() - context)) if past.get_seq_length() > context else None
+            if surplus := past.get_seq_length() - context:
+                past.crop(-surplus)
             start = time.process_time()
             model(torch.zeros(batch, new, dtype=torch.long), past_key_values=past)
             taken.append(time.process_time() - start)
