@@ -9,23 +9,30 @@ imported once. Options go to both stages.
 import sys
 from pathlib import Path
 
-from forge.config import ConfigError, load
 from forge.controller import forked_processes
-from forge.recipes import rl, sft
-from forge.recipes.launch import launch
-from forge.recipes.rl_config import RLConfig
-from forge.recipes.sft_config import SFTConfig
 
 APPS = Path(__file__).parent
 
-if __name__ == "__main__":
-    options = sys.argv[1:]
+
+def main(options: list[str]) -> None:
+    """Both stages."""
+    # Imported here, while the server of forked processes imports PyTorch and transformers for them.
+    from forge.config import ConfigError, load
+    from forge.recipes import rl, sft
+    from forge.recipes.launch import launch
+    from forge.recipes.rl_config import RLConfig
+    from forge.recipes.sft_config import SFTConfig
+
     warm_up = ["--config", str(APPS / "sft/tiny.yaml"), *options]
     try:
         run = load(SFTConfig, warm_up).run
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
+    launch(sft.train, SFTConfig, warm_up)
+    model = f"{run.root}/{run.name}/model"
+    launch(rl.train, RLConfig, ["--config", str(APPS / "grpo/tiny.yaml"), "--model", model, *options])
+
+
+if __name__ == "__main__":
     with forked_processes():
-        launch(sft.train, SFTConfig, warm_up)
-        model = f"{run.root}/{run.name}/model"
-        launch(rl.train, RLConfig, ["--config", str(APPS / "grpo/tiny.yaml"), "--model", model, *options])
+        main(sys.argv[1:])

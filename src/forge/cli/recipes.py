@@ -40,9 +40,12 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the recipe; bad input ends the program with one line."""
-    from ..recipes.launch import launch
+    from ..controller import forked_processes
 
     loop, settings, config, _ = RECIPES[args.recipe]
-    module = importlib.import_module(f"..recipes.{loop}", __package__)
-    config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), config)
-    launch(module.train, config_type, ["--config", args.config, *args.overrides])
+    with forked_processes():  # their server imports PyTorch and transformers while this process imports the recipe
+        from ..recipes.launch import launch
+
+        module = importlib.import_module(f"..recipes.{loop}", __package__)
+        config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), config)
+        launch(module.train, config_type, ["--config", args.config, *args.overrides])
