@@ -50,7 +50,6 @@ from monarch.actor import (  # noqa: E402
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning  # noqa: E402
 
 __all__ = [
-    "CHILD",
     "Actor",
     "ActorError",
     "BootstrapCommand",
@@ -72,9 +71,6 @@ __all__ = [
     "this_host",
     "this_proc",
 ]
-
-# What a new process runs.
-CHILD = BootstrapCommand(sys.executable, None, ["-m", "forge.controller.child"], {})
 
 
 def new_service_proc_id():

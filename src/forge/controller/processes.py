@@ -19,10 +19,10 @@ from ..cluster import HOST
 from ..cluster.inventory import VISIBLE
 from ..cluster.machine import RemoteProcess
 from ..cluster.process import Process
-from ..forkserver import ForkServer
+from ..forkserver import PROGRAM, ForkServer
 from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import PROCESS_NAME
-from ._monarch import CHILD, BootstrapCommand, HostMesh, ProcMesh
+from ._monarch import BootstrapCommand, HostMesh, ProcMesh
 from .actor_host import ActorHost
 from .errors import ForgeError
 from .hosts import Hosts
@@ -32,6 +32,13 @@ log = logging.getLogger(__name__)
 
 # How long a process mesh may take to stop by itself.
 STOP_PATIENCE = 8.0
+# By default glibc gives the memory of large tensors back at every step, for the kernel to zero it again: up to a tenth
+# of a training step. With these, up to 512 MB stay with the process, and tensors above 64 MB are still given back.
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
+}
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -161,7 +168,8 @@ def spawn(
     if spans_machines and "NCCL_SOCKET_IFNAME" not in os.environ:
         del settings["NCCL_SOCKET_IFNAME"]
     bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
-    command = CHILD
+    # The allocator reads its settings before `_bootstrap` runs.
+    command = BootstrapCommand(sys.executable, None, ["-m", PROGRAM], {name: settings[name] for name in ALLOCATOR})
     if server is not None and options.threads == 1 and not any(gpus.values()) and not options.env:
         command = BootstrapCommand(sys.executable, None, server.command, {})
     return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
@@ -176,6 +184,7 @@ def environment(threads: int = 1) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # One loading bar from each process at once is noise.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
         # Ranks listen at the loopback, those of gloo on several machines as well. Otherwise at the host name's address.
         **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
     }
