@@ -69,6 +69,17 @@ def test_bfloat16_is_close(make: Make) -> None:
         assert error_of(model, completion) < 1.0
 
 
+def test_bfloat16_without_its_instructions_is_float32(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    folder, model = make("qwen3")
+    with caplog.at_level("INFO"), EmbeddedEngine(folder, slots=4, dtype="bfloat16", device="cpu") as engine:
+        (completion,) = engine.submit(PROMPTS[2], Sampling(max_tokens=8, seed=0)).result(30)
+    assert error_of(model, completion) < 1e-4
+    assert "no bfloat16 arithmetic" in caplog.text
+
+
 def test_sharded_checkpoints_load(make: Make) -> None:
     folder, model = make("qwen2")
     (folder / "model.safetensors").unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import secrets
 import threading
 from collections import deque
@@ -19,9 +20,11 @@ from ..types import Completion, Sampling
 from .batch import WIDTH, Batch, Request
 from .decoder import Decoder, rounded
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
+from .linear import has_bfloat16
 from .settings import EngineSettings
 from .weights import Weights, load_config, load_eos, read_checkpoint
 
+log = logging.getLogger(__name__)
 Order = tuple[Weights | Literal["release", "restore"], "Future[None]"]
 
 
@@ -60,8 +63,11 @@ class EmbeddedEngine:
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
         self.max_seq_len = check_length(config, how.max_seq_len)
-        self.dtype: torch.dtype = getattr(torch, how.dtype)
         self.device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+        self.dtype: torch.dtype = getattr(torch, how.dtype)
+        if self.dtype == torch.bfloat16 and not has_bfloat16(self.device):
+            log.info("generator.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
+            self.dtype = torch.float32
         self.eos = load_eos(folder, config)
         self.on_update = how.on_update
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)

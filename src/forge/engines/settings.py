@@ -20,7 +20,7 @@ class EngineSettings(Section):
     max_seq_len: int | None = Field(None, ge=2)
     """Most tokens of prompt and completion together; null: the model's limit, at most 4096."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and cache."""
+    """Of weights and cache. A CPU without bfloat16 arithmetic computes in float32 and logs it (`embedded`)."""
     on_update: Literal["continue", "finish", "recompute"] = "continue"
     """Running sequences at a weight update: they `continue` under the new weights with the keys and values
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
