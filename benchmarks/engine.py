@@ -23,8 +23,8 @@ from forge.engines import EmbeddedEngine
 from forge.types import Sampling
 
 # hidden size, intermediate size, layers, heads, key-value heads
-MODELS = {"1.0M": (128, 384, 6, 4, 2), "3.2M": (256, 768, 4, 4, 2), "25M": (512, 1536, 8, 8, 4)}
-VOCAB = 260
+MODELS = {"1.0M": (128, 384, 6, 4, 2), "3.2M": (256, 768, 4, 4, 2), "25M": (512, 1536, 8, 8, 4), "135M": (576, 1536, 30, 9, 3)}
+VOCAB = 260  # token ids of prompts; also the vocabulary, but for the largest model
 GROUP = 8
 
 
@@ -32,7 +32,7 @@ def build(name: str, folder: str) -> None:
     hidden, inner, layers, heads, kv_heads = MODELS[name]
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=49152 if name == "135M" else VOCAB,
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
