@@ -23,7 +23,12 @@ from forge.engines import EmbeddedEngine
 from forge.types import Sampling
 
 # hidden size, intermediate size, layers, heads, key-value heads
-MODELS = {"1.0M": (128, 384, 6, 4, 2), "3.2M": (256, 768, 4, 4, 2), "25M": (512, 1536, 8, 8, 4), "135M": (576, 1536, 30, 9, 3)}
+MODELS = {
+    "1.0M": (128, 384, 6, 4, 2),
+    "3.2M": (256, 768, 4, 4, 2),
+    "25M": (512, 1536, 8, 8, 4),
+    "135M": (576, 1536, 30, 9, 3),
+}
 VOCAB = 260  # token ids of prompts; also the vocabulary, but for the largest model
 GROUP = 8
 

@@ -8,7 +8,6 @@ than 30 s to start, as some do on a busy machine: here that is 60 s, and `Option
 
 import atexit
 import os
-import sys
 from contextlib import suppress
 from functools import cache
 

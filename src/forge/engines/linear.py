@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the device computes in bfloat16: some CPUs only convert to float32 and back, at a quarter of its speed."""
+    """Whether the device computes in bfloat16: some CPUs emulate it, at a quarter of float32's speed."""
     if device.type != "cpu":
         return True
     # The first asks the CPU, the second also what ONEDNN_MAX_CPU_ISA leaves of it.
