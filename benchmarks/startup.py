@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/startup.py --rounds 5 --model runs/quickstart-warmup/model
 
-Runs the first step of `apps/grpo/tiny.yaml` on both sides in turn. Seconds are of wall time from the start of the
+Runs `forge train apps/grpo/tiny.yaml` on both sides in turn. Seconds are of wall time from the start of the
 program to the metrics of its first step; CPU-seconds are of the whole run of two steps.
 """
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def one(model: str, generators: int, fork: str) -> tuple[float, float]:
     """Seconds to the first step, CPU-seconds of the run."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/tiny.yaml", "--model", model]
+        words = [sys.executable, "-m", "forge", "train", "apps/grpo/tiny.yaml", "--model", model]
         words += [
             "--run.root",
             folder,

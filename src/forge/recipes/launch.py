@@ -121,12 +121,11 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
             if start.finished:
                 log.info("%s is finished: it ended after step %d", folder, start.step)
                 return folder
-            # It imports while the input is checked. No component is started before that.
-            closing.enter_context(forked_processes())
             model, held_out, record = prepare(cfg, start)
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
         closing.callback(record.close)
+        closing.enter_context(forked_processes())
         log_to(internal := record.folder / "monarch.log")
         log.info("Monarch's log is %s, whatever Monarch prints", internal)
         closing.callback(log_to, None)
