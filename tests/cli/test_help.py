@@ -78,6 +78,7 @@ def test_the_version_is_that_of_the_project(capsys):
     assert f"## [{wanted}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.processes
 def test_a_configuration_of_the_installed_recipes_is_found_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"error: model folder runs/quickstart-warmup/model does not exist"):

@@ -7,6 +7,7 @@ import pytest
 from forge.cli import main
 
 
+@pytest.mark.processes
 def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
     (tmp_path / "losses_of_mine.py").write_text(
         "def loss(logprobs, weights):\n    return -(weights * logprobs).sum()\n"
