@@ -169,7 +169,8 @@ def spawn(
         del settings["NCCL_SOCKET_IFNAME"]
     bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
     # The allocator reads its settings before `_bootstrap` runs.
-    command = BootstrapCommand(sys.executable, None, ["-m", PROGRAM], {name: settings[name] for name in ALLOCATOR})
+    allocator = {name: options.env.get(name, settings[name]) for name in ALLOCATOR}
+    command = BootstrapCommand(sys.executable, None, ["-m", PROGRAM], allocator)
     if server is not None and options.threads == 1 and not any(gpus.values()) and not options.env:
         command = BootstrapCommand(sys.executable, None, server.command, {})
     return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
