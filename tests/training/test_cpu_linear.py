@@ -7,7 +7,7 @@ from torch import nn
 from forge.training import linear as cpu_linear
 
 
-@pytest.mark.skipif(not cpu_linear.AVAILABLE, reason="this CPU has no AVX-512")
+@pytest.mark.skipif(not cpu_linear.AVAILABLE, reason="this CPU has no AVX2")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 5), (2, 3, 5), (1, 5), (0, 5)])
 def test_against_float64(shape, bias):

@@ -7,7 +7,7 @@ T cache positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..weight_layouts import head_size
 from .experts import Experts
 from .weights import Layer, Weights
 
-BLOCK = 128  # cache positions in one sum over values: from 200 on, MKL may split sums depending on the length
+BLOCK = 128  # the cache has room for a multiple of this many positions
 QUERIES = 64  # prompt tokens in one attention call
 
 
@@ -147,8 +147,6 @@ class Decoder:
         self.granule = 16
         while self.granule * self.D * self.H // self.K < 400 and self.granule < BLOCK:
             self.granule *= 2
-        # With fewer than 4 heads in a group MKL sums over values in order at any length.
-        self.block = BLOCK if self.H // self.K >= 4 else self.cache.longest
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere one large product is faster
 
     def release(self) -> None:
@@ -172,6 +170,7 @@ class Decoder:
                 # An idle row may be beyond `length`: it sees something, as a NaN of it would stay in the cache.
                 unseen |= self.steps[:length] <= (positions[:, None] - window).clamp(max=length - 2)
             biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
+        bags = bags_of(rows * self.K, G, length, cache.values.shape[3]) if self.device.type == "cpu" else None
         x = self._embed(tokens)
         choices: list[Tensor] = []
         for i, layer in enumerate(self.weights.layers):
@@ -182,9 +181,11 @@ class Decoder:
             keys, values = (c[i].flatten(0, 1)[: rows * self.K, :length] for c in (cache.keys, cache.values))
             q = q.reshape(rows * self.K, G, self.D)
             probs = torch.baddbmm(biases[kind], q, keys.transpose(1, 2), alpha=self.scale).softmax(-1)
-            out = torch.bmm(probs[..., : self.block], values[:, : self.block])
-            for at in range(self.block, length, self.block):
-                out.baddbmm_(probs[..., at : at + self.block], values[:, at : at + self.block])
+            if bags is None:
+                out = torch.bmm(probs, values)
+            else:
+                table = cache.values[i].view(-1, self.D)
+                out = torch.embedding_bag(table, *bags, mode=0, per_sample_weights=probs.view(-1))[0]
             self._finish_layer(layer, x, out.view(rows, -1), choices)
         cache.write_choices(self.row_ids[:rows], positions, choices)
         return self.weights.head(F.rms_norm(x, x.shape[-1:], self.weights.norm, self.eps))
@@ -321,6 +322,16 @@ class _Block(NamedTuple):
 def rounded(count: int, to: int) -> int:
     """`count`, rounded up to a multiple of `to`."""
     return -(-count // to) * to
+
+
+@lru_cache(maxsize=1)
+def bags_of(heads: int, group: int, length: int, room: int) -> tuple[Tensor, Tensor]:
+    """For `embedding_bag`: indices (heads * group * length,) of the values that each query head sums, in a layer of the
+    cache with `room` positions, and where each head's begin. Its kernel takes half the time of `bmm`, and adds in the
+    order of positions at any length."""
+    first = torch.arange(heads, dtype=torch.int32)[:, None, None] * room
+    places = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
+    return places, torch.arange(0, len(places), length, dtype=torch.int32)
 
 
 def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:
