@@ -70,6 +70,8 @@ def megabytes(pid: int) -> float:
 
 async def calls(rounds: int, times: int) -> None:
     raw = this_host().spawn_procs({"procs": 1}, name="raw").spawn("raw", RawEcho)
+    mesh = this_host().spawn_procs({"procs": 8}, name="mesh").spawn("mesh", RawEcho)
+    apart = [this_host().spawn_procs({"procs": 1}, name=f"raw{n}").spawn("raw", RawEcho) for n in range(8)]
     services = {n: await Echo.options(num_replicas=n, mesh_name=f"echo{n}").as_service() for n in (1, 2, 4, 8)}
     one = services[1]
     sides: dict[str, Call] = {
@@ -77,6 +79,10 @@ async def calls(rounds: int, times: int) -> None:
         "route": lambda: one.echo.route(1),
         "route in a session": lambda: services[2].echo.options(session="mine").route(1),
         **{f"fanout to {n}": (lambda n=n: services[n].echo.fanout(1)) for n in (2, 4, 8)},
+        "raw Monarch call_one to each of 8": lambda: asyncio.gather(
+            *(one.echo.call_one(1).as_asyncio() for one in apart)
+        ),
+        "raw Monarch broadcast to a mesh of 8": lambda: mesh.echo.call(1).as_asyncio(),
     }
     latencies: dict[str, list[float]] = {name: [] for name in sides}
     rates: dict[str, list[float]] = {name: [] for name in sides}
@@ -87,12 +93,13 @@ async def calls(rounds: int, times: int) -> None:
             latencies[name] += await milliseconds(call, times)
         for name, call in sides.items():
             rates[name].append(await per_second(call, times))
-    base = statistics.median(latencies["raw Monarch call_one"])
-    print("| call | p50, ms | p99, ms | over raw at p50, ms | calls/s, 64 at once |\n|---|---|---|---|---|")
+    base, route = (statistics.median(latencies[name]) for name in ("raw Monarch call_one", "route"))
+    print("| call | p50, ms | p99, ms | over raw, ms | in routes | calls/s, 64 at once |\n" + "|---" * 6 + "|")
     for name, taken in latencies.items():
         taken.sort()
         middle, late = statistics.median(taken), taken[int(0.99 * len(taken))]
-        print(f"| {name} | {middle:.2f} | {late:.2f} | {middle - base:+.2f} | {statistics.median(rates[name]):.0f} |")
+        shown = f"{middle:.2f} | {late:.2f} | {middle - base:+.2f} | {middle / route:.1f}"
+        print(f"| {name} | {shown} | {statistics.median(rates[name]):.0f} |")
     await queue({"Monarch alone": sides["raw Monarch call_one"], "the service": sides["route"]})
     for service in services.values():
         await service.stop()
