@@ -2,9 +2,10 @@
 
     python benchmarks/engine_vllm.py --vllm PYTHON_WITH_VLLM --models 135M --batches 16 64
 
-Random weights, one thread, sampling at temperature 1 with log-probabilities on both sides, every sequence of
-the same length. vLLM runs in its own process (`LLM`, without compilation) and in the environment of `make test-vllm`.
-Both sides take turns. The time to the first token is of one request to an idle engine, with a prompt of its own.
+Random weights, sampling at temperature 1 with log-probabilities on both sides, every sequence of the same length, both
+in the environment of a generator's process (one thread, the allocator's settings). vLLM runs in its own process (`LLM`,
+without compilation) and in the environment of `make test-vllm`. Both sides take turns. The time to the first token is
+of one request to an idle engine, with a prompt of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import time
 
 import numpy as np
 from engine import MODELS, build, load
+
+from forge.controller.processes import environment
 
 FIRST = 5  # requests for the time to the first token
 
@@ -108,9 +111,9 @@ def main() -> None:
         found = (embedded if args.side == "embedded" else vllm)(args.folder, args)
         print(json.dumps(found))
         return
+    env = os.environ | environment()
     print("| model | batch | embedded tok/CPU-s | vLLM | ratio | first token, embedded ms | vLLM | ratio |")
     print("|---|---|---|---|---|---|---|---|")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000"}
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
             build(name, folder)
@@ -120,7 +123,7 @@ def main() -> None:
                     for side, results in sides.items():
                         call = [sys.executable if side == "embedded" else args.vllm, __file__, *sys.argv[1:]]
                         call += ["--side", side, "--folder", folder, "--batch", str(batch)]
-                        output = subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+                        output = subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True, env=env)
                         results.append(json.loads(output.stdout.splitlines()[-1]))
                 ours, theirs = (
                     {key: statistics.median(one[key] for one in results) for key in ("rate", "first")}
