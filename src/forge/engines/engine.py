@@ -41,7 +41,7 @@ class EmbeddedEngine:
         *,
         device: str | torch.device | None = None,
         version: int = 0,
-        prefill_tokens: int = 4096,
+        prefill_tokens: int | None = None,
         **settings: Any,
     ):
         """Load a Hugging Face folder (config.json and safetensors).
@@ -49,7 +49,9 @@ class EmbeddedEngine:
         Args:
             device: by default a GPU if there is one.
             version: of the weights in the folder, whose identity is "".
-            prefill_tokens: prompt tokens computed between two decode steps; a longer prompt is computed in pieces.
+            prefill_tokens: prompt tokens computed between two decode steps; a longer prompt is computed in pieces. By
+                default 4096, and 1024 on a CPU: larger products are no faster there, and the first prompts would wait
+                for the last.
             settings: fields of `forge.engines.settings.EngineSettings`. With `on_update` "finish" nothing is admitted
                 before an update; with "recompute" running sequences are preempted and resume before waiting requests.
                 Drawn tokens keep their log-probabilities and versions.
@@ -60,7 +62,7 @@ class EmbeddedEngine:
         folder = Path(model)
         self.config = config = load_config(folder)
         how = EngineSettings(**settings)
-        if prefill_tokens < 1:
+        if prefill_tokens is not None and prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
         self.max_seq_len = check_length(config, how.max_seq_len)
         self.device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -74,6 +76,7 @@ class EmbeddedEngine:
         how.check(config)
         rows, record = rounded(how.slots, WIDTH), how.router_replay
         decoder = Decoder(config, weights, rows, self.max_seq_len, self.dtype, self.device, record)
+        prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
         self._batch = Batch(decoder, how.slots, prefill_tokens, int(how.prefix_cache_mb * 1e6))
         self._waiting: deque[Request] = deque()
         self._orders: deque[Order] = deque()  # accepted by the thread, still pending
