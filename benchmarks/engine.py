@@ -11,18 +11,16 @@ run in the environment of a generator's process (one thread, the allocator's set
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from sides import as_a_component
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from forge.controller.processes import environment
 from forge.engines import EmbeddedEngine
 from forge.types import Sampling
 
@@ -142,6 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if not environment().items() <= os.environ.items():  # libraries read it when they are loaded
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment())
+    as_a_component()
     main()

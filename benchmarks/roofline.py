@@ -1,6 +1,6 @@
 """Where the time of a GRPO step goes: arithmetic reached in each phase against the machine's peak, on one thread.
 
-    OMP_NUM_THREADS=1 GOMP_SPINCOUNT=2000 python benchmarks/roofline.py --models 3.2M 25M
+    python benchmarks/roofline.py --models 3.2M 25M
 
 The peak is the best float32 matrix product of 1,024 rows and columns in the same run, by oneDNN or by torch's default.
 Operations of a forward pass: 2 a weight of a matrix and token, and 4 * layers * heads * head size a token and token
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from engine import MODELS, VOCAB, build
+from sides import as_a_component
 from torch.profiler import ProfilerActivity, profile
 
 from forge.algorithms import SFTLoss
@@ -158,4 +159,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    as_a_component()
     main()
