@@ -1,5 +1,6 @@
 """Damaged and hostile files: a checkpoint, a model and a weight store are found damaged, and none of them runs code."""
 
+import enum
 import io
 import os
 import pickle
@@ -11,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoTokenizer
 
 from forge.integrity import DamagedFile, check_files, read_sealed, write_checksums, write_sealed
 from forge.models import resolve_model
 from forge.store import CorruptWeights, MissingVersion, VersionStore
 from forge.training import checkpoint
-from forge.training.checkpoint_reader import UnsafeCheckpoint, dump_plain, load_plain
+from forge.training.checkpoint_reader import Reader, UnsafeCheckpoint, dump_plain, load_plain
 from forge.types import Episode, Group, Origin, Seen
 from tests.training.cases import example, make_trainer
 from tests.training.ranks import LOSS
@@ -177,6 +179,30 @@ def test_reading_a_checkpoint_of_somebody_else_runs_none_of_their_code(
     assert not mark.exists()
     with zipfile.ZipFile(attack) as archive:  # torch itself would have
         assert "archive/data.pkl" in archive.namelist()
+
+
+def test_a_checkpoint_of_any_python_is_read(model: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given = tmp_path / "step_000001"
+    shutil.copytree(saved, given)
+    metadata = pickle.loads((given / ".metadata").read_bytes())
+    with monkeypatch.context() as patch:  # as Python 3.11.2 writes enumerations
+        patch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+        written = pickle.dumps(metadata)
+    assert b"getattr" in written
+    (given / ".metadata").write_bytes(written)
+    write_checksums(given, [path.name for path in given.iterdir() if path.name != "checksums.txt"])
+    checkpoint.load(make_trainer(model), given)
+
+
+class Attribute:
+    def __reduce__(self):
+        return getattr, (Metadata, "__init__")
+
+
+def test_no_attribute_of_a_class_is_reached(tmp_path: Path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(UnsafeCheckpoint, match=r"names an attribute '__init__'"):
+        Reader(tmp_path).read_metadata()
 
 
 def test_what_the_disk_cannot_read_is_damaged(tmp_path: Path):
