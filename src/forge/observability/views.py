@@ -155,7 +155,7 @@ class RunView:
             for bound, holds in (("min", np.greater_equal), ("max", np.less_equal)):
                 if given := query.get(f"{name}_{bound}"):
                     keep &= holds(values, float(given))
-        reasons = [plain(value) for value in pc.unique(table["dropped"].combine_chunks()).to_pylist()]
+        reasons = [plain(cell) for cell in pc.unique(table["dropped"].combine_chunks()).to_pylist()]
         reason = query.get("reason", "")
         if reason == "trained":
             keep &= pc.is_null(table["dropped"]).to_numpy()
