@@ -98,8 +98,12 @@ def test_a_board_keeps_values_until_its_ranks_are_gone():
     async def main() -> None:
         boards = Boards()
 
+        async def answer(reader, writer):
+            await boards.serve(reader, writer)
+            writer.close()
+
         async def opened():
-            listener = await asyncio.start_server(boards.serve, "127.0.0.1", 0)
+            listener = await asyncio.start_server(answer, "127.0.0.1", 0)
             port = listener.sockets[0].getsockname()[1]
             return listener, port
 

@@ -157,7 +157,9 @@ def test_limits(sandbox, level, user):
     assert (result.status, len(result.stderr)) == ("output", 64 << 10)
     assert run(sandbox, "print('x' * ((64 << 10) - 1))").status == "ok"
     deep = "import ctypes\nf = ctypes.CFUNCTYPE(None)(lambda: f())\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()"
-    assert run(sandbox, deep).status in ("killed", "error", "memory")
+    # From 3.12 on Python may stop before the stack is full, and ctypes ignores what a callback raises.
+    ends = {"killed", "error", "memory"} | ({"ok"} if sys.version_info >= (3, 12) else set())
+    assert run(sandbox, deep).status in ends
     assert run(sandbox, "def f(): f()\nf()").status == "error"
 
 
