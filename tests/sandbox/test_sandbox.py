@@ -156,10 +156,9 @@ def test_limits(sandbox, level, user):
     result = run(sandbox, "import sys\nsys.stderr.write('x' * 10 ** 7)")
     assert (result.status, len(result.stderr)) == ("output", 64 << 10)
     assert run(sandbox, "print('x' * ((64 << 10) - 1))").status == "ok"
-    deep = "import ctypes\nf = ctypes.CFUNCTYPE(None)(lambda: f())\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()"
-    # From 3.12 on Python may stop before the stack is full, and ctypes ignores what a callback raises.
-    ends = {"killed", "error", "memory"} | ({"ok"} if sys.version_info >= (3, 12) else set())
-    assert run(sandbox, deep).status in ends
+    # The stack of C overflows in glibc's parser of regular expressions; Python's own calls it may stop in time.
+    deep = "import ctypes\nctypes.CDLL(None).regcomp(ctypes.create_string_buffer(1 << 10), b'(' * 10 ** 6, 1)"
+    assert run(sandbox, deep).status in ("killed", "error", "memory")
     assert run(sandbox, "def f(): f()\nf()").status == "error"
 
 

@@ -136,6 +136,6 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     def _member(self, kind: Any, name: str) -> Enum:
-        if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
             raise UnsafeCheckpoint(f"{self._path} names an attribute {name!r}, which no checkpoint needs")
         return kind[name]
