@@ -129,6 +129,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # how early releases of Python 3.11 write enumerations
             return self._member
+        if module == "pathlib._local":  # as Python 3.13 names it
+            module = "pathlib"
         if (module, name) not in _METADATA and not (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
