@@ -71,11 +71,16 @@ class Cache:
         """The index for `write`: rows and positions (N,) -> (N * K,)."""
         return ((rows[:, None] * len(self.heads) + self.heads) * self.keys.shape[3] + positions[:, None]).flatten()
 
-    def write(self, layer: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values, (N, K, D) each."""
-        for cache, new in ((self.keys, keys), (self.values, values)):
-            flat = cache[layer].view(-1, cache.shape[-1])
-            flat.index_copy_(0, index, new.reshape(-1, cache.shape[-1]))
+    def tables(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer, keys and values of all rows, (rows * K * T, D) each, for `write`."""
+        keys, values = (store.flatten(1, 3).unbind() for store in (self.keys, self.values))
+        return list(zip(keys, values, strict=True))
+
+    @staticmethod
+    def write(table: tuple[Tensor, Tensor], index: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values, (N, K, D) each, in the table of a layer."""
+        table[0].index_copy_(0, index, keys.flatten(0, 1))
+        table[1].index_copy_(0, index, values.flatten(0, 1))
 
     def write_choices(self, rows: Tensor, positions: Tensor, choices: Sequence[Tensor]) -> None:
         """Record the experts of tokens, (N, k) for each layer with experts; of layers left out they are unknown."""
@@ -171,24 +176,24 @@ class Decoder:
                 unseen |= self.steps[:length] <= (positions[:, None] - window).clamp(max=length - 2)
             biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
         bags = bags_of(rows * self.K, G, length, cache.values.shape[3]) if self.device.type == "cpu" else None
+        # Rows and key-value heads are one batch dimension, without a copy; the heads of a group share its keys.
+        keys, values = (c.flatten(1, 2)[:, : rows * self.K, :length].unbind() for c in (cache.keys, cache.values))
+        tables = cache.tables()
         x = self._embed(tokens)
         choices: list[Tensor] = []
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
             q, k, v = self._qkv(layer, x, rotations[kind])
-            cache.write(i, index, k, v)
-            # Rows and heads are one batch dimension, without a copy; the heads of a group share its keys.
-            keys, values = (c[i].flatten(0, 1)[: rows * self.K, :length] for c in (cache.keys, cache.values))
-            q = q.reshape(rows * self.K, G, self.D)
-            probs = torch.baddbmm(biases[kind], q, keys.transpose(1, 2), alpha=self.scale).softmax(-1)
+            cache.write(tables[i], index, k, v)
+            q = q.flatten(0, 1)
+            probs = torch.baddbmm(biases[kind], q, keys[i].transpose(1, 2), alpha=self.scale).softmax(-1)
             if bags is None:
-                out = torch.bmm(probs, values)
+                out = torch.bmm(probs, values[i])
             else:
-                table = cache.values[i].view(-1, self.D)
-                out = torch.embedding_bag(table, *bags, mode=0, per_sample_weights=probs.view(-1))[0]
+                out = torch.embedding_bag(tables[i][1], *bags, mode=0, per_sample_weights=probs.view(-1))[0]
             self._finish_layer(layer, x, out.view(rows, -1), choices)
         cache.write_choices(self.row_ids[:rows], positions, choices)
-        return self.weights.head(F.rms_norm(x, x.shape[-1:], self.weights.norm, self.eps))
+        return self.weights.head(self._norm(x, self.weights.norm))
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
@@ -205,23 +210,24 @@ class Decoder:
         at_rows = torch.tensor(rows)[prompt].to(self.device)
         index = self.cache.index(at_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
-        real, count = len(tokens), rounded(len(tokens), 64)
+        real, count = len(tokens), rounded(len(tokens), 64) if len(tokens) > 32 else 32
         tokens, positions = F.pad(tokens, (0, count - real)), F.pad(positions, (0, count - real)).to(self.device)
         rotations = self._rotations(positions)
         x = self._embed(tokens)
         choices: list[Tensor] = []
-        last = len(self.weights.layers) - 1
+        last, tables = len(self.weights.layers) - 1, self.cache.tables()
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
             q, k, v = self._qkv(layer, x, rotations[kind])
-            self.cache.write(i, index, k[:real], v[:real])
+            self.cache.write(tables[i], index, k[:real], v[:real])
             if i == last:
                 self.cache.write_choices(at_rows, positions[:real], [chosen[:real] for chosen in choices])
                 return
             attended = q.new_zeros(count, self.H * self.D)
             for block in blocks:
                 size, length = block.masks[kind].shape
-                queries = q.new_zeros(block.prompts * size, self.H, self.D).index_copy_(0, block.place, q[block.tokens])
+                queries = q.new_zeros(block.prompts * size, self.H, self.D)
+                queries.index_copy_(0, block.place, q[block.tokens].flatten(1, 2))
                 queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
                 keys, values = (c[i, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
                 out = F.scaled_dot_product_attention(
@@ -269,9 +275,9 @@ class Decoder:
         return x if self.embed_scale is None else x * self.embed_scale
 
     def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None] | None]:
-        """Of each kind of attention: cosines and sines (N, 1, D) of these positions, and the order of `Rotary`."""
+        """Of each kind of attention: cosines and sines (N, 1, 1, D) of these positions, and the order of `Rotary`."""
         of = {
-            key: rotary and (rotary.cos[positions][:, None], rotary.sin[positions][:, None], rotary.order)
+            key: rotary and (rotary.cos[positions][:, None, None], rotary.sin[positions][:, None, None], rotary.order)
             for key, rotary in self.rotary.items()
         }
         return [of[kind.rotary] for kind in self.kinds]
@@ -279,20 +285,21 @@ class Decoder:
     def _qkv(
         self, layer: Layer, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor | None] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (N, C) -> q (N, H, D), k and v (N, K, D), rotated."""
-        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), -1, self.D)
-        qk, v = qkv.split([self.H + self.K, self.K], 1)
-        if layer.qk_norm is not None and layer.qk_norm.dim() == 2:
-            qk = F.rms_norm(qk, (self.D,), None, self.eps) * layer.qk_norm
+        """x (N, C) -> q (N, K, G, D), k and v (N, K, D), rotated; tokens and heads of each flatten to a view."""
+        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), self.K, -1, self.D)
+        qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+        if layer.qk_norm is not None and layer.qk_norm.dim() > 1:
+            qk = self._norm(qk, layer.qk_norm)
         elif layer.qk_norm is not None:
-            sizes = [self.H * self.D, self.K * self.D]
-            parts = zip(qk.flatten(1).split(sizes, 1), layer.qk_norm.split(sizes), strict=True)
-            qk = torch.cat([self._norm(part, norm) for part, norm in parts], 1).view(qk.shape)
+            parts = qk[:, :, :-1].flatten(1), qk[:, :, -1].flatten(1)
+            norms = layer.qk_norm.split([part.shape[1] for part in parts])
+            normed = [self._norm(part, norm) for part, norm in zip(parts, norms, strict=True)]
+            qk = torch.cat([part.view(len(x), self.K, -1, self.D) for part in normed], 2)
         if rotation is not None:
             cos, sin, order = rotation
             turned = qk.roll(self.D // 2, -1) if order is None else qk[..., order]
             qk = (qk * cos).addcmul_(turned, sin)
-        return qk[:, : self.H], qk[:, self.H :], v
+        return qk[:, :, :-1], qk[:, :, -1], v
 
     def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor, choices: list[Tensor]) -> None:
         """Output projection and feed-forward, added to the residual stream x (N, C) in place. A mixture appends the
@@ -308,7 +315,16 @@ class Decoder:
         x += self._norm(out, layer.fed_norm)
 
     def _norm(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        return x if norm is None else F.rms_norm(x, x.shape[-1:], norm, self.eps)
+        """RMSNorm over the last dimension of x, or x where there is no norm."""
+        if norm is None:
+            return x
+        size = x.shape[-1]
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            whole = F.rms_norm(x, (size,), norm if norm.dim() == 1 else None, self.eps)
+            return whole if norm.dim() == 1 else whole * norm
+        # On a CPU F.rms_norm is eight operations with two temporary tensors of x's size.
+        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(float32(size**-0.5))
+        return (x / torch.hypot(root, float32(self.eps**0.5))).mul_(norm)
 
 
 class _Block(NamedTuple):
@@ -332,6 +348,12 @@ def bags_of(heads: int, group: int, length: int, room: int) -> tuple[Tensor, Ten
     first = torch.arange(heads, dtype=torch.int32)[:, None, None] * room
     places = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
     return places, torch.arange(0, len(places), length, dtype=torch.int32)
+
+
+@lru_cache
+def float32(number: float) -> Tensor:
+    """A number as a tensor: converting it at each operation would take as long as the operation."""
+    return torch.tensor(number, dtype=torch.float32)
 
 
 def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..architecture import rotary_parameters
 from ..models import FAMILIES
 from ..types import UNKNOWN_EXPERT
-from ..weight_layouts import EMBEDDING, HEAD, Part, follows, layout, split_experts
+from ..weight_layouts import EMBEDDING, HEAD, Part, follows, head_size, layout, split_experts
 from .experts import Experts
 from .linear import Linear, pack
 
@@ -122,15 +122,15 @@ class Layer:
     Norms of the inputs of attention and feed-forward, and of their outputs, are None where a family has none there.
     """
 
-    qkv: Linear  # C -> (H + 2K) * D
+    qkv: Linear  # C -> (H + 2K) * D, in the order of `by_group`
     output: Linear  # H * D -> C
     feed_forward: FeedForward | Experts
     input_norm: Tensor | None  # (C,)
     attended_norm: Tensor | None  # (C,)
     mlp_norm: Tensor | None  # (C,)
     fed_norm: Tensor | None  # (C,)
-    # (H + K, D): the q norm for each head, then the k norm for each key-value head. ((H + K) * D,): the norms of all
-    # heads together.
+    # (K, H / K + 1, D): the norm of each head, in the order of `by_group`. ((H + K) * D,): the q norm of all heads
+    # together, then the k norm.
     qk_norm: Tensor | None
 
 
@@ -175,6 +175,10 @@ class Weights:
                     # Packed immediately, so that the next tensor reuses the plain copy's memory: allocating fresh
                     # memory would cost more than all the copying.
                     full = filling.pop(whole)
+                    if ".qkv." in whole:
+                        full = by_group(full.unflatten(0, (-1, head_size(config))), config).flatten(0, 2)
+                    elif whole.endswith("qk_norm") and full.dim() > 1:
+                        full = by_group(full, config)
                     done[whole] = pack(full) if whole.endswith(".weight") else full
 
         def linear(name: str) -> Linear:
@@ -199,6 +203,14 @@ class Weights:
             )
             for at in (f"layers.{i}" for i in range(config.num_hidden_layers))
         ]
+
+
+def by_group(heads: Tensor, config: Any) -> Tensor:
+    """Heads (H + K, ...) or (H + 2K, ...), queries first, then keys and values, as (K, H / K + 1 or 2, ...): those of a
+    group are adjacent, so that decoding needs no copy of them."""
+    H, K = config.num_attention_heads, config.num_key_value_heads
+    queries, others = heads[:H].unflatten(0, (K, -1)), heads[H:].unflatten(0, (-1, K)).transpose(0, 1)
+    return torch.cat([queries, others], 1)
 
 
 def checked(
