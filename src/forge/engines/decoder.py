@@ -210,7 +210,8 @@ class Decoder:
         at_rows = torch.tensor(rows)[prompt].to(self.device)
         index = self.cache.index(at_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
-        real, count = len(tokens), rounded(len(tokens), 64) if len(tokens) > 32 else 32
+        real = len(tokens)
+        count = 32 if real <= 32 else rounded(real, 64)
         tokens, positions = F.pad(tokens, (0, count - real)), F.pad(positions, (0, count - real)).to(self.device)
         rotations = self._rotations(positions)
         x = self._embed(tokens)
@@ -315,16 +316,7 @@ class Decoder:
         x += self._norm(out, layer.fed_norm)
 
     def _norm(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """RMSNorm over the last dimension of x, or x where there is no norm."""
-        if norm is None:
-            return x
-        size = x.shape[-1]
-        if x.device.type != "cpu" or x.dtype != torch.float32:
-            whole = F.rms_norm(x, (size,), norm if norm.dim() == 1 else None, self.eps)
-            return whole if norm.dim() == 1 else whole * norm
-        # On a CPU F.rms_norm is eight operations with two temporary tensors of x's size.
-        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(float32(size**-0.5))
-        return (x / torch.hypot(root, float32(self.eps**0.5))).mul_(norm)
+        return x if norm is None else rms_norm(x, norm, self.eps)
 
 
 class _Block(NamedTuple):
@@ -348,6 +340,19 @@ def bags_of(heads: int, group: int, length: int, room: int) -> tuple[Tensor, Ten
     first = torch.arange(heads, dtype=torch.int32)[:, None, None] * room
     places = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
     return places, torch.arange(0, len(places), length, dtype=torch.int32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension of x (..., D); a weight (D,) or of
+    several of x's last dimensions."""
+    size = x.shape[-1]
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        normed = F.rms_norm(x, (size,), weight if weight.dim() == 1 else None, eps)
+        return normed if weight.dim() == 1 else normed * weight
+    # On a CPU F.rms_norm has two temporary tensors of x's size. Each operation here rounds correctly; torch.hypot would
+    # replace three of them, but its results depend on the number of rows.
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(float32(1 / size))
+    return (x / square.add_(float32(eps)).sqrt_()).mul_(weight)
 
 
 @lru_cache
