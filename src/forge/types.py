@@ -327,7 +327,8 @@ class Batch:
     `proximal_logprobs` by the trainer where a step makes several updates: those of the policy that it starts from;
     `values` by a critic, `returns` is what that critic should have said. `experts`, [tokens, layers, k], are those of
     the engine, `UNKNOWN_EXPERT` where they are not known; a policy in training takes them instead of its routers' own.
-    `recorded` numbers the tokens of which a trainer records what it computes, from 0; -1 for the others.
+    `recorded` numbers the tokens of which a trainer records what it computes, from 0; -1 for the others. `groups` is
+    [sequences]: those of one prompt have the same number.
 
     `unit` neighbouring sequences belong together (2: the pairs of preference data) and are never separated.
     """
@@ -346,6 +347,7 @@ class Batch:
     returns: np.ndarray | None = None
     experts: np.ndarray | None = None
     recorded: np.ndarray | None = None
+    groups: np.ndarray | None = None
     origins: frozenset[Origin] = frozenset()
     unit: int = 1
 
@@ -365,7 +367,8 @@ class Batch:
         arrays: dict[str, Any] = {
             name: None if (values := getattr(self, name)) is None else values[index] for name in self.PER_TOKEN
         }
-        return Batch(lengths=self.lengths[sequences], origins=self.origins, unit=self.unit, **arrays)
+        groups = None if self.groups is None else self.groups[sequences]
+        return Batch(lengths=self.lengths[sequences], groups=groups, origins=self.origins, unit=self.unit, **arrays)
 
 
 class Pair(NamedTuple):

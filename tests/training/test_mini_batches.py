@@ -160,6 +160,23 @@ def test_what_belongs_together_stays_together_and_weighs_what_the_batch_weighs()
     assert next(mini_batches(batch, 1, (0, 0))) is batch
 
 
+def test_samples_of_a_prompt_are_in_one_part():
+    batch = pack(numbered(episodes([(2, 3), (2, 1), (4, 2), (2, 2), (2, 5), (4, 1), (2, 2)])))
+    batch.groups = np.array([7, 7, 2, 7, 9, 2, 9])  # any numbers, in any order
+    parts = list(mini_batches(batch, 3, (0, 0)))
+    assert sorted(tuple(np.unique(part.groups)) for part in parts) == [(2,), (7,), (9,)]
+    for part in parts:  # all of the group, in its order, and scaled by groups
+        of_group = batch.select(np.flatnonzero(batch.groups == part.groups[0]))
+        assert (part.advantages == of_group.advantages).all()
+        assert part.weights == pytest.approx(3 * of_group.weights)
+    first, second = mini_batches(batch, 2, (0, 0))
+    assert not {*first.groups} & {*second.groups}
+    assert len(first) + len(second) == len(batch)
+    # With fewer prompts than parts no update is lost: samples are divided.
+    parts = list(mini_batches(batch, 4, (0, 0)))
+    assert [len(part) for part in parts] == [2, 2, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("aggregation", "horizon"), [("token_mean", None), ("sequence_mean", None), ("fixed_horizon", 7)]
 )

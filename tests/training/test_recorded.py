@@ -106,7 +106,7 @@ def test_two_ranks_record_what_one_does(two_ranks: Callable[[str], list[Recorded
     st.lists(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 1.0])), min_size=2, max_size=4), min_size=1)
 )
 def test_tokens_keep_their_numbers_when_sequences_are_left_out(given: list[list[tuple[int, float]]]):
-    """Groups without signal leave the batch; the numbers of the other tokens are those in the recorded rows."""
+    """Groups without signal leave the batch; the others keep the numbers of their tokens and of their group."""
     groups = [
         Group([Episode(prompt_ids=[3, 4], response_ids=[5] * n, reward=r, versions=[0] * n) for n, r in group], index)
         for index, group in enumerate(given)
@@ -120,6 +120,8 @@ def test_tokens_keep_their_numbers_when_sequences_are_left_out(given: list[list[
     there = batch.recorded >= 0
     np.testing.assert_array_equal(batch.tokens[there], flat[batch.recorded[there]])
     assert len(set(batch.recorded[there].tolist())) == there.sum()
+    for tokens, number in zip(np.split(batch.tokens, np.cumsum(batch.lengths)[:-1]), batch.groups, strict=True):
+        assert tokens.tolist() in [episode.tokens for episode in groups[-1 - number].episodes]
     untouched = credit.make_batch(groups[::-1], load_algorithm("grpo"), 0, aggregation="token_mean")
     assert untouched.recorded is None
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
+
 from ..algorithms import Distill
 from ..data.packing import pack
 from ..envs.group import SingleTurnEnv
@@ -55,6 +57,7 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         episodes = await sampled()
         credit.record_rollouts(episodes)
         batch = pack(episodes, **cfg.shares)
+        batch.groups = np.arange(len(episodes)) // settings.n_samples
         if cfg.colocated:
             await student.release.fanout()
         batch.ref_logprobs = await teacher.logprobs.route(batch)

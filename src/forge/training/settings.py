@@ -94,7 +94,8 @@ class PassSettings(Section):
     gradient_accumulation_steps: PositiveInt = 1
     """Least number of micro-batches of an update on each rank."""
     mini_batches: PositiveInt = 1
-    """Parts a batch is cut into, each with an update of its own."""
+    """Parts a batch is cut into, each with an update of its own. The samples of a prompt stay together, unless there
+    are fewer prompts than parts."""
     epochs: PositiveInt = 1
     """Passes of a step over its batch: a step makes `mini_batches` * `epochs` updates. Policy versions count steps."""
     gradient_checkpointing: bool = False

@@ -24,7 +24,8 @@ Inputs = dict[str, Tensor | None]
 
 
 def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Batch]:
-    """Split a batch at random into `parts` mini-batches of about the same number of units (sequences, or pairs).
+    """Split a batch at random into `parts` mini-batches of about the same number of units: the groups of a prompt,
+    whose prompt is then computed once, or sequences (or pairs) where there are fewer groups than parts.
 
     Weights are scaled by the batch's number of units over the part's, so that a part's loss estimates the batch's.
     Empty parts and parts of weight 0 are skipped: momentum and weight decay would move the parameters without a
@@ -38,12 +39,15 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
         return
     if not batch.weights.any():
         raise ValueError("all weights of this batch are 0: there is nothing to train")
-    order = np.random.default_rng(seed).permutation(len(batch) // batch.unit)
+    unit_of = np.arange(len(batch)) // batch.unit
+    if batch.groups is not None and len(groups := np.unique(batch.groups)) >= parts:
+        unit_of = np.searchsorted(groups, batch.groups)
+    order = np.random.default_rng(seed).permutation(unit_of.max() + 1)
     for units in np.array_split(order, parts):
         if not len(units):
             continue
-        # Sorted, so that the packing does not depend on the order in which units were drawn.
-        part = batch.select((np.sort(units)[:, None] * batch.unit + np.arange(batch.unit)).ravel())
+        # In the batch's order, so that the packing does not depend on the order in which units were drawn.
+        part = batch.select(np.flatnonzero(np.isin(unit_of, units)))
         if part.weights.any():
             yield replace(part, weights=part.weights * np.float32(len(order) / len(units)))
 
