@@ -69,11 +69,11 @@ def make_batch(
         record_metric("policy_age", age)
         record_metric("policy_age", age, Reduce.MAX)
     batch = pack(episodes := learnable(groups, algorithm), **shares)
-    number = {id(e): i for i, group in enumerate(groups) for whole in group.episodes for e in (*whole.branches, whole)}
-    batch.groups = np.array([number[id(episode)] for episode in episodes])
+    of = {id(e): i for i, group in enumerate(groups) for whole in group.episodes for e in (*whole.branches, whole)}
+    batch.groups = np.array([of[id(episode)] for episode in episodes])
     if recorded:
-        chosen = {id(e) for group in recorded for whole in group.episodes for e in (*whole.branches, whole)}
-        wanted = np.repeat([id(episode) in chosen for episode in episodes], batch.lengths)
+        chosen = {id(group) for group in recorded}
+        wanted = np.repeat([id(groups[number]) in chosen for number in batch.groups], batch.lengths)
         batch.recorded = np.where(wanted, np.cumsum(wanted) - 1, -1)
     return skip_idle(batch, algorithm)
 
