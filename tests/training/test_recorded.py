@@ -121,7 +121,7 @@ def test_tokens_keep_their_numbers_when_sequences_are_left_out(given: list[list[
     np.testing.assert_array_equal(batch.tokens[there], flat[batch.recorded[there]])
     assert len(set(batch.recorded[there].tolist())) == there.sum()
     for tokens, number in zip(np.split(batch.tokens, np.cumsum(batch.lengths)[:-1]), batch.groups, strict=True):
-        assert tokens.tolist() in [episode.tokens for episode in groups[-1 - number].episodes]
+        assert tokens.tolist() in [episode.tokens for episode in groups[number].episodes]
     untouched = credit.make_batch(groups[::-1], load_algorithm("grpo"), 0, aggregation="token_mean")
     assert untouched.recorded is None
 

@@ -69,6 +69,8 @@ def make_batch(
         record_metric("policy_age", age)
         record_metric("policy_age", age, Reduce.MAX)
     batch = pack(episodes := learnable(groups, algorithm), **shares)
+    # Numbered in the order of the data: groups arrive in another one in each run, and mini-batches are drawn by number.
+    groups = sorted(groups, key=lambda group: group.index)
     of = {id(e): i for i, group in enumerate(groups) for whole in group.episodes for e in (*whole.branches, whole)}
     batch.groups = np.array([of[id(episode)] for episode in episodes])
     if recorded:
