@@ -14,7 +14,7 @@ import numpy as np
 
 from ..types import Batch
 
-SAVED = 32  # tokens that a run of its own must save: below, smaller attention calls cost more than the tokens
+SAVED = 24  # tokens that a run of its own must save: below, smaller attention calls cost more than the tokens
 
 
 @dataclass(frozen=True, slots=True)
