@@ -25,7 +25,7 @@ reward = MathReward()
 
 @pytest.fixture(scope="module")
 def warm_helper(processes):
-    assert symbolic.equivalent("x+1", "1+x")
+    assert reward("", r"\boxed{1+x}", "x+1") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_settings_and_threads():
 def test_the_helper_is_replaced_after_a_kill_and_ends_with_its_owner():
     assert symbolic._helper is not None
     os.kill(symbolic._helper.pid, signal.SIGKILL)
-    assert symbolic.equivalent("x+1", "1+x")
+    assert reward("", r"\boxed{2+x}", "x+2") == 1.0
     program = (
-        "import os, signal; from forge.data.rewards import symbolic as s; s.equivalent('x+1', '1+x');"
+        "import os, signal; from forge.data.rewards import MathReward, symbolic as s; MathReward()('', r'\\boxed{1+x}', 'x+1');"
         "print(s._helper.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     owner = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

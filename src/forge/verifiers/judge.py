@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +16,7 @@ from ..bounded_http import bounded_transport
 from ..data.special_tokens import inert_anywhere
 from .spec import JudgeSettings
 from .threads import within
+from .verdicts import read_verdict
 from .verifier import Scores, Unscored, collect
 
 try:
@@ -75,7 +75,6 @@ class LMJudge:
             self._fixed["max_tokens"] = 1
             self._fixed |= {"logprobs": True, "top_logprobs": how.top} if self._chat else {"logprobs": how.top}
         self._yes, self._no = yes.lower(), no.lower()
-        self._verdict = re.compile(rf"(?<!\w)({re.escape(yes)}|{re.escape(no)})(?!\w)", re.IGNORECASE)
         # Without a key "none", or the client would send the one of OPENAI_API_KEY to any endpoint.
         self._api_key = api_key or os.environ.get(how.api_key_env or "") or "none"
         self._at: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
@@ -151,8 +150,9 @@ class LMJudge:
             several = {"n": left} if left > 1 else {}
             choices = (await self._ask(client, {**self._fixed, **question, **several}))[:left]
             for answer in map(self._text, choices):
-                if words := self._verdict.findall(answer or ""):
-                    verdicts.append(words[-1].lower() == self._yes)
+                verdict = read_verdict(answer, self._yes, self._no)
+                if verdict is not None:
+                    verdicts.append(verdict)
             asked += len(choices)
         if 2 * len(verdicts) <= asked:
             raise Unscored(f"{len(verdicts)} of {asked} verdicts could be read; the last answer was {answer[-80:]!r}")

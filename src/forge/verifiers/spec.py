@@ -154,8 +154,9 @@ class JudgeSettings(Section):
     temperature: NonNegativeFloat = 1.0
     """Of the votes."""
     yes: str = "yes"
-    """Word of the verdict, in quotes in YAML, in any case. The last of `yes` and `no` that stands alone in an answer
-    counts; as log-probabilities, the tokens that are one of them."""
+    """Word of the verdict, in quotes in YAML, in any case. The last of `yes` and `no` on a line of its own or after a
+    marker counts ("Verdict: yes"), else one that begins the answer; as log-probabilities, the tokens that are one of
+    them."""
     no: str = "no"
     """See `yes`."""
     max_tokens: PositiveInt = 16

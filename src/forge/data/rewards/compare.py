@@ -1,48 +1,23 @@
-"""Equality of two final answers: as text, as numbers, then symbolically."""
+"""Equality of two final answers: the same tokens, else the same numbers and structures, else symbolically."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
-from .notation import LONGEST, inline_fractions, normalize, plain_unicode
+from .expressions import Tree, arithmetic, is_numeric, literal
+from .notation import LONGEST, Token, same_text, spelling, tokens, words
+from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, ordered, read, same_spelling, value_of
 from .symbolic import equivalent
+from .units import agree
 
-_LONGEST_NUMBER = 400
-_SCALES = {"dozen": 12, "hundred": 100, **{f"{k}illion": 10**n for k, n in (("m", 6), ("b", 9), ("tr", 12))}}
-_SCALES |= {"thousand": 1000}
-# Words that are no units: what follows changes the number, takes it back or gives another.
-_NOT_UNITS = re.compile(
-    r"and|n?or|but|to|pi|sqrt|sin|cos|tan|log|ln|exp|mod|frac|plus|minus|divided|multiplied|squared|cubed|root|half|third"
-    r"|quarter|zero|one|two|three|(?:four|six|seven|eight|nine)(?:teen|ty)?|five|ten|eleven|twelve|thirteen|fifteen"
-    r"|eighteen|eighty|twenty|thirty|forty|fifty|twice|double|triple|dozen|hundred|thousand|[mb]illion|trillion|not?|never"
-    r"|wrong|incorrect|false|untrue|maybe|perhaps|possibly|probably|guess|unless|except|than|base|if"
-)
-_MOST_WORDS = 6
-_GLUED_UNITS = set(
-    ["am", "pm", "cm", "mm", "km", "kg", "mg", "ml", "lb", "lbs", "oz", "ft", "in", "mph", "kmh", "min", "hrs"]
-)
-_CHOICE = re.compile(r"\(?([A-Za-z])[).:](?!\w)(?!.*\b[A-Z][).:])")
-
-_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
-_NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?:(?P<whole>\d+)\s+(?=\d+\s*/))?(?P<top>{_UNSIGNED})(?:\s*/\s*(?P<bottom>{_UNSIGNED}))?"
-    r"(?:(?:[eE]|\s*(?:\\times|\\cdot|×|x|\*)\s*10\s*(?:\^|\*\*)\s*)\{?(?P<exponent>[-+]?\d{1,3})\}?(?!\d))?"
-    r"(?P<rest>[^\d\\=^{}]*)"
-)
-_EQUALS = re.compile(r"=|≈|\\approx(?![A-Za-z])")
-_NO_NAME = re.compile(r"[-+*/^<>,×·÷]|\\(?:frac|sqrt|pm|cdot|times|div|leq?|geq?|neq?)(?![A-Za-z])|^[^A-Za-z]*(?:\d|$)")
-_UNEVALUATED = re.compile(
-    # An operator between numbers, or a variable: not the value of a number.
-    r"[+*×·÷]|\\(?:times|cdot|div|pm|mp)(?![A-Za-z])|(?<=[\w)}!])\s*-|[\d)]\s*\(|(?<![A-Za-z\\])[a-df-hj-zA-Z](?![A-Za-z])"
-)
-_WORD = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|or|no|is)(?![A-Za-z])")
-_UNIT_AFTER = re.compile(r"(?<=[\d)}\]])\s[A-Za-z][A-Za-z .]*$")
-_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "min", "max", "gcd", "lcm", "det"}
-_FUNCTIONS |= {"arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"}
-_FUNCTIONS = {"".join(sorted(name)) for name in _FUNCTIONS}
-_CUT = re.compile(r"[-+*/^=<>_(\[{]$")
-_GAPS = re.compile(r"\d\s+[\d.]|\d_")  # "4 5" is not 45, and 1010_2 not 1010
+_MOST_ITEMS = 64  # of an unordered structure: each is compared with each
+_APPROXIMATE = Fraction(1, 100)  # how far the sides of "≈" may lie apart
+_CALCULUS = frozenset([r"\sum", r"\prod", r"\int", r"\lim"])
+# Words that make a letter a part of a sentence rather than the label of what follows.
+_CONTINUED = words("and or nor not but is isn minus plus times divided squared cubed maybe perhaps wrong incorrect")
+_PERCENT = (("percent", 1),)
 
 
 def number(text: str) -> tuple[Fraction, bool] | None:
@@ -52,130 +27,207 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     "million"; of an equation the right-hand side, if the others are names or the same number. Units are dropped, never
     converted.
     """
-    if len(text) > 2 * _LONGEST_NUMBER or len(text := normalize(text)) > _LONGEST_NUMBER:
-        return None
-    *others, last = map(str.strip, _EQUALS.split(text))
-    found = _number(last)
-    if found is None or not others:
-        return found
-    value, percent = found
-    margin = 0 if "≈" not in text and "approx" not in text else abs(value) / 100
-    for other in others:
-        same = _arithmetic(other)
-        known = [value, value / 100] if percent else [value]
-        if not _is_name(other) and (same is None or min(abs(same - one) for one in known) > margin):
-            return None
-    return found
-
-
-def _number(text: str) -> tuple[Fraction, bool] | None:
-    text = re.sub(r"^(?:about|approximately|exactly|only)\b", "", inline_fractions(text), flags=re.I)
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None:
-        return None
-    rest, percent = match["rest"].strip(), False
-    if rest.startswith("%"):
-        rest, percent = rest[1:].strip(), True
-    scale, words = 1, re.findall(r"[a-z]+", rest.lower())
-    if match["rest"][:1].isalpha() and not _GLUED_UNITS & set(words[:1]):  # "5x" and "5xy" are no quantities
-        return None
-    if words and words[0] in _SCALES:
-        scale = _SCALES[words[0]]
-        rest, words = rest[len(words[0]) :].strip(), words[1:]
-    if rest and not _is_unit(rest, words):
-        return None
-    top, bottom = (Fraction((match[name] or "1").replace(",", "").rstrip(".")) for name in ("top", "bottom"))
-    if not bottom:
-        return None
-    value = (int(match["whole"] or 0) + top / bottom) * Fraction(10) ** int(match["exponent"] or 0) * scale
-    return (-value if match["sign"] == "-" else value), percent
-
-
-def _is_name(text: str) -> bool:
-    """Whether an equation with this side gives its value: x, f(2), P(A), but not 2x."""
-    return not _NO_NAME.search(re.sub(r"(?<=[A-Za-z]{2})-(?=[A-Za-z]{2})", "", text))
-
-
-def _is_unit(rest: str, words: list[str]) -> bool:
-    if len("".join(words)) < 2 or len(words) > _MOST_WORDS or any(map(_NOT_UNITS.fullmatch, words)):
-        return False
-    if re.search(r"[^A-Za-z\s/.'()-]", rest) or not (rest[-1].isalpha() or rest[-1] == ")"):
-        return False
-    return rest.count("(") == rest.count(")")
-
-
-def _arithmetic(text: str) -> Fraction | None:
-    """The value of sums, products and quotients of numbers, such as "6 * 7"; None of another text."""
-    text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])|[×·]", "*", inline_fractions(text))
-    terms = re.split(r"(?<=[\d).%])\s*([+-])", text.strip())
-    total = Fraction(0)
-    for sign, term in zip(["+", *terms[1::2]], terms[::2], strict=True):
-        product = Fraction(1)
-        for factor in term.split("*"):
-            found = _number(factor)
-            if found is None:
-                return None
-            product *= found[0]
-        total += -product if sign == "-" else product
-    return total
+    value = read(text)
+    if value.kind == "relation":
+        last = value.items[-1]
+        return _number(last) if _equation_gives(value, last, 0.0) else None
+    return _number(value)
 
 
 def equal(answer: str, target: str, tolerance: float) -> bool | None:
     """Whether two answers agree; None where the target takes too long to compare.
 
-    Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond. A
-    percentage agrees both with its figure and with its value (50% with 50 and with 0.5). No text makes it raise.
+    Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond; only 0
+    agrees with 0. A percentage agrees both with its figure and with its value (50% with 50 and with 0.5). A unit must
+    be that of the target, if both have one. Expressions without a decimal point must be equal exactly. No text makes it
+    raise.
     """
     if same_text(answer, target):
         return True
-    wanted_key = _key(target)
-    if len(wanted_key) == 1 and wanted_key.isalpha():
-        label = _CHOICE.match(normalize(answer))
-        return label is not None and label[1].casefold() == wanted_key
-    left, right = number(answer), number(target)
-    if left is None or right is None:
-        return _equal_expressions(answer, target, right is not None)
-    (value, percent), (wanted, percent_wanted) = left, right
-    margin = Fraction(str(tolerance))
-    if abs(value - wanted) <= margin * (min(Fraction(1), abs(wanted)) or 1):
+    if max(len(answer), len(target)) > LONGEST:
+        return False
+    label, rest = choice(answer)
+    wanted, _ = choice(target)
+    if wanted and label:
+        both_have_text = rest and choice(target)[1]
+        return label == wanted and (not both_have_text or spelling(rest) == spelling(choice(target)[1]))
+    verdict = _same(read(answer), read(target), tolerance)
+    if verdict is False and label and rest:
+        return _same(value_of(rest), read(target), tolerance)
+    return verdict
+
+
+def choice(text: str) -> tuple[str, Sequence[Token]]:
+    """The letter of a labelled choice and the text after it: B, (B), "B) 12", "B. 12", "option B"; "" for another."""
+    parts = tokens(text)
+    if len(parts) > 1 and parts[0].text.lower() in ("option", "choice", "answer"):
+        parts = parts[1:]
+    bracketed = len(parts) > 2 and parts[0].text == "(" and parts[2].text == ")"
+    letter = parts[1 if bracketed else 0] if parts else None
+    if letter is None or len(letter.text) != 1 or not letter.text.isalpha():
+        return "", ()
+    rest = parts[3:] if bracketed else parts[2:]
+    if not bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
+        return "", ()
+    labels = (token.text for token, after in pairwise(rest) if after.text in (")", ".", ":"))
+    if any(len(label) == 1 and label.isupper() for label in labels) or (rest and rest[0].text in _CONTINUED):
+        return "", ()
+    return letter.text, rest
+
+
+def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
+    """As `equal`, of two values."""
+    if same_spelling(answer, target):
+        return True
+    if answer.kind == "where" or target.kind == "where":
+        ours, theirs = (value.items if value.kind == "where" else (value,) for value in (answer, target))
+        return _all(_same(one, other, tolerance) for one, other in zip(ours, theirs, strict=False))
+    if "relation" in (answer.kind, target.kind):
+        return _same_relation(answer, target, tolerance)
+    if target.kind in ("tuple", "union") and answer.kind in ("list", "such"):
+        answer = as_interval(answer) or answer
+    if answer.kind in ("tuple", "union") and target.kind in ("list", "such"):
+        target = as_interval(target) or target
+    if answer.kind == target.kind == "expression":
+        return _same_expression(answer, target, tolerance)
+    calculus = _calculus(answer), _calculus(target)
+    if None not in calculus and "text" in (answer.kind, target.kind):
+        return _number(target) is None and equivalent("expression", *calculus, tolerance)  # type: ignore[arg-type]
+    if {answer.kind, target.kind} <= {"list", "set"} or answer.kind == target.kind == "union":
+        return _same_members(answer.items, target.items, tolerance)
+    if answer.kind != target.kind or answer.kind == "text" or answer.ends != target.ends:
+        return False
+    return _all_same(answer.items, target.items, tolerance)
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    """Whether all are true; None where that depends on one that is unknown."""
+    unknown = False
+    for verdict in verdicts:
+        if verdict is False:
+            return False
+        unknown = unknown or verdict is None
+    return None if unknown else True
+
+
+def _all_same(ours: Sequence[Value], theirs: Sequence[Value], tolerance: float) -> bool | None:
+    if len(ours) != len(theirs):
+        return False
+    return _all(_same(one, other, tolerance) for one, other in zip(ours, theirs, strict=True))
+
+
+def _same_members(ours: Sequence[Value], theirs: Sequence[Value], tolerance: float) -> bool | None:
+    """Whether two collections hold the same values in any order."""
+    if len(ours) != len(theirs) or len(ours) > _MOST_ITEMS:
+        return False
+    left = list(theirs)
+    for one in ours:
+        verdicts = [_same(one, other, tolerance) for other in left]
+        if True not in verdicts:
+            return None if None in verdicts else False
+        del left[verdicts.index(True)]
+    return True
+
+
+def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | None:
+    """As `_same`, where at least one is an equation, an inequality or another relation."""
+    if target.kind != "relation":
+        interval = as_interval(answer) if target.kind in ("tuple", "union", "set", "such") else None
+        if interval is not None:
+            return _same(interval, (as_interval(target) if target.kind == "such" else None) or target, tolerance)
+        return _equation_gives(answer, target, tolerance)
+    gives_value = target.ends == ("=",) and is_name(target.items[0])
+    if answer.kind != "relation":
+        interval = as_interval(target) if answer.kind in ("tuple", "union", "such", "set") else None
+        if interval is not None:
+            return _same(as_interval(answer) or answer, interval, tolerance)
+        return gives_value and _same(answer, target.items[1], tolerance)
+    if gives_value and is_name(answer.items[0]) and set(answer.ends) <= EQUALITIES:
+        if _same_name(answer.items[0], target.items[0]):
+            return _equation_gives(answer, target.items[1], tolerance)
+        if target.items[1].tree is not None and is_numeric(target.items[1].tree):
+            return False
+    if set(answer.ends) | set(target.ends) <= ORDER.keys():
+        answer, target = (
+            value._replace(items=sides, ends=ends) for value in (answer, target) for sides, ends in [ordered(value)]
+        )
+    if answer.ends != target.ends:
+        intervals = as_interval(answer), as_interval(target)
+        return None not in intervals and _same(intervals[0], intervals[1], tolerance)  # type: ignore[arg-type]
+    verdict = _all_same(answer.items, target.items, tolerance)
+    if verdict is not False or len(target.items) != 2:
+        return verdict
+    if target.ends[0] in ("=", r"\neq") and _all_same(answer.items[::-1], target.items, tolerance):
+        return True
+    kind = {"=": "equation", "<": "inequality", r"\leq": "inequality"}.get(target.ends[0])
+    trees = [side.tree for side in (*answer.items, *target.items)]
+    if kind is None or None in trees or (gives_value and is_numeric(target.items[1].tree or [])):
+        return False
+    differences = [["add", trees[side], ["negate", trees[side + 1]]] for side in (0, 2)]
+    return equivalent(kind, differences[0], differences[1], tolerance)
+
+
+def _same_name(name: Value, target: Value) -> bool:
+    """Whether two names are the same, or y and a function of one letter."""
+    names = [" ".join(spelling(value.parts)) for value in (name, target)]
+    applied = [len(value.parts) == 4 and value.parts[1].text == "(" for value in (name, target)]
+    return names[0] == names[1] or ("y" in names and any(applied))
+
+
+def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | None:
+    """Whether an equation gives the target: its last side does, and the others are names, or equal to it."""
+    if not set(equation.ends) <= EQUALITIES:
+        return False
+    sides = [side for side in equation.items if not is_name(side)] or [equation.items[-1]]
+    if r"\approx" in equation.ends:
+        figures = [(_number(side) or (None, False))[0] for side in sides]
+        exact = [figure for figure in figures if figure is not None]
+        if exact and max(exact) - min(exact) > _APPROXIMATE * max(map(abs, exact)):
+            return False
+        verdicts = [_same(side, target, tolerance) for side in sides]
+        return True if True in verdicts else (None if None in verdicts else False)
+    verdicts = [_same(sides[-1], target, tolerance)]
+    for side in sides[:-1]:
+        value = arithmetic(side.tree) if side.tree is not None and not side.unit else None
+        wanted = _number(target)
+        if value is not None and wanted is not None:
+            verdicts.append(value in (wanted[0], wanted[0] / 100 if wanted[1] else wanted[0]))
+        else:
+            verdicts.append(_same(side._replace(computed=False), target, tolerance))
+    return _all(verdicts)
+
+
+def _calculus(value: Value) -> Tree | None:
+    """The tree of an expression, or LaTeX of sums, products, integrals and limits, which math-verify's parser reads."""
+    if value.kind == "expression" or not any(token.text in _CALCULUS for token in value.parts):
+        return value.tree
+    return ["latex", " ".join(token.text for token in value.parts)]
+
+
+def _number(value: Value) -> tuple[Fraction, bool] | None:
+    """The value of an expression that is one number, and whether it is a percentage."""
+    exact = None if value.tree is None else literal(value.tree)
+    return None if exact is None else (exact, value.unit == _PERCENT)
+
+
+def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | None:
+    if not agree(answer.unit, target.unit):
+        return False
+    assert answer.tree is not None
+    assert target.tree is not None
+    left, right = _number(answer), _number(target)
+    # A calculation is not its result, and letters are variables.
+    if right is not None and (answer.computed or not is_numeric(answer.tree)):
+        return False
+    if left is not None and right is not None:
+        return _same_number(*left, *right, Fraction(str(tolerance)))
+    return answer.tree == target.tree or equivalent("expression", answer.tree, target.tree, tolerance)
+
+
+def _same_number(value: Fraction, percent: bool, wanted: Fraction, percent_wanted: bool, tolerance: Fraction) -> bool:
+    if abs(value - wanted) <= tolerance * min(Fraction(1), abs(wanted)):
         return True
     if percent == percent_wanted:
         return False
     value, wanted = (value / 100, wanted) if percent else (value, wanted / 100)
-    return abs(value - wanted) <= margin * min(Fraction(1), abs(wanted))
-
-
-def _equal_expressions(answer: str, target: str, is_number: bool) -> bool | None:
-    """As `equal`, of two texts that are not both numbers. What is not one expression is not equal to any."""
-    if max(len(answer), len(target)) > LONGEST or not all(
-        re.search(r"[\d\\^+*/=<>()\[\]]", text) for text in (answer, target)
-    ):
-        return False
-    plain, wanted = normalize(answer), normalize(target)
-    unit = _UNIT_AFTER.search(plain)
-    prose = plain[: unit.start()] if unit and _is_unit(unit[0].strip(), unit[0].lower().split()) else plain
-    # Products of variables are the same in any order.
-    words, known = ({"".join(sorted(word.lower())) for word in _WORD.findall(text)} for text in (prose, wanted))
-    if words - known - _FUNCTIONS:
-        return False
-    if _CUT.search(plain) or (_GAPS.search(plain) and not _GAPS.search(wanted)):
-        return False
-    *names, last = _EQUALS.split(plain)
-    if names and not _EQUALS.search(wanted) and "," not in plain:
-        if not all(map(_is_name, names)):
-            return False
-        answer = plain = last.strip()
-    if is_number and _UNEVALUATED.search(plain):
-        return False
-    undollared = (re.sub(r"\\[()\[\]]|\\?[$€£]", "", plain_unicode(text)) for text in (answer, target))
-    return equivalent(*(text.strip().rstrip(".") for text in undollared))
-
-
-def same_text(answer: str, target: str) -> bool:
-    """Whether the texts are the same and not empty, apart from notation, case and white space."""
-    return _key(answer) == _key(target) != ""
-
-
-def _key(text: str) -> str:
-    key = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", normalize(text)).casefold()  # "4 5" is not 45
-    return re.sub(r"^\((\w)\)$", r"\1", key)  # a choice: (B) is B
+    return abs(value - wanted) <= tolerance * min(Fraction(1), abs(wanted))

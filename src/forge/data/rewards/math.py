@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .compare import equal, number, same_text
-from .notation import RAISED
+from ..thoughts import without_thoughts
+from .compare import choice, equal, number
+from .notation import RAISED, same_text
 
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(r"(?:\banswer\b[\s*_]*(?:is|was|:|=)|^[^\S\n]*A:)[\s*_:]*(?=[^\n])", re.IGNORECASE | re.MULTILINE)
@@ -26,6 +27,7 @@ _NUMBERS = re.compile(
 )
 _OPEN = re.compile(r"\\f?boxed\s*\{")
 _BOX = re.compile(rf"{_OPEN.pattern}|(?<!\\)[{{}}]")
+_LABELLED = re.compile(r"^[^\w\n]{0,4}[A-J][).:]", re.MULTILINE)  # the line of a choice
 _LONGEST = 200_000
 
 
@@ -60,10 +62,10 @@ def boxed(text: str) -> str | None:
 def final_answer(response: str) -> str | None:
     """The final answer of a response, or None if it has none.
 
-    By preference: the last `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, "answer is ..." or "answer: ...", and
-    otherwise the last number. Reasoning up to a `</think>` does not count.
+    By preference: the last `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, "answer is ..." or "answer: ...", a last
+    line such as "B) 12" if no other is of that form, and otherwise the last number. Thoughts do not count.
     """
-    response = response[-_LONGEST:].rpartition("</think>")[2]
+    response = without_thoughts(response[-_LONGEST:])
     found = boxed(response)
     if found is not None:
         return found
@@ -76,6 +78,9 @@ def final_answer(response: str) -> str | None:
         return hashes[-1].strip()
     if (stated := _stated(response)) is not None:
         return stated
+    before, _, last_line = response.rpartition("\n")
+    if choice(last_line)[0] and not _LABELLED.search(before):
+        return last_line.strip()
     last = _last_number(response)
     whole = number(response)  # all of it may be one number, such as "2 dozen"
     return last if whole is None or (last is not None and number(last) == whole) else response.strip()
@@ -108,7 +113,7 @@ def _last_number(text: str) -> str | None:
 
 def _later(response: str) -> list[str]:
     """What a response states as its answer after its last box: it may contradict the box."""
-    response = response[-_LONGEST:].rpartition("</think>")[2]
+    response = without_thoughts(response[-_LONGEST:])
     boxes = _boxes(response)
     after = response[boxes[-1][2] :] if boxes else ""
     hashes, stated = _HASHES.findall(after), _stated(after)
@@ -120,9 +125,9 @@ class MathReward:
     """`correct` if the response's final answer equals the target, else `incorrect`; None, unscored, where the target
     itself takes too long to compare.
 
-    The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`; text
-    up to a `</think>` does not count. Answers compare as text, as numbers (see `compare.equal`), then symbolically with
-    math-verify; an answer that is ambiguous, unreadable or takes too long to compare is incorrect, never an exception.
+    The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`;
+    thoughts do not count. Answers compare by their tokens, as numbers and structures (see `compare.equal`), then
+    symbolically; an answer that is ambiguous, unreadable or takes too long to compare is incorrect, never an exception.
 
     Args:
         tolerance: how far two numbers may lie apart: relative to targets between -1 and 1, absolute beyond.
@@ -139,12 +144,13 @@ class MathReward:
             raise ValueError(f"tolerance must be 0 or positive and finite, got {self.tolerance}")
 
     def __call__(self, prompt: str, response: str, target: str) -> float | None:
-        right = self.is_right(response, target)
+        right = self.is_right(response, target, prompt)
         return None if right is None else self.correct if right else self.incorrect
 
-    def is_right(self, response: str, target: str) -> bool | None:
-        """Whether it is right; None where the target takes too long to compare."""
-        target = target.rpartition("</think>")[2]
+    def is_right(self, response: str, target: str, prompt: object = "") -> bool | None:
+        """Whether it is right; None where the target takes too long to compare. `prompt` may have opened a thought."""
+        response = without_thoughts(response[-_LONGEST:], prompt)
+        target = without_thoughts(target)
         wanted = boxed(target)
         if wanted is None:
             hashes = _HASHES.findall(target)

@@ -1,94 +1,343 @@
-"""One notation for the ways in which answers are written: Unicode and LaTeX become plain text where that is simple."""
+"""The tokens of an answer: one notation for Unicode, LaTeX and plain text, in which nothing that has a meaning is lost.
+
+Spaces, delimiters of mathematics, sizes of brackets, fonts and invisible characters go. Case, exponents, indices,
+primes, "!", bases, signs and arrows stay.
+"""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
-from fractions import Fraction
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+DEEPEST = 40  # brackets
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
 
 LONGEST = 4000  # characters of a final answer; longer ones compare as they are
-RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))  # exponents
-_WRAPPERS = (
-    r"text|textrm|textit|textbf|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|hbox|underline|emph|operatorname"
-    r"|textcolor\s*\{[A-Za-z]*\}|color\s*\{[A-Za-z]*\}"
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"  # exponents
+_RAISED = re.compile(f"[{RAISED}]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+")  # indices
+_MINUS = dict.fromkeys(map(ord, "−–‐‑"), "-")
+CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "₩": "won", "₽": "rouble"}
+
+# Unicode symbols by their LaTeX commands.
+_GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lamda mu nu xi omicron pi rho sigma tau upsilon phi
+chi psi omega"""
+_COMMANDS = {
+    unicodedata.lookup(f"GREEK SMALL LETTER {name}"): name.replace("lamda", "lambda") for name in words(_GREEK)
+}
+_COMMANDS |= {letter.upper(): name.title() for letter, name in _COMMANDS.items()}
+GREEK = frozenset(f"\\{name}" for name in _COMMANDS.values())
+_OPERATORS = """ϕ phi ϑ theta ϵ epsilon ∞ infty ≤ leq ≥ geq ⩽ leq ⩾ geq ≠ neq ≈ approx × cdot · cdot ⋅ cdot ∙ cdot
+∗ cdot ÷ div ± pm ∓ mp ∪ cup ∩ cap ∈ in ∉ notin ∅ emptyset ⊂ subset ⊆ subseteq ⊃ supset ⊇ supseteq ∠ angle △ triangle ⊥ perp
+∥ parallel √ sqrt ∑ sum ∏ prod ∫ int → to ⇒ Rightarrow ∣ mid ′ prime ℝ mathbb{R} ℤ mathbb{Z} ℕ mathbb{N} ℚ mathbb{Q}
+ℂ mathbb{C} ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil ∧ wedge ∨ vee ¬ neg ∀ forall ∃ exists … ldots ≡ equiv ∼ sim ⟨ langle
+⟩ rangle"""
+_COMMANDS |= dict(zip(_OPERATORS.split()[::2], _OPERATORS.split()[1::2], strict=True))
+# Commands that say the same, by the one that is kept; "" where they carry no meaning.
+_SAME = {
+    r"\frac": "dfrac tfrac cfrac",
+    r"\binom": "dbinom tbinom",
+    r"\leq": "le leqslant",
+    r"\geq": "ge geqslant",
+    r"\neq": "ne",
+    r"\to": "rightarrow longrightarrow",
+    r"\ldots": "dots cdots",
+    r"\vec": "overrightarrow",
+    r"\bar": "overline",
+    r"\hat": "widehat",
+    r"\phi": "varphi",
+    r"\theta": "vartheta",
+    r"\epsilon": "varepsilon",
+    r"\emptyset": "varnothing",
+    r"\setminus": "backslash",
+    r"\wedge": "land",
+    r"\vee": "lor",
+    r"\neg": "lnot",
+    r"\Rightarrow": "implies",
+    r"\{": "lbrace",
+    r"\}": "rbrace",
+    "*": "times cdot ast bullet",
+    "|": "mid vert lvert rvert",
+    "'": "prime",
+    "<": "lt",
+    ">": "gt",
+    "[": "lbrack",
+    "]": "rbrack",
+    "%": "%",
+    "": "left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits nolimits hspace",
+    " ": "quad qquad",
+}
+_KEPT = {f"\\{command}": kept for kept, commands in _SAME.items() for command in commands.split()}
+
+_TEXTS = r"text|textrm|textit|textbf|texttt|textsf|textnormal|mbox|hbox"
+_COLOURS = r"textcolor|color"
+_FONTS = r"mathbf|boldsymbol|bm|mathit|mathsf|mathcal|underline|emph|boxed|fbox"
+_WRAPPER = re.compile(
+    rf"\\(?:(?P<text>{_TEXTS})|(?P<colour>{_COLOURS})|(?P<font>{_FONTS})|(?P<upright>mathrm|operatorname\*?))(?![A-Za-z])\s*"
 )
-_MINUS = str.maketrans({minus: "-" for minus in "−–‐‑"})
-
-# In order: each rule sees what the ones before it left.
-_UNICODE: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))"), ","),
-    (re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), lambda found: "^{" + "".join(map(RAISED.__getitem__, found[0])) + "}"),
-    (re.compile("[¼-¾⅐-⅞]"), lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("⁄", "/")),
-]
-_LATEX = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\(?:left|right|displaystyle|!)", ""),
-        (r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ","),
-        (r"\\[,;: ]|~|\\quad", " "),
-        (r"\{,\}", ","),
-        (r"\\[()\[\]]|\\?[$€£¥₹₩₽]", ""),
-        (r"\\%", "%"),
-        (r"\^\s*(?:\{\\circ\}|\\circ)|°", " degrees"),
-        (r"\\[dtc]?frac", r"\\frac"),
-        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-        (rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}(?:\s*\^\s*\{{?[23]\}}?)?", r" \1 "),
-        (rf"\\(?:{_WRAPPERS})(?![A-Za-z])", " "),
-        (r"(?<=[A-Za-z]{2})\s*\^\s*\{?[23]\}?", ""),
-        (r"\s+", " "),
-    )
-]
-_LEAD = re.compile(r"^\s*(?:=|≈|\\approx(?![A-Za-z]))\s*")
-_FACTORIAL = re.compile(r"[\d)\]}]!$")
-_FRACTION = re.compile(r"\\frac\s*\{\s*(-?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}")
-_REPEATING = re.compile(r"(?<![\d.])(\d{0,30})\.(\d{0,30})\\(?:overline|bar)\s*\{?(\d{1,30})\}?")
+FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt min max gcd lcm det")
+_ENVIRONMENT = re.compile(
+    r"\\(begin|end)\s*\{\s*(?:([vV]matrix|cases)|[pbB]?matrix|smallmatrix|array)\*?\s*\}(?:\s*\{[lcr|\s]*\})?"
+)
+_SPACES = re.compile(r"(?P<row>\\\\)|\\!|\\[()\[\]]|\\[,;: ]|~")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\\!\s*|\\[,;: ]|[\u00a0\u2009\u202f])\d{3})+(?!\d)")
+_GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d|,\d)(?:\.\d*)?")
+_TOKEN = re.compile(
+    r"(?P<space>\s+)"
+    r"|(?P<repeating>\d*\.\d*\\(?:bar|overline)\s*(?:\{\d+\}|\d))"
+    r"|(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+(?![\w.]))?)"
+    r"|(?P<command>\\(?:[A-Za-z]+|.))"
+    r"|(?P<word>\x00[^\x00]*\x00)"
+    r"|(?P<letters>[^\W\d_]+)"
+    r"|(?P<symbol>.)",
+    re.DOTALL,
+)
+# Units with a prefix that changes their kind.
+PREFIXED = frozenset(f"{prefix}{unit}" for prefix in "nmckMG" for unit in [*"mgsLlNJWVA", "Pa", "Hz"]) - {"Gs"}
+# Runs of two letters that are words; the first may also be a product of variables, as in at + b.
+PRODUCTS = PREFIXED | words("at an am by mi")
+SHORT_WORDS = PRODUCTS | words("or no is of in on to if lb oz ft pm hr yd sq Hz Pa")
+_CLOSED_BY = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
 
 
-def normalize(text: str) -> str:
-    """A final answer in plain notation; a text of more than LONGEST characters only stripped."""
-    if len(text) > LONGEST:
-        return text.strip()
-    text = plain_unicode(text)
-    for pattern, replacement in _LATEX:
-        text = pattern.sub(replacement, text)
-    text = _unwrapped(text.strip().strip("*_`").rstrip(".,;:\\").strip())
-    return _LEAD.sub("", text if _FACTORIAL.search(text) else text.rstrip("!"))
+class Token(NamedTuple):
+    """A token with its kind ("number", "command" as `\\sin`, "letter", "word" or "symbol"), whether a space is before
+    it, and whether it is the content of a text command."""
+
+    text: str
+    kind: str
+    spaced: bool = False
+    upright: bool = False
 
 
-def plain_unicode(text: str) -> str:
-    """Without invisible characters; digits, fractions, exponents and signs in ASCII, fractions and exponents as LaTeX
-    or inline. A text of more than LONGEST characters stays as it is."""
-    if text.isascii() or len(text) > LONGEST:
+@lru_cache(maxsize=4096)
+def tokens(text: str) -> tuple[Token, ...]:
+    """The tokens of a final answer; of a text of more than LONGEST characters, or with brackets that nest more than
+    DEEPEST times, one, the text itself."""
+    if len(text) > LONGEST or _depth(text) > DEEPEST:
+        return (Token(text.strip(), "word"),)
+    return tuple(_trimmed(_unbraced(list(_split(_plain(text))))))
+
+
+def same_text(answer: str, target: str) -> bool:
+    """Whether two texts have the same tokens, and any. Words of plain text may differ in case."""
+    return bool(tokens(answer)) and spelling(tokens(answer)) == spelling(tokens(target))
+
+
+def spelling(parts: Sequence[Token]) -> tuple[str, ...]:
+    """What texts that say the same have in common: the tokens, words without their case and a leading article."""
+    texts = tuple(folded(token) for token in parts)
+    return texts[1:] if len(texts) > 1 and parts[0].kind == "word" and texts[0] in ("the", "an") else texts
+
+
+def folded(token: Token) -> str:
+    """The text of a token; of a word in lower case, unless it may be a name in capitals, such as ABD or MHz."""
+    text = token.text
+    if token.kind != "word" or (len(text) < 5 and not (text.islower() or (text.istitle() and len(text) > 2))):
+        return text
+    return text.casefold()
+
+
+def closing(parts: Sequence[Token], start: int) -> int:
+    """The index of the bracket that closes the one at `start`, or the number of tokens. Any bracket closes any other,
+    as in [0, 1)."""
+    depth = 0
+    for index in range(start, len(parts)):
+        depth += (parts[index].text in _CLOSED_BY) - (parts[index].text in _CLOSED_BY.values())
+        if not depth:
+            return index
+    return len(parts)
+
+
+def _depth(text: str) -> int:
+    """How deep brackets nest, of all kinds."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[(\[{}\])]", text):
+        depth += 1 if bracket in "([{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _plain(text: str) -> str:
+    """LaTeX for Unicode symbols, no delimiters, and the words of text commands between NUL characters."""
+    text = _latex(text.replace("\x00", " "))
+    text = _undollared(text.strip().strip("*_`").strip())
+    text = _THOUSANDS.sub(lambda digits: re.sub(r"\D", "", digits[0]), text)
+    text = _ENVIRONMENT.sub(lambda name: f"\\{name[1]}\x00{name[2] or 'matrix'}\x00", text)
+    text = _SPACES.sub(lambda space: space["row"] or (" " if space[0] != r"\!" else ""), text)
+    text = re.sub(r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}", text)
+    text = re.sub(r"\\degree(?![A-Za-z])", r"^\\circ ", text)
+    return _unwrapped(text).replace("**", "^")
+
+
+def _latex(text: str) -> str:
+    """Without invisible characters; symbols, digits, fractions, exponents and indices of Unicode as LaTeX."""
+    if text.isascii():
         return text
     text = "".join(character for character in text if unicodedata.category(character) != "Cf")
-    for pattern, replace in _UNICODE:
-        text = pattern.sub(replace, text)
-    return unicodedata.normalize("NFKC", text).translate(_MINUS)
+    text = _RAISED.sub(lambda run: "^{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
+    text = _LOWERED.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
+    text = re.sub("[¼-¾⅐-⅞]", lambda part: _vulgar(part[0]), text)
+    text = re.sub("[①-⑳]", lambda circled: rf"\textcircled{{{unicodedata.numeric(circled[0]):.0f}}}", text)
+    text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text)
+    text = text.replace("°", r"^\circ ").replace("℃", r"^\circ C").replace("℉", r"^\circ F")
+    text = _THOUSANDS.sub(lambda digits: re.sub(r"\D", "", digits[0]), text)
+    text = "".join(f"\\{_COMMANDS[character]} " if character in _COMMANDS else character for character in text)
+    return unicodedata.normalize("NFKC", text.translate(_MINUS)).translate(_MINUS).replace("⁄", "/")
 
 
-def inline_fractions(text: str) -> str:
-    """`\\frac{1}{2}` as 1/2, and repeating decimals as fractions."""
-    return _REPEATING.sub(_repeating, _FRACTION.sub(r" \1/\2", text)).strip()
+def _vulgar(character: str) -> str:
+    """A fraction of one character as LaTeX."""
+    top, bottom = unicodedata.normalize("NFKC", character).split("⁄")
+    return rf" \frac{{{top}}}{{{bottom}}}"
 
 
-def _repeating(found: re.Match[str]) -> str:
-    whole, fixed, period = found.groups()
-    value = Fraction(
-        int(whole + fixed + period) - int(whole + fixed or "0"), 10 ** len(fixed) * (10 ** len(period) - 1)
-    )
-    return f" {value.numerator}/{value.denominator}"
+def _undollared(text: str) -> str:
+    """Without the dollars around mathematics; one that is money is a word, like the signs of other currencies."""
+    if len(re.findall(r"(?<!\\)\$", text)) % 2:
+        text = re.sub(r"(?<!\\)\$(?=\s*[-+]?[\d.])", r"\\$", text, count=1)
+    text = re.sub(r"(?<!\\)\$", " ", text)
+    for sign, name in CURRENCIES.items():
+        text = text.replace(f"\\{sign}", f" \x00{name}\x00 ").replace(sign, f" \x00{name}\x00 ")
+    return text
 
 
 def _unwrapped(text: str) -> str:
-    """Without braces around the whole."""
-    for _ in range(4):
-        if text[:1] != "{" or text[-1:] != "}":
-            break
-        depth = 1
-        for brace in re.findall(r"[{}]", text[1:-1]):
-            depth += 1 if brace == "{" else -1
-            if not depth:
-                return text
-        text = text[1:-1].strip()
-    return text
+    """Commands of fonts, colours and boxes replaced by their content, in braces; words of text between NULs."""
+    pieces: list[str] = []
+    end = 0
+    for command in _WRAPPER.finditer(text):
+        if command.start() < end:  # inside the last one
+            continue
+        pieces.append(text[end : command.start()])
+        start = command.end()
+        if command["colour"]:
+            start = _group_end(text, start)
+            if text[start : start + 1] != "{":
+                end = start
+                continue
+        end = _group_end(text, start)
+        content = text[start + 1 : end - 1]
+        if end == start:  # without braces
+            content = ""
+        elif command["text"]:
+            content = _worded(_unwrapped(content))
+        elif command["upright"]:
+            content = _upright(content.strip(), "".join(pieces).rstrip()[-1:])
+        else:
+            content = f"{{{_unwrapped(content)}}}"
+        pieces.append(content)
+    return "".join([*pieces, text[end:]])
+
+
+def _worded(content: str) -> str:
+    """Text with its words between NULs."""
+
+    def worded(run: re.Match[str]) -> str:
+        return f"\x00{run[0]}\x00" if len(run[0]) == 1 or _is_word(run[0]) else run[0]
+
+    return " " + re.sub(r"(?<![\\\x00A-Za-z])[A-Za-z]+(?![\x00A-Za-z])", worded, content) + " "
+
+
+def _upright(content: str, before: str) -> str:
+    """Content of `\\mathrm`: a function, a word, a unit of one letter after a figure, or letters."""
+    if content in FUNCTIONS:
+        return f"\\{content} "
+    is_unit = len(content) == 1 and content.isalpha() and content not in "eid" and (before.isdigit() or before in ")}")
+    if (before and is_unit) or re.fullmatch(r"[A-Za-z]*[a-z]{2}[A-Za-z]*|[kmcM][A-Z]|[kM]?Hz", content):
+        return f" \x00{content}\x00 "
+    return f" {_unwrapped(content)} "
+
+
+def _group_end(text: str, start: int) -> int:
+    """Where the group in braces that begins at `start` ends; `start` if none begins there, or it is not closed."""
+    if text[start : start + 1] != "{":
+        return start
+    depth = 0
+    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return start + brace.end()
+    return start
+
+
+def _split(text: str) -> Iterator[Token]:
+    """Tokens of text in one notation. In brackets a comma always separates; elsewhere it may group digits."""
+    spaced = False
+    depth = at = 0
+    while at < len(text):
+        match = (not depth and _GROUPED.match(text, at)) or _TOKEN.match(text, at)
+        assert match
+        piece, at = match[0], match.end()
+        kind = match.lastgroup or "number"
+        piece = _KEPT.get(piece, piece)
+        if kind == "space" or not piece.strip():
+            spaced = spaced or bool(piece)
+            continue
+        if kind == "letters":
+            yield from _letters(piece, spaced)
+        elif kind == "word":
+            yield Token(piece.strip("\x00"), "word", spaced, True)
+        elif kind == "repeating":
+            digits, period = re.split(r"\\(?:bar|overline)\s*", piece)
+            yield Token(f"{digits}({period.strip('{}')})", "number", spaced)
+        elif kind == "number":
+            yield Token(piece.replace(",", "").rstrip("."), "number", spaced)
+        else:
+            yield Token(piece, "command" if re.match(r"\\[A-Za-z]", piece) else "symbol", spaced)
+        depth += (piece in "([") + (piece == r"\{") - (piece in ")]") - (piece == r"\}")
+        spaced = False
+
+
+def _letters(run: str, spaced: bool) -> Iterator[Token]:
+    """A run of letters: a function, a word, or one variable after the other."""
+    if run in FUNCTIONS or run == "pi":
+        yield Token(f"\\{run}", "command", spaced)
+    elif _is_word(run):
+        yield Token(run, "word", spaced)
+    else:
+        for letter in run:
+            yield Token(letter, "letter", spaced)
+            spaced = False
+
+
+def _is_word(run: str) -> bool:
+    """Whether a run of letters is a word. One of neighbours in the alphabet, such as abc and zyx, is a product."""
+    if len(run) < 3:
+        return run in SHORT_WORDS or (run.istitle() and run.lower() in SHORT_WORDS)
+    codes = sorted(map(ord, run))
+    return len(run) > 6 or codes != list(range(codes[0], codes[0] + len(codes)))
+
+
+def _unbraced(parts: list[Token]) -> list[Token]:
+    """Without braces around a single token: x^{2} is x^2."""
+    kept: list[Token] = []
+    for token in parts:
+        if token.text == "}" and len(kept) > 1 and kept[-2].text == "{" and kept[-1].text not in "{}":
+            inner = kept.pop()
+            kept[-1] = inner._replace(spaced=kept[-1].spaced)
+        else:
+            kept.append(token)
+    return kept
+
+
+def _trimmed(parts: list[Token]) -> list[Token]:
+    """Without a leading "=", closing punctuation, and braces around the whole."""
+    while parts and parts[0].text in ("=", r"\approx"):
+        parts = parts[1:]
+    while parts and (
+        parts[-1].text in (".", ",", ";", ":", r"\\", "\\")
+        or (parts[-1].text == "!" and len(parts) > 1 and parts[-2].kind == "word")
+    ):
+        parts = parts[:-1]
+    while len(parts) > 1 and parts[0].text == "{" and closing(parts, 0) == len(parts) - 1:
+        parts = parts[1:-1]
+    return parts

@@ -1,0 +1,36 @@
+"""Fenced blocks of code in a response, as CommonMark reads them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
+
+# Blocks alone. A tag such as <answer> on a line of its own would begin a block of HTML and hide the fence after it.
+_MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "reference"])
+_MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
+PYTHON = frozenset(["python", "py", "python3", "py3"])
+
+
+class CodeBlock(NamedTuple):
+    """A fenced block: its language in lower case, "" without one, and its lines."""
+
+    language: str
+    code: str
+
+
+def code_blocks(text: str) -> list[CodeBlock]:
+    """The fenced blocks of a text, in order. One that is not closed ends with the text."""
+    if "```" not in text and "~~~" not in text:
+        return []
+    fences = (token for token in _MARKDOWN.parse(text) if token.type == "fence")
+    return [CodeBlock((fence.info.split() or [""])[0].strip("{}.").lower(), fence.content) for fence in fences]
+
+
+def python_block(text: str) -> str | None:
+    """The code of the last block in Python, else of the last without a language; None if there is neither."""
+    blocks = code_blocks(text)
+    in_python = [block.code for block in blocks if block.language in PYTHON]
+    unnamed = [block.code for block in blocks if not block.language]
+    candidates = in_python or unnamed
+    return candidates[-1] if candidates else None

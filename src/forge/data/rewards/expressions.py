@@ -1,0 +1,382 @@
+"""Expressions: tokens as a tree of exact numbers, names and operations, as a reader of mathematics understands them.
+
+A tree is nested lists, which JSON can carry to the process that computes: ["number", "3/4"], ["decimal", "3/4"] for one
+written with a point, ["name", "x_1"], ["constant", "pi"], and operations with their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+from .notation import FUNCTIONS, GREEK, PRODUCTS, Token, closing
+
+Tree = list[Any]
+
+_CONSTANTS = {r"\pi": "pi", r"\infty": "oo", "e": "e", "i": "i"}
+_ACCENTS = frozenset(
+    [r"\vec", r"\bar", r"\hat", r"\dot", r"\tilde", r"\textcircled", r"\mathbb", r"\angle", r"\triangle"]
+)
+# Letters that are functions before a bracket; x(x + 1) is a product.
+_APPLIED = frozenset(["f", "g", "h", "F", "G", "H", "P", r"\phi", r"\psi", r"\omega", r"\Gamma"])
+_NAMES = GREEK | frozenset([r"\ell", r"\hbar", r"\emptyset"])
+_COMMANDS = frozenset([r"\frac", r"\binom", r"\pi", r"\infty", r"\lfloor", r"\lceil"])
+_BRACKETS = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_DEEPEST = 40  # operations; a reader of one takes up to seven calls
+
+
+class Unreadable(ValueError):
+    """Tokens that are not one expression of the grammar."""
+
+
+class Parser:
+    """A reader of one expression. After `read`, `computed` says whether it is a calculation of numbers, such as 2 + 2
+    or 2(2), rather than a value; powers, roots and fractions are values."""
+
+    def __init__(self, parts: Sequence[Token]) -> None:
+        self._parts, self._at = parts, 0
+        self._bars = self._depth = 0
+        self.computed = False
+
+    def read(self) -> Tree:
+        """The tree of all tokens. Unreadable: they are not one expression."""
+        tree = self._sum()
+        if self._at < len(self._parts):
+            raise Unreadable(f"{self._parts[self._at].text!r} ends no expression")
+        return tree
+
+    def _peek(self, ahead: int = 0) -> str:
+        index = self._at + ahead
+        return self._parts[index].text if index < len(self._parts) else ""
+
+    def _take(self, text: str = "") -> Token:
+        if self._at >= len(self._parts) or (text and self._peek() != text):
+            raise Unreadable(f"{text or 'an expression'} is missing")
+        self._at += 1
+        return self._parts[self._at - 1]
+
+    def _sum(self) -> Tree:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise Unreadable("brackets nest too deeply")
+        signs = self._signs()
+        terms = [self._signed(self._product(), signs)]
+        while self._peek() in ("+", "-"):
+            signs = self._signs()
+            terms.append(self._signed(self._product(), signs))
+            self.computed = self.computed or (is_numeric(terms[-1]) and is_numeric(terms[-2]))
+        self._depth -= 1
+        return terms[0] if len(terms) == 1 else ["add", *terms]
+
+    def _signs(self) -> int:
+        """The sign before a term, -1 or 1. Two signs are no expression."""
+        if self._peek() not in ("+", "-"):
+            return 1
+        return -1 if self._take().text == "-" else 1
+
+    @staticmethod
+    def _signed(tree: Tree, sign: int) -> Tree:
+        return tree if sign > 0 else ["negate", tree]
+
+    def _product(self) -> Tree:
+        factors = [self._power()]
+        numeric = is_numeric(factors[0])
+        while True:
+            operator = self._peek()
+            if operator in ("*", "/", r"\div"):
+                self._take()
+                factor = self._argument(self._power)
+                if operator != "/" and numeric and is_numeric(factor):
+                    self.computed = self.computed or operator != "*" or not _is_power_of_ten(factor)
+            elif self._starts_factor():
+                mixed = self._mixed(factors[-1])
+                if mixed is not None:
+                    factors[-1] = mixed
+                    continue
+                before = self._parts[self._at - 1].kind
+                if self._parts[self._at].kind == "number" and before in ("number", "letter"):
+                    raise Unreadable("two numbers, or a number after a name")
+                factor = self._power()
+                self.computed = self.computed or (is_rational(factors[-1]) and is_rational(factor))
+            else:
+                return _multiplied(factors)
+            numeric = numeric and is_numeric(factor)
+            if operator in ("/", r"\div"):
+                factors = [["divide", _multiplied(factors), factor]]
+            else:
+                factors.append(factor)
+
+    def _mixed(self, whole: Tree) -> Tree | None:
+        """A whole number with the proper fraction that comes next, 1\\frac{1}{2} or 1 1/2; None if they are none."""
+        if whole[0] != "number" or self._parts[self._at - 1].text != whole[1]:
+            return None
+        next_parts = self._parts[self._at : self._at + 3]
+        texts = [part.text for part in next_parts]
+        if texts[:1] == [r"\frac"]:
+            top, bottom = texts[1:] if len(texts) == 3 else ("", "")
+        elif texts[1:2] == ["/"] and next_parts[0].spaced:
+            top, bottom = texts[0], texts[-1]
+        else:
+            return None
+        if not (top.isdigit() and bottom.isdigit()) or int(top) >= int(bottom) or self._peek(3) in ("^", "!"):
+            return None
+        self._at += 3
+        return ["number", str(Fraction(whole[1]) + Fraction(int(top), int(bottom)))]
+
+    def _starts_factor(self) -> bool:
+        if self._at >= len(self._parts):
+            return False
+        token = self._parts[self._at]
+        if token.text == "|":
+            return not self._bars
+        if token.kind in ("number", "letter"):
+            return True
+        if token.kind == "word":
+            return not token.upright and token.text in PRODUCTS
+        if token.kind == "command":
+            return token.text in _NAMES | _ACCENTS | _COMMANDS or token.text[1:] in FUNCTIONS
+        return token.text in _BRACKETS
+
+    def _power(self) -> Tree:
+        tree = self._base()
+        while True:
+            mark = self._peek()
+            if mark == "^":
+                self._take()
+                if self._peek() == r"\circ":
+                    self._take()
+                    tree = ["multiply", tree, ["divide", ["constant", "pi"], ["number", "180"]]]
+                else:
+                    tree = ["power", tree, self._exponent()]
+            elif mark == "!":
+                self._take()
+                if self._peek() == "!":
+                    raise Unreadable("a double factorial")
+                tree = ["factorial", tree]
+            elif mark == "%":
+                self._take()
+                tree = ["divide", tree, ["number", "100"]]
+            else:
+                return tree
+
+    def _exponent(self) -> Tree:
+        sign = self._signs()
+        tree = self._base()
+        if self._peek() == "^":
+            self._take()
+            tree = ["power", tree, self._exponent()]
+        elif self._peek() == "!":
+            self._take()
+            tree = ["factorial", tree]
+        return self._signed(tree, sign)
+
+    def _base(self) -> Tree:
+        token = self._take()
+        text = token.text
+        if token.kind == "number":
+            if self._peek() == "_":
+                raise Unreadable("a number with an index")
+            return _number(text)
+        if text in _BRACKETS:
+            return self._bracketed(text)
+        if text == "|":
+            self._bars += 1
+            inner = self._sum()
+            self._take("|")
+            self._bars -= 1
+            return ["abs", inner]
+        if text == r"\frac":
+            return ["divide", self._argument(), self._argument()]
+        if text == r"\binom":
+            return ["binomial", self._argument(), self._argument()]
+        if text == r"\sqrt":
+            degree: Tree = ["number", "2"]
+            if self._peek() == "[":
+                self._take()
+                degree = self._sum()
+                self._take("]")
+            return ["root", self._argument(), degree]
+        if text[1:] in FUNCTIONS and token.kind == "command":
+            return self._function(text[1:])
+        return self._name(token)
+
+    def _bracketed(self, opening: str) -> Tree:
+        bars, self._bars = self._bars, 0
+        inner = self._sum()
+        self._take(_BRACKETS[opening])
+        self._bars = bars
+        return [opening[2:], inner] if opening[0] == "\\" else inner
+
+    def _argument(self, read: Callable[[], Tree] | None = None) -> Tree:
+        """What a command such as \\frac takes, one token or a group; or what `read` does. It may have a sign."""
+        sign = self._signs()
+        return self._signed((read or self._base)(), sign)
+
+    def _function(self, name: str) -> Tree:
+        power: Tree | None = None
+        base: Tree | None = None
+        for _ in range(2):
+            if self._peek() == "^":
+                self._take()
+                power = self._exponent()
+            elif self._peek() == "_" and name == "log":
+                self._take()
+                base = self._argument()
+        tree = ["call", name if base is None else "log_base", *([] if base is None else [base]), *self._operands()]
+        if power == ["negate", ["number", "1"]] and name in ("sin", "cos", "tan"):
+            return ["call", f"arc{name}", *tree[2:]]
+        return tree if power is None else ["power", tree, power]
+
+    def _operands(self) -> list[Tree]:
+        """Those of a function: in brackets, or the product that follows, up to the next function or operator."""
+        if self._peek() in ("(", "{"):
+            opening = self._take().text
+            bars, self._bars = self._bars, 0
+            operands = [self._sum()]
+            while self._peek() == ",":
+                self._take()
+                operands.append(self._sum())
+            self._take(_BRACKETS[opening])
+            self._bars = bars
+            return operands
+        if self._peek() == "-":
+            return [self._argument(self._product)]
+        factors = [self._power()]
+        while (
+            self._starts_factor()
+            and self._peek() not in ("(", "[", "{", "|")
+            and self._peek()[1:] not in FUNCTIONS - {"sqrt"}
+        ):
+            factors.append(self._power())
+        return [_multiplied(factors)]
+
+    def _name(self, token: Token) -> Tree:
+        text = token.text
+        if token.kind == "word" and not token.upright and text in PRODUCTS:
+            return ["multiply", *(self._constant_or_name(letter) for letter in text)]
+        if text in _ACCENTS:
+            text += self._spelled(several=text in (r"\angle", r"\triangle"))
+        elif token.kind != "letter" and text not in _NAMES and text not in _CONSTANTS:
+            raise Unreadable(f"{text!r} is no name")
+        plain = True
+        while self._peek() in ("_", "'"):
+            text += self._take().text
+            plain = False
+            if text[-1] == "_":
+                text += self._spelled()
+        if self._peek() == "(" and text.rstrip("'").partition("_")[0] in _APPLIED:
+            return ["apply", text, *self._operands()]
+        return self._constant_or_name(text) if plain else ["name", text]
+
+    @staticmethod
+    def _constant_or_name(text: str) -> Tree:
+        return ["constant", _CONSTANTS[text]] if text in _CONSTANTS else ["name", text]
+
+    def _spelled(self, several: bool = False) -> str:
+        """The text of an index or of what an accent is on: a token, a group, or several letters."""
+        if self._peek() == "{":
+            end = closing(self._parts, self._at)
+            inner = "".join(part.text for part in self._parts[self._at + 1 : end])
+            self._at = end + 1
+            return f"{{{inner}}}" if len(inner) > 1 else inner
+        text = self._take().text
+        while several and self._at < len(self._parts) and self._parts[self._at].kind in ("letter", "word"):
+            text += self._take().text
+        return text
+
+
+def parse(parts: Sequence[Token]) -> tuple[Tree, bool]:
+    """The tree of an expression, and whether it is a calculation. Unreadable: it is none."""
+    parser = Parser(parts)
+    try:
+        tree = parser.read()
+    except RecursionError:
+        raise Unreadable("operations nest too deeply") from None
+    layer = [tree]
+    for _ in range(_DEEPEST):
+        layer = [argument for node in layer for argument in node[1:] if isinstance(argument, list)]
+    if layer:
+        raise Unreadable("operations nest too deeply")
+    return tree, parser.computed
+
+
+def _multiplied(factors: list[Tree]) -> Tree:
+    return factors[0] if len(factors) == 1 else ["multiply", *factors]
+
+
+def _number(text: str) -> Tree:
+    if text.endswith(")"):
+        digits, period = text[:-1].split("(")
+        whole, fixed = digits.split(".")
+        value = Fraction(
+            int(whole + fixed + period) - int(whole + fixed or "0"), 10 ** len(fixed) * (10 ** len(period) - 1)
+        )
+        return ["number", str(value)]
+    if len(text.lower().partition("e")[2]) > 4:
+        raise Unreadable("an exponent of more than three digits")
+    return ["number" if text.isdigit() else "decimal", str(Fraction(text.rstrip(".")))]
+
+
+def is_numeric(tree: Tree) -> bool:
+    """Whether it has numbers alone."""
+    if tree[0] in ("name", "constant", "apply"):
+        return False
+    return all(is_numeric(argument) for argument in tree[1:] if isinstance(argument, list))
+
+
+def is_rational(tree: Tree) -> bool:
+    """Whether it is a number, a fraction of numbers, or either with a sign."""
+    if tree[0] in ("negate", "divide"):
+        return all(map(is_rational, tree[1:]))
+    return tree[0] in ("number", "decimal")
+
+
+def _is_power_of_ten(tree: Tree) -> bool:
+    return tree[0] == "power" and tree[1] == ["number", "10"] and is_rational(tree[2])
+
+
+def literal(tree: Tree) -> Fraction | None:
+    """The value of one number as it is written: with a sign, as a fraction, times a power of ten; None of another."""
+    if tree[0] in ("number", "decimal"):
+        return Fraction(tree[1])
+    if tree[0] == "negate":
+        value = literal(tree[1])
+        return None if value is None else -value
+    if tree[0] == "divide" and is_rational(tree[1]) and is_rational(tree[2]):
+        return arithmetic(tree)
+    if _is_power_of_ten(tree) or (
+        tree[0] == "multiply" and len(tree) == 3 and is_rational(tree[1]) and _is_power_of_ten(tree[2])
+    ):
+        return arithmetic(tree)
+    return None
+
+
+def arithmetic(tree: Tree) -> Fraction | None:
+    """The exact value of sums, products, quotients and powers of numbers; None of another tree."""
+    kind, *arguments = tree
+    if kind in ("number", "decimal"):
+        return Fraction(arguments[0])
+    if kind not in ("add", "negate", "multiply", "divide", "power"):
+        return None
+    values = [arithmetic(argument) for argument in arguments]
+    if any(value is None for value in values):
+        return None
+    first, *others = [value for value in values if value is not None]
+    if kind == "negate":
+        return -first
+    if kind == "add":
+        return first + sum(others)
+    if kind == "multiply":
+        return prod(others, start=first)
+    if kind == "divide":
+        return first / others[0] if others[0] else None
+    if (
+        others[0].denominator != 1
+        or abs(others[0]) > 999
+        or (not first and others[0] < 0)
+        or abs(first.numerator) > 10**60
+    ):
+        return None
+    return first ** int(others[0])

@@ -1,0 +1,306 @@
+"""Answers as values: expressions with units, and tuples, intervals, sets, lists, matrices, equations made of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from .expressions import Tree, Unreadable, literal, parse
+from .notation import FUNCTIONS, Token, closing, spelling, tokens
+from .units import Unit, with_unit
+
+EQUALITIES = frozenset(["=", r"\approx"])
+ORDER = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
+_RELATIONS = frozenset(
+    [*EQUALITIES, *ORDER, r"\neq", r"\in", r"\notin", r"\subset", r"\subseteq", r"\supset", r"\supseteq"]
+)
+_RELATIONS |= frozenset([r"\equiv", r"\sim", r"\perp", r"\parallel", r"\to", r"\Rightarrow"])
+_NO_NAME = frozenset(["+", "-", "*", "/", r"\div", "^", "|", r"\frac", r"\sqrt", r"\pm", "!", "%", ",", *_RELATIONS])
+_NO_NAME |= frozenset(f"\\{name}" for name in FUNCTIONS)
+_NEGATIONS = frozenset(["not", "no", "never", "isn", "neither"])
+_HEDGES = frozenset(["about", "approximately", "exactly", "only", "around", "roughly"])
+_NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_INFINITY = Token(r"\infty", "command")
+_MINUS = Token("-", "symbol")
+
+
+class Value(NamedTuple):
+    """What tokens say. By kind:
+
+    "expression": `tree` with its `unit`; "based": digits in a base, as `ends`; "text": none of the others.
+    "list", "set", "union", "tuple" (with brackets as `ends`), "matrix" (rows, `ends` its environment): `items`.
+    "relation": `items` are the sides, `ends` the relations between them.
+    "where": a value with a condition; "such": a name with the conditions of a set.
+    """
+
+    kind: str
+    parts: tuple[Token, ...]
+    items: tuple[Value, ...] = ()
+    ends: tuple[str, ...] = ()
+    tree: Tree | None = None
+    unit: Unit = ()
+    computed: bool = False
+
+
+@lru_cache(maxsize=1024)
+def read(text: str) -> Value:
+    """The value of an answer."""
+    return value_of(tokens(text))
+
+
+def value_of(parts: Sequence[Token]) -> Value:
+    """The value of tokens. What has no structure that this module knows is a text."""
+    while parts and parts[0].kind == "word" and parts[0].text.lower() in _HEDGES:
+        parts = parts[1:]
+    while len(parts) > 1 and parts[0].text == "{" and closing(parts, 0) == len(parts) - 1:
+        parts = parts[1:-1]
+    parts = tuple(parts)
+    for reader in (_signs, _reversed, _list, _relation, _union, _bracketed, _matrix, _based, _where):
+        value = reader(parts)
+        if value is not None:
+            return value
+    return _expression(parts)
+
+
+def split(
+    parts: Sequence[Token], separators: Collection[str], words: Collection[str] = ()
+) -> tuple[list[tuple[Token, ...]], list[str]]:
+    """Tokens between separators and words outside brackets and environments, and the texts of these."""
+    pieces: list[tuple[Token, ...]] = []
+    between: list[str] = []
+    depth = start = 0
+    for index, token in enumerate(parts):
+        depth += token.text in ("(", "[", "{", r"\{", r"\begin")
+        depth -= token.text in (")", "]", "}", r"\}", r"\end")
+        if depth <= 0 and (token.text in separators or (token.kind == "word" and token.text.lower() in words)):
+            pieces.append(tuple(parts[start:index]))
+            between.append(token.text)
+            start = index + 1
+    return [*pieces, tuple(parts[start:])], between
+
+
+def _signs(parts: tuple[Token, ...]) -> Value | None:
+    """Both values of a plus-minus sign."""
+    if not any(token.text in (r"\pm", r"\mp") for token in parts):
+        return None
+    items = []
+    for signs in ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"}):
+        items.append(value_of([token._replace(text=signs.get(token.text, token.text)) for token in parts]))
+    return Value("list", parts, tuple(items))
+
+
+def _list(parts: tuple[Token, ...]) -> Value | None:
+    """Values between commas, "and", "or"."""
+    pieces, separators = split(parts, (",", ";", r"\vee"), ("and", "or"))
+    if not separators:
+        return None
+    words = [separator for separator in separators if separator.isalpha() or separator == r"\vee"]
+    for index in range(len(separators) - 1, 0, -1):
+        if separators[index] in words and separators[index - 1] == "," and not pieces[index]:  # ", or"
+            del pieces[index]
+    if not all(pieces):
+        return Value("text", parts)
+    items = _flat(tuple(map(value_of, pieces)))
+    return Value("list", parts, items, ("or",) if any(word.lower() != "and" for word in words) else ())
+
+
+def _flat(items: tuple[Value, ...]) -> tuple[Value, ...]:
+    return tuple(item for value in items for item in (value.items if value.kind == "list" else (value,)))
+
+
+def _relation(parts: tuple[Token, ...]) -> Value | None:
+    """Sides between relations."""
+    sides, relations = split(parts, _RELATIONS)
+    if not relations:
+        return None
+    if any(not side for side in sides):
+        return Value("text", parts)
+    return Value("relation", parts, tuple(map(value_of, sides)), tuple(relations))
+
+
+def _union(parts: tuple[Token, ...]) -> Value | None:
+    for sign in (r"\cup", r"\cap", r"\setminus"):
+        pieces, separators = split(parts, (sign,))
+        if separators:
+            items = tuple(map(value_of, pieces))
+            return Value("union" if sign == r"\cup" else "tuple", parts, items, () if sign == r"\cup" else (sign,))
+    return None
+
+
+def _bracketed(parts: tuple[Token, ...]) -> Value | None:
+    """A tuple, an interval, a set, or what stands in brackets alone."""
+    if len(parts) < 2:
+        return Value("text", parts) if not parts else None
+    first, last = parts[0].text, parts[-1].text
+    inner = parts[1:-1]
+    if first == r"\langle" and last == r"\rangle":
+        first, last = "(", ")"
+    elif first not in ("(", "[", r"\{") or closing(parts, 0) != len(parts) - 1:
+        return None
+    if first == r"\{":
+        return _set(parts, inner)
+    pieces, separators = split(inner, (",", ";"))
+    if not separators:
+        return value_of(inner) if inner and (first, last) in (("(", ")"), ("[", "]")) else Value("text", parts)
+    return Value("tuple", parts, tuple(map(value_of, pieces)), (first, last))
+
+
+def _reversed(parts: tuple[Token, ...]) -> Value | None:
+    """An interval whose open ends are brackets turned outwards: ]0, 1[."""
+    if len(parts) < 5 or (parts[0].text, parts[-1].text) not in (
+        ("]", "["),
+        ("]", "]"),
+        ("[", "["),
+        ("]", ")"),
+        ("(", "["),
+    ):
+        return None
+    pieces, separators = split(parts[1:-1], (",", ";"))
+    if len(separators) != 1 or any(token.text in "[]" for token in parts[1:-1]):
+        return None
+    ends = (parts[0].text.replace("]", "("), parts[-1].text.replace("[", ")"))
+    return Value("tuple", parts, tuple(map(value_of, pieces)), ends)
+
+
+def _set(parts: tuple[Token, ...], inner: tuple[Token, ...]) -> Value:
+    """A set of its elements, or of those that fulfil a condition."""
+    pieces, bars = split(inner, ("|", ":"))
+    if len(bars) == 1:
+        name = value_of(split(pieces[0], (r"\in",))[0][0])
+        such = Value("such", parts, (name, value_of(pieces[1])))
+        return as_interval(such) or such
+    if not inner:
+        return Value("expression", parts, tree=["name", r"\emptyset"])
+    members = value_of(inner)
+    return Value("set", parts, members.items if members.kind == "list" else (members,))
+
+
+def _matrix(parts: tuple[Token, ...]) -> Value | None:
+    if len(parts) < 4 or parts[0].text != r"\begin" or parts[-2].text != r"\end" or parts[1].text != parts[-1].text:
+        return None
+    rows, _ = split(parts[2:-2], (r"\\",))
+    cells = [split(row, ("&",))[0] for row in rows if row]
+    items = tuple(
+        Value("tuple", row, tuple(map(value_of, cell))) for row, cell in zip([r for r in rows if r], cells, strict=True)
+    )
+    return Value("matrix", parts, items, (parts[1].text,))
+
+
+def _based(parts: tuple[Token, ...]) -> Value | None:
+    """Digits with their base: 1A_{16}, (12)_8."""
+    if len(parts) < 3 or parts[-2].text != "_":
+        return None
+    base = _NUMERALS.get(parts[-1].text, parts[-1].text)
+    digits = "".join(token.text for token in parts[:-2]).removeprefix("(").removesuffix(")").upper()
+    if not base.isdigit() or not re.fullmatch(r"-?(?=[\dA-F]*\d)[\dA-F]+(?:\.[\dA-F]+)?", digits):
+        return None
+    if not digits.lstrip("-")[0].isdigit() and base != "16":
+        return None
+    return Value("based", parts, ends=(digits.lstrip("0") or "0", base))
+
+
+def _where(parts: tuple[Token, ...]) -> Value | None:
+    """A value with its condition in brackets after it: \\frac{1}{x}(x > 0)."""
+    if len(parts) < 5 or parts[-1].text != ")":
+        return None
+    for start in range(1, len(parts) - 1):
+        if parts[start].text == "(" and closing(parts, start) == len(parts) - 1:
+            condition = value_of(parts[start + 1 : -1])
+            if condition.kind == "relation":
+                return Value("where", parts, (value_of(parts[:start]), condition))
+    return None
+
+
+def _expression(parts: tuple[Token, ...]) -> Value:
+    """An expression with its unit, else a text."""
+    core, unit = with_unit(parts)
+    for pieces, its_unit in ((core, unit), (list(parts), ())):
+        scale = SCALES.get(pieces[-1].text.lower()) if len(pieces) > 1 else None
+        try:
+            tree, computed = parse(pieces if scale is None else pieces[:-1])
+        except Unreadable:
+            continue
+        if scale is not None:
+            value = literal(tree)
+            if value is None:
+                continue
+            tree = ["number", str(value * scale)]
+        return Value("expression", parts, tree=tree, unit=its_unit, computed=computed)
+    return Value("text", parts)
+
+
+def is_name(value: Value) -> bool:
+    """Whether an equation with this side gives its value: x, f(2), P(A), but not 2x."""
+    parts = value.parts
+    depth = 0
+    for token in parts:
+        depth -= token.text in (")", "}", "]")
+        if depth <= 0 and (token.text in _NO_NAME or (token.kind == "number" and token is parts[0])):
+            return False
+        depth += token.text in ("(", "{", "[")
+    if any(token.kind == "word" and token.text.lower() in _NEGATIONS for token in parts):
+        return False
+    return any(token.kind in ("letter", "word") or token.kind == "command" for token in parts)
+
+
+def as_interval(value: Value) -> Value | None:
+    """The interval, or the union of intervals, that an inequality or a set of one variable is; None of another."""
+    if value.kind == "such":
+        name, condition = value.items
+        interval = as_interval(condition)
+        return interval if interval is not None and _text(name) == _variable(condition) else None
+    if value.kind == "list" and value.ends == ("or",):
+        intervals = [as_interval(item) for item in value.items]
+        if any(interval is None for interval in intervals) or len({_variable(item) for item in value.items}) > 1:
+            return None
+        return Value("union", value.parts, tuple(interval for interval in intervals if interval is not None))
+    if value.kind == "relation" and value.ends == (r"\in",) and is_name(value.items[0]):
+        return value.items[1] if value.items[1].kind in ("tuple", "union", "set") else None
+    variable = _variable(value) if value.kind == "relation" else None
+    if variable is None or not set(value.ends) <= ORDER.keys():
+        return None
+    sides, relations = ordered(value)
+    if not all(relation in ("<", r"\leq") for relation in relations) or len(sides) > 3:
+        return None
+    if len(sides) == 3:
+        if _text(sides[1]) != variable:
+            return None
+        low, high = sides[0], sides[2]
+        ends = ("(" if relations[0] == "<" else "[", ")" if relations[1] == "<" else "]")
+    elif _text(sides[0]) == variable:
+        low, high = _expression((_MINUS, _INFINITY)), sides[1]
+        ends = ("(", ")" if relations[0] == "<" else "]")
+    else:
+        low, high = sides[0], _expression((_INFINITY,))
+        ends = ("(" if relations[0] == "<" else "[", ")")
+    return Value("tuple", value.parts, (low, high), ends)
+
+
+def ordered(value: Value) -> tuple[tuple[Value, ...], tuple[str, ...]]:
+    """Sides and relations of an inequality, in rising order if it falls."""
+    if value.ends[0] in (">", r"\geq"):
+        return value.items[::-1], tuple(ORDER.get(relation, relation) for relation in value.ends[::-1])
+    return value.items, value.ends
+
+
+def _variable(value: Value) -> str | None:
+    """The variable that an inequality bounds: the one letter that is a side of it and stands in no other."""
+    if value.kind == "list":
+        return _variable(value.items[0])
+    if value.kind != "relation":
+        return None
+    letters = [_text(side) for side in value.items if len(side.parts) == 1 and side.parts[0].kind == "letter"]
+    names = [token.text for side in value.items for token in side.parts if token.kind == "letter"]
+    return letters[0] if len(letters) == 1 and names.count(letters[0]) == 1 else None
+
+
+def _text(value: Value) -> str:
+    return " ".join(token.text for token in value.parts)
+
+
+def same_spelling(one: Value, other: Value) -> bool:
+    """Whether two values have the same tokens."""
+    return spelling(one.parts) == spelling(other.parts)

@@ -1,0 +1,174 @@
+"""The program of the process that computes: for every line of its input, a child compares two expressions.
+
+The kernel kills a child that uses too much time or memory. It imports nothing of forge, so that it starts fast.
+
+Two expressions are equal if their values agree in DIGITS digits, relative to their size, at POINTS points: positive,
+negative and complex ones, so that sqrt(x^2) is not x. With a decimal point in one of them, a tolerance takes the place
+of the digits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+from sympy.core.function import AppliedUndef
+
+CPU_SECONDS = 0.75  # CPU time rather than wall time: a verdict must not depend on how busy the machine is
+MEMORY_BYTES = 2 << 30
+DIGITS = 30
+EXACT = 10.0**-DIGITS
+POINTS = 8
+_ENORMOUS = 10**5  # an exponent, or the argument of a factorial: unequal at once rather than after CPU_SECONDS
+
+
+class _Different(Exception):
+    """No value to compare."""
+
+
+def _built(tree: list[Any]) -> Any:
+    """A tree as sympy's expression. _Different: it has no value, or one that is too large to compute."""
+    kind, *arguments = tree
+    if kind in ("number", "decimal"):
+        return sympy.Rational(arguments[0])
+    if kind == "name":
+        return sympy.Symbol(arguments[0])
+    if kind == "constant":
+        return {"pi": sympy.pi, "e": sympy.E, "i": sympy.I, "oo": sympy.oo}[arguments[0]]
+    if kind == "latex":
+        return _read_latex(arguments[0])
+    name = arguments.pop(0) if kind in ("call", "apply") else ""
+    operands = [_built(argument) for argument in arguments]
+    if kind == "apply":
+        return sympy.Function(name)(*operands)
+    if kind == "call":
+        return _called(name, operands)
+    if kind in ("power", "factorial") and operands[-1].is_number and abs(operands[-1]) > _ENORMOUS:
+        raise _Different
+    return _OPERATIONS[kind](*operands)
+
+
+def _read_latex(text: str) -> Any:
+    """Sums, products, integrals and limits by math-verify's parser, case kept."""
+    from latex2sympy2_extended import latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+
+    config = ConversionConfig(
+        interpret_as_mixed_fractions=False, interpret_contains_as_eq=False, lowercase_symbols=False
+    )
+    try:
+        expression = latex2sympy(text, normalization_config=None, conversion_config=config)
+    except Exception as error:  # its grammar raises errors of many kinds
+        raise _Different from error
+    if not isinstance(expression, sympy.Expr):
+        raise _Different
+    return expression.subs({symbol: sympy.Symbol(symbol.name) for symbol in expression.free_symbols}).doit()
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": lambda *terms: sympy.Add(*terms),
+    "negate": lambda x: -x,
+    "multiply": lambda *factors: sympy.Mul(*factors),
+    "divide": lambda x, y: x / y,
+    "power": lambda x, y: x**y,
+    "root": lambda x, degree: x ** (1 / degree),
+    "factorial": lambda x: sympy.factorial(x),
+    "binomial": lambda n, k: sympy.binomial(n, k),
+    "abs": lambda x: sympy.Abs(x),
+    "floor": lambda x: sympy.floor(x),
+    "ceil": lambda x: sympy.ceiling(x),
+}
+
+
+def _called(name: str, operands: list[Any]) -> Any:
+    """A function of analysis; `log` is that to base 10."""
+    if name in ("log", "lg"):
+        return sympy.log(operands[0]) / sympy.log(10)
+    if name == "log_base":
+        return sympy.log(operands[1]) / sympy.log(operands[0])
+    if name == "det":
+        raise _Different
+    names = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log", "min": "Min", "max": "Max"}
+    return getattr(sympy, names.get(name, name))(*operands)
+
+
+def _has_decimal(tree: list[Any]) -> bool:
+    return tree[0] == "decimal" or any(_has_decimal(argument) for argument in tree[1:] if isinstance(argument, list))
+
+
+def _equal(kind: str, answer: list[Any], target: list[Any], tolerance: float) -> bool:
+    try:
+        ours, theirs = _built(answer), _built(target)
+    except _Different:
+        return False
+    if ours.has(sympy.nan, sympy.zoo) or theirs.has(sympy.nan, sympy.zoo):
+        return False
+    if kind == "expression" and ours == theirs:
+        return True
+    exact = _has_decimal(answer) == _has_decimal(target)
+    return _agree(kind, ours, theirs, EXACT if exact else max(EXACT, tolerance))
+
+
+def _agree(kind: str, ours: Any, theirs: Any, margin: float) -> bool:
+    """Whether values agree at all points, or by one factor at all of them."""
+    # A function without a definition has a value of its own for each of its arguments.
+    calls = sorted(ours.atoms(AppliedUndef) | theirs.atoms(AppliedUndef), key=str)
+    names = {call: sympy.Symbol(f"value of {call}") for call in calls}
+    ours, theirs = ours.subs(names), theirs.subs(names)
+    symbols = sorted(ours.free_symbols | theirs.free_symbols, key=str)
+    factors = []
+    for point in range(POINTS if symbols else 1):
+        values = {symbol: _coordinate(index, point) for index, symbol in enumerate(symbols)}
+        left, right = (side.subs(values).evalf(DIGITS + 15) for side in (ours, theirs))
+        if not (left.is_finite and right.is_finite):
+            continue  # a pole, or outside where it is defined
+        if kind == "expression" and abs(left - right) > margin * min(1, abs(right)):
+            return False
+        if kind != "expression":
+            if min(abs(left), abs(right)) < EXACT:
+                return False
+            factors.append(left / right)
+        else:
+            factors.append(sympy.Integer(1))
+    if not factors or max(abs(factor - factors[0]) for factor in factors) > margin * abs(factors[0]):
+        return False
+    return kind != "inequality" or sympy.re(factors[0]) > abs(factors[0]) / 2
+
+
+def _coordinate(index: int, point: int) -> Any:
+    """A coordinate of a point: positive, negative, complex and small ones in turn."""
+    value = sympy.Rational(7919 * (index + 3) * (point + 2) % 9973, 3001) + sympy.Rational(1, 7)
+    return (value, -value, value + sympy.I / 3, value / 5)[point % 4]
+
+
+def _serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    half = ["root", ["number", "1/2"], ["number", "2"]]
+    _equal(
+        "expression", half, ["power", ["decimal", "0.5"], ["decimal", "0.5"]], 1e-6
+    )  # loads all before the first fork
+    for line in sys.stdin:
+        if '["latex"' in line:
+            _equal("expression", ["latex", r"\int_0^1 x dx"], ["number", "1/2"], 0.0)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+                status = 0 if _equal(*json.loads(line)) else 1
+            finally:
+                os._exit(status)
+        status = os.waitpid(child, 0)[1]
+        print("unknown" if os.WIFSIGNALED(status) else "different" if status else "equal", flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

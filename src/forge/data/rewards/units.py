@@ -1,0 +1,176 @@
+"""Units around a value: read, compared, never converted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .notation import CURRENCIES, PREFIXED, Token, words
+
+Unit = tuple[tuple[str, int], ...]  # names with their powers, sorted
+
+# Spellings by the name of the unit. Plurals in -s are read as well.
+_SPELLINGS = {
+    "mm": "millimeter millimetre",
+    "cm": "centimeter centimetre",
+    "dm": "decimeter decimetre",
+    "m": "meter metre",
+    "km": "kilometer kilometre",
+    "inch": "in inches",
+    "foot": "ft feet",
+    "yard": "yd",
+    "mile": "mi",
+    "mg": "milligram",
+    "g": "gram gm",
+    "kg": "kilogram kilo",
+    "ton": "tonne t",
+    "pound": "lb quid",
+    "ounce": "oz",
+    "ms": "millisecond",
+    "second": "s sec",
+    "minute": "min",
+    "hour": "h hr",
+    "day": "",
+    "week": "wk",
+    "month": "",
+    "year": "yr",
+    "mL": "ml milliliter millilitre",
+    "liter": "l L litre",
+    "gallon": "gal",
+    "newton": "N",
+    "joule": "J",
+    "watt": "W",
+    "volt": "V",
+    "ampere": "A amp",
+    "ohm": "",
+    "pascal": "Pa",
+    "hertz": "Hz",
+    "mole": "mol",
+    "kelvin": "K",
+    "degree": "deg",
+    "radian": "rad",
+    "celsius": "C",
+    "fahrenheit": "F",
+    "dollar": "USD usd buck",
+    "cent": "¢",
+    "euro": "EUR",
+    "percent": "",
+    "unit": "",
+}
+_NAMES = {name: name for name in PREFIXED}
+_NAMES |= {spelling: name for name, spellings in _SPELLINGS.items() for spelling in [name, *spellings.split()]}
+_NAMES |= {
+    f"{spelling}s": name for spelling, name in _NAMES.items() if len(spelling) > 2 and not spelling.endswith("s")
+}
+_NAMES |= {"lbs": "pound", "hrs": "hour", "yrs": "year", "secs": "second", "mins": "minute", "feets": "foot"}
+_COMPOUND = {"mph": (("hour", -1), ("mile", 1)), "kmh": (("hour", -1), ("km", 1)), "kph": (("hour", -1), ("km", 1))}
+# Units of one letter that need no text command after a figure and a space. The others, such as C and A, name points.
+_LONE = frozenset("m s g h L N J W V")
+_MONEY = frozenset([*CURRENCIES.values(), "cent"])
+# Words that are no units: what follows changes the number, takes it back or gives another.
+_NOT_UNITS = re.compile(
+    r"and|n?or|but|to|pi|sqrt|sin|cos|tan|log|ln|exp|mod|frac|plus|minus|divided|multiplied|root|half|third"
+    r"|quarter|zero|one|two|three|(?:four|six|seven|eight|nine)(?:teen|ty)?|five|ten|eleven|twelve|thirteen|fifteen"
+    r"|eighteen|eighty|twenty|thirty|forty|fifty|twice|double|triple|dozen|hundred|thousand|[mb]illion|trillion|not?|never"
+    r"|wrong|incorrect|false|untrue|maybe|perhaps|possibly|probably|guess|unless|except|than|base|if"
+)
+_MOST_TOKENS = 12
+_MOST_WORDS = 6
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_AFTER_POWERS = {"squared": 2, "cubed": 3}
+_FILLERS = words("of in the a an per left over more long away old ago total altogether only is are")
+
+
+def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
+    """A value without the unit that follows it or the currency before it, and that unit; () without one."""
+    core = list(parts)
+    money: Unit = ()
+    sign = int(core[0].text in ("-", "+")) if core else 0
+    if len(core) > sign + 1 and core[sign].upright and core[sign].text in _MONEY:
+        money = ((core.pop(sign).text, 1),)
+    # The first token that begins a unit of all that follows.
+    for start in range(max(1, len(core) - _MOST_TOKENS), len(core)):
+        unit = _read(core[start:]) if _begins(core, start) else None
+        if unit is not None:
+            return core[:start], money or unit
+    return core, money
+
+
+def agree(unit: Unit, target: Unit) -> bool:
+    """Whether a unit is of the kind that the target has; a missing one is of any. Of free words one must be common."""
+    if not unit or not target or unit == target:
+        return True
+    if {name for name, _ in (*unit, *target)} <= _NAMES.keys() | set(_NAMES.values()):
+        degrees = {(("degree", 1),), (("celsius", 1), ("degree", 1)), (("degree", 1), ("fahrenheit", 1))}
+        return {unit, target} <= degrees and (("degree", 1),) in (unit, target)
+    return any(part in target for part in unit if part[0] not in _NAMES)
+
+
+def _begins(parts: Sequence[Token], start: int) -> bool:
+    """Whether a unit can begin at this token."""
+    token, before = parts[start], parts[start - 1]
+    if token.text == "^":
+        return start + 1 < len(parts) and parts[start + 1].text == r"\circ"
+    if token.kind == "letter":
+        return token.spaced and token.text in _LONE and (before.kind == "number" or before.text in (")", "}"))
+    return token.kind == "word" or token.text == "%"
+
+
+def _read(parts: Sequence[Token]) -> Unit | None:
+    """The unit that tokens spell; None: they spell none."""
+    powers: dict[str, int] = {}
+    sign, coming, last = 1, 1, ""
+    words = 0
+    index = 0
+    while index < len(parts):
+        token = parts[index]
+        text = token.text
+        following = parts[index + 1].text if index + 1 < len(parts) else ""
+        lower = text.lower()
+        if token.kind == "letter" and (
+            (text not in _NAMES and lower not in _FILLERS)
+            or (index and not token.spaced and parts[index - 1].kind == "letter")
+        ):
+            return None
+        if token.kind in ("word", "letter"):
+            words += 1
+            if _NOT_UNITS.fullmatch(lower):
+                return None
+            if text in _COMPOUND:
+                powers |= dict(_COMPOUND[text])
+            elif lower in _POWERS and following:
+                coming = _POWERS[lower]
+            elif lower in _AFTER_POWERS:
+                if not last:
+                    return None
+                powers[last] *= _AFTER_POWERS[lower]
+            elif lower == "per" and last:
+                sign = -1
+            elif lower not in _FILLERS or (text == "in" and not following.isalpha()):
+                last = _NAMES.get(text) or _NAMES.get(lower) or _singular(lower)
+                powers[last] = powers.get(last, 0) + sign * coming
+                coming = 1
+        elif text == "^" and following == r"\circ":
+            last = "degree"
+            powers[last] = 1
+            index += 1
+        elif text == "^" and last and re.fullmatch(r"-?\d", following):
+            powers[last] *= int(following)
+            index += 1
+        elif text == "/" and last:
+            sign = -1
+        elif text == "%" and not last:
+            last = "percent"
+            powers[last] = 1
+        elif text == "(" and following == "s":  # apple(s)
+            index += 2
+        elif text not in ("-", "(", ")", "'", "{", "}") or not last:
+            return None
+        index += 1
+    if words > _MOST_WORDS or coming != 1 or (not powers and not words):
+        return None
+    return tuple(sorted((name, power) for name, power in powers.items() if power))
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
