@@ -179,7 +179,15 @@ def mutations(target: str) -> Iterator[str]:
         f"\\{{{text}, 7731\\}}",
         f"\\text{{not }} {text}",
     )
-    yield from (f"[{text}, 7731)", f"{text} \\text{{ or }} 7731", f"7731, {text}", f"({text}, {text})", f"{text} 7731")
+    yield from (
+        f"[{text}, 7731)",
+        f"\\text{{{text} or less}}",
+        f"\\sqrt{{{text}}} + 7731",
+        f"{text} \\text{{ or }} 7731",
+        f"7731, {text}",
+        f"({text}, {text})",
+        f"{text} 7731",
+    )
     yield from (
         f"{text} \\text{{ and }} {text}",
         f"\\begin{{pmatrix}} {text} \\\\ 7731 \\end{{pmatrix}}",
@@ -215,7 +223,16 @@ def mutations(target: str) -> Iterator[str]:
             )
             yield from (f"{text}\\text{{ million}}", f"{text} dozen", f"{text}\\frac{{1}}{{3}}", f"{text}^{{\\prime}}x")
     elif not re.search(r"[<>=]|\\leq|\\geq|\\in|\\text|or|and", text):
-        yield from (f"2({text})", f"{text}^7", f"{text}_7", f"{text}'", f"{text}+7")
+        yield from (f"2({text})", f"3({text})", f"{text}_7", f"{text}'", f"{text}+7", f"7+{text}")
+    else:
+        yield from (
+            f"{text}, 7",
+            f"7 = {text}",
+            f"{text} = 7",
+            f"{text} + 7731",
+            f"2{text}",
+            f"{text} \\text{{ or }} x=7731",
+        )
 
 
 def swapped_parts(text: str) -> Iterator[str]:
@@ -399,10 +416,22 @@ def spellings(target: str) -> Iterator[str]:
     yield from (f"\\boxed{{{form}}}" for form in inside)
 
 
-# Verdicts that a person could give either way: (what, pattern of answer, pattern of target).
-DOUBTFUL: list[tuple[str, str, str]] = [
-    ("a name in front of its own value", r"^x ?[=<]", r"^x"),
-]
+# Verdicts that a person could give either way: not counted.
+DOUBTFUL = {
+    ("\\log (y-x+1)>0", "$\\ln (y-x+1)>0$"): "it is the same condition",
+    ("\\boxed{5,720-\\frac{15(3+n)}{2^{n-4}}}", "5, $720-\\frac{15(3+n)}{2^{n-4}}$"): "5,720 may be one number",
+}
+
+
+def changed(target: str) -> set[str]:
+    """The mutations of a target."""
+    texts = {text for text in mutations(target) if re.sub(r"[\s{}]", "", text) != re.sub(r"[\s{}]", "", bare(target))}
+    return {text for text in texts if (text, target) not in DOUBTFUL}
+
+
+def written(target: str) -> set[str]:
+    """The spellings of a target."""
+    return {text for text in spellings(target) if text != target and (text, target) not in DOUBTFUL}
 
 
 def main() -> None:
@@ -424,19 +453,17 @@ def main() -> None:
     accepted, rejected = [], []
     counts: dict[str, list[int]] = {"mutations": [], "spellings": []}
     for target in targets:
-        changed = {
-            text for text in mutations(target) if re.sub(r"[\s{}]", "", text) != re.sub(r"[\s{}]", "", bare(target))
-        }
-        forms = set(spellings(target)) - {target}
-        counts["mutations"].append(len(changed))
-        counts["spellings"].append(len(forms))
-        accepted += [(text, target) for text in sorted(changed) if verdict(f"\\boxed{{{text}}}", target)]
-        rejected += [(text, target) for text in sorted(forms) if not verdict(text, target)]
+        counts["mutations"].append(len(changed(target)))
+        counts["spellings"].append(len(written(target)))
+        accepted += [(text, target) for text in sorted(changed(target)) if verdict(f"\\boxed{{{text}}}", target)]
+        rejected += [(text, target) for text in sorted(written(target)) if not verdict(text, target)]
     for what, wrong in (("mutations", accepted), ("spellings", rejected)):
         total = sum(counts[what])
         print(f"{what}: {total}, at least {min(counts[what])} a target; wrong {len(wrong)} ({len(wrong) / total:.3%})")
         for text, target in wrong[: options.show]:
             print(f"    {text!r} for {target!r}")
+    for (text, target), reason in DOUBTFUL.items():
+        print(f"doubtful, not counted: {text!r} for {target!r}: {reason}")
     different = sorted({bare(target) for target in targets})
     equal = [(one, other) for one, other in combinations(different, 2) if verdict(f"\\boxed{{{one}}}", other)]
     print(f"pairs of targets: {len(different) * (len(different) - 1) // 2}; taken for equal: {len(equal)}")

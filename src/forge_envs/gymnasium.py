@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from forge.envs.environment import Action, Environment, InfrastructureError, Message, Step
+from forge.envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
 from forge.verifiers.threads import in_thread
 from forge.verifiers.verifier import Unscored
 
@@ -19,14 +19,16 @@ except ImportError as error:
 class GymnasiumEnvironment(Environment):
     """A turn is an action: text of a `Text` space, or the number or name of an action of a `Discrete` space.
 
-    An invalid turn is answered with the valid actions and does not count as a step. A task that is a mapping becomes
-    the `options` of the environment's reset.
+    Thoughts are no part of the action. An invalid turn is answered with the valid actions and does not count as a step;
+    nor does one that was cut at its limit of tokens. A task that is a mapping becomes the `options` of the
+    environment's reset.
 
     Args:
         make: makes the environment on first use, such as `lambda: gymnasium.make("FrozenLake-v1")`.
         prompt: precedes the first observation.
         actions: names of the actions of a `Discrete` space.
         to_text: formats observations; by default `str`, for `Text` and `Discrete` spaces.
+        play_truncated: whether a turn that was cut at its limit is played as far as it goes.
         timeout: seconds for one call; InfrastructureError beyond it. The environment is replaced after a timeout or
             a cancelled call.
 
@@ -42,9 +44,11 @@ class GymnasiumEnvironment(Environment):
         prompt: str = "",
         actions: Sequence[str] | None = None,
         to_text: Callable[[Any], str] | None = None,
+        play_truncated: bool = False,
         timeout: float = 60.0,
     ) -> None:
         self._make, self._prompt, self._to_text, self._timeout = make, prompt, to_text, timeout
+        self._play_truncated = play_truncated
         self._names = None if actions is None else [name.casefold() for name in actions]
         self._env: Env[Any, Any] | None = None
 
@@ -63,8 +67,10 @@ class GymnasiumEnvironment(Environment):
         """Take a turn."""
         if self._env is None:
             raise RuntimeError("step before reset")
+        if action.truncated and not self._play_truncated:
+            return Step((_said(CUT),))
         try:
-            chosen = self._chosen(self._env, action.content or action.text.strip())
+            chosen = self._chosen(self._env, action.answer)
         except ValueError as error:
             return Step((_said(f"error: {error}"),))
         env = self._env

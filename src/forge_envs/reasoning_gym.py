@@ -34,13 +34,14 @@ class ReasoningGymEnvironment(Environment):
     Answers are scored by the family's scorer, with guards: "nan" and "inf" score 0 unless they are right, and so do
     answers that are far longer than the right one; an answer that breaks the scorer scores 0 if the right answer does
     not. If that breaks it too, or the scorer accepts nonsense, leaves [0, 1] or takes more than 10 s, the episode has
-    no reward and `info["unscored"]` has the reason.
+    no reward and `info["unscored"]` has the reason. A turn that was cut at its limit of tokens is no answer: the
+    episode is truncated, with reward 0.
 
     Args:
         family: such as "gcd".
         size, seed: of the dataset.
         prompt: formats a dataset entry; by default its "question". Small models do better with the payload alone.
-        answer: extracts the answer from a turn; by default the stripped turn.
+        answer: extracts the answer from a turn, which it gets without its thoughts; by default all of it.
         allow_wrong: allow a family known to reward wrong answers.
         settings: of the family.
 
@@ -92,7 +93,9 @@ class ReasoningGymEnvironment(Environment):
         if self._entry is None:
             raise RuntimeError("step before reset")
         entry, self._entry = self._entry, None
-        answer = self._answer(action.content or action.text)
+        if action.truncated:  # the answer did not come
+            return Step(truncated=True, info={"entry": entry})
+        answer = self._answer(action.answer)
         try:
             reward = await in_thread(
                 lambda: self._score(answer, entry), limit=_SCORING, what=f"score of {self._family}"

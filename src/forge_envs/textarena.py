@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from forge.envs.environment import Action, Environment, Step
+from forge.envs.environment import CUT, Action, Environment, Step
 
 try:
     import textarena
@@ -29,6 +29,8 @@ class TextArenaEnvironment(Environment):
         game: id, such as "GuessTheNumber-v0". Some games download word lists.
         opponent: plays the other seats: maps all messages to its seat to an action.
         players: number of players.
+        play_truncated: whether a turn that was cut at its limit of tokens is played; otherwise the game waits for
+            another.
         seat: of the policy.
         settings: of the game.
 
@@ -38,7 +40,14 @@ class TextArenaEnvironment(Environment):
     """
 
     def __init__(
-        self, game: str, *, opponent: Opponent | None = None, players: int = 1, seat: int = 0, **settings: Any
+        self,
+        game: str,
+        *,
+        opponent: Opponent | None = None,
+        players: int = 1,
+        seat: int = 0,
+        play_truncated: bool = False,
+        **settings: Any,
     ) -> None:
         # Without its wrappers, which repeat the whole history in each turn.
         raw = game if game.endswith("-raw") else f"{game}-raw"
@@ -49,6 +58,7 @@ class TextArenaEnvironment(Environment):
         if players > 1 and opponent is None:
             raise ValueError(f"a game for {players} players needs an opponent for the other seats")
         self._raw, self._opponent, self._players, self._seat = raw, opponent, players, seat
+        self._play_truncated = play_truncated
         self._settings, self._game, self._random = settings, None, random.getstate()
         self._unread: dict[int, list[str]] = {}
 
@@ -69,7 +79,9 @@ class TextArenaEnvironment(Environment):
         """Take a turn, and let the others take theirs."""
         if self._game is None:
             raise RuntimeError("step before reset")
-        return await self._until_turn(self._say(action.content or action.text.strip()))
+        if action.truncated and not self._play_truncated:
+            return Step(({"role": "user", "content": CUT},))
+        return await self._until_turn(self._say(action.answer))
 
     async def close(self) -> None:
         """Discard the game."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from forge.data.code_blocks import python_block
+from forge.data.thoughts import without_thoughts
 from forge.plugin import construct
 from forge.verifiers.verifier import Scores, Unscored, collect
 
@@ -21,8 +23,6 @@ from .harness import BEGUN, HARNESS, read_marked
 from .literals import literal
 from .sandbox import Sandbox
 from .separate import judges, new_mark, of_program, report, script, separable
-
-_LANGUAGES = ("", "python", "py", "python3")
 
 
 class Ended(Protocol):
@@ -86,18 +86,9 @@ def forgeable(case: Case) -> bool:
 
 
 def code_block(response: str) -> str | None:
-    """The last fenced block in Python or without a language; None if there is none."""
-    found: str | None = None
-    begin: int | None = None  # of the open block
-    at = 0
-    for line in response.split("\n"):
-        fence = line.strip(" \t")
-        if begin is None and fence[:3] == "```" and fence[3:].strip(" \t").lower() in _LANGUAGES:
-            begin = at + len(line) + 1
-        elif begin is not None and fence[:3] == "```":
-            found, begin = response[begin:at], None
-        at += len(line) + 1
-    return found
+    """The program of a response: after its thoughts, the last fenced block in Python, else the last without a language;
+    None if there is neither."""
+    return python_block(without_thoughts(response))
 
 
 class CodeVerifier:

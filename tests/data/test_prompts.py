@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge.data.config import DatasetConfig
-from forge.data.prompts import stop_ids, supervised
+from forge.data.prompts import PromptFormat, stop_ids, supervised
 from forge.data.rewards import MathReward
 from forge.data.tokenizer import character_tokenizer
 from tests.data.rows import ROWS, TOKENIZER, make
@@ -72,6 +72,26 @@ def test_multiple_choice(jsonl):
 
 ROW = {"question": "one", "answer": "1"}
 CHOICE = {"question": "one", "answer": "D", "options": ["x", "y"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "letter"),
+    [
+        (["0", "2", "1", "3"], 1, "B"),  # a number is a position, whatever the options say
+        (["0", "2", "1", "3"], "1", "C"),  # text is the text of an option
+        (["4", "3", "2", "1", "0"], 0, "A"),
+        (["4", "3", "2", "1", "0"], "0", "E"),
+        (["10", "20", "30"], 20, "B"),  # no position
+        (["x", "y"], "1", "B"),
+        (["B", "A"], "A", "A"),  # a letter
+        (["1", "0"], 1, "B"),
+    ],
+)
+def test_the_target_of_a_multiple_choice_is_a_position_a_letter_or_a_text(options, answer, letter):
+    prompts = PromptFormat(character_tokenizer(), prompt_template="{choices}", target_field="answer", choices_field="o")
+    assert prompts.render({"o": options, "answer": answer})[1] == letter
+
+
 CHOOSE = {"choices_field": "options", "prompt_template": "{choices}"}
 
 

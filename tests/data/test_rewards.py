@@ -194,7 +194,8 @@ def test_the_helper_is_replaced_after_a_kill_and_ends_with_its_owner():
     os.kill(symbolic._helper.pid, signal.SIGKILL)
     assert reward("", r"\boxed{2+x}", "x+2") == 1.0
     program = (
-        "import os, signal; from forge.data.rewards import MathReward, symbolic as s; MathReward()('', r'\\boxed{1+x}', 'x+1');"
+        "import os, signal; from forge.data.rewards import MathReward, symbolic as s;"
+        r"MathReward()('', r'\boxed{1+x}', 'x+1');"
         "print(s._helper.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     owner = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

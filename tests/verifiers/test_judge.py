@@ -76,7 +76,7 @@ def short_pauses(monkeypatch):
 
 def test_one_vote():
     def answer(body):
-        return chat("I think... No. Wait, YES!" if "2}" in body["messages"][1]["content"] else "No.")
+        return chat("I think... No. Wait:\nYES!" if "2}" in body["messages"][1]["content"] else "No.")
 
     endpoint = Endpoint(default=answer)
     found, judge = endpoint.judged(["{2}", "{3}"], system_prompt="be", api_key="key", prices=(2.0, 30.0))

@@ -108,7 +108,7 @@ class PromptFormat:
             if found is None or found[1] is None:
                 raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
             target = found[1].strip()
-        return text, self._letter(target, options) if options else target
+        return text, self._letter(row[self.target_field], target, options) if options else target
 
     def _options(self, row: Mapping[str, Any]) -> list[str]:
         """The options of multiple choice in the order of their letters; empty without `choices_field`."""
@@ -124,9 +124,13 @@ class PromptFormat:
         random.Random(repr(sorted(options))).shuffle(options)
         return options
 
-    def _letter(self, target: str, options: list[str]) -> str:
+    def _letter(self, value: object, target: str, options: list[str]) -> str:
+        """The letter of the option that a target names: by its position from 0 if the row's value is a whole number, by
+        its letter or text otherwise."""
         target = target.strip()
         if isinstance(self.choices_field, str):
+            if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(options):
+                return LETTERS[value]
             if target in LETTERS[: len(options)]:
                 return target
             if target.isdecimal() and int(target) < len(options) and target not in options:

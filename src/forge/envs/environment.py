@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..data.thoughts import without_thoughts
+
 Message = dict[str, Any]  # {"role": "system" | "user" | "tool", "content": text}; a tool's answer also has its "name"
 
 
@@ -34,6 +36,14 @@ class Action:
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
     truncated: bool = False
+
+    @property
+    def answer(self) -> str:
+        """What the turn says after its thoughts, without tool calls; the calls as text if it says nothing else."""
+        return without_thoughts(self.content) or without_thoughts(self.text)
+
+
+CUT = "error: the turn was cut at its limit of tokens before it ended, so it was not played"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from forge.envs.environment import Action, Environment, Message, Step
+from forge.envs.environment import CUT, Action, Environment, Message, Step
 
 from ..content import text_of
 from .client import OpenEnvClient, OpenEnvError, Session
@@ -32,6 +32,7 @@ class OpenEnvEnvironment(Environment):
         server: a client, whose sessions are shared with other environments; or a url, for a client of its own.
         to_action: JSON of an action. By default the turn's text is the only required (or only) field of the server's
             schema, converted to a number if the schema says so; with several fields the turn must be a JSON object.
+            Thoughts are no part of it, and a turn that was cut at its limit of tokens is no action.
         to_messages: messages for the policy. By default a single text of the observation, else its JSON.
         to_reset: the reset's parameters from task and seed. By default the seed, and the items of a mapping or `task`.
         mcp: offer tools.
@@ -82,6 +83,8 @@ class OpenEnvEnvironment(Environment):
             return await self._call_tools(self._session, action)
         if self._mcp and self._to_action is None:
             return self._step((), None, {}, over=True)
+        if action.truncated and self._to_action is None and not self._forge:
+            return Step((_user(CUT),))
         try:
             wanted = (self._to_action or self._default_action)(action)
         except ValueError as error:
@@ -155,7 +158,7 @@ class OpenEnvEnvironment(Environment):
             return asdict(action)
         fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
         needed = [name for name in schema.get("required", ()) if name in fields] or list(fields)
-        text = action.content or action.text.strip()
+        text = action.answer
         if len(needed) != 1:
             try:
                 value = json.loads(text)

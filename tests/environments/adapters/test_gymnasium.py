@@ -63,6 +63,36 @@ def test_numbered_actions_and_a_limit_of_steps():
     assert (steps[-1].terminated, steps[-1].truncated) == (False, True)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<think>\nsafe\n</think>\n\n2", "1"),
+        ("<think>up? 3</think> 1", "4"),
+        ("down is 1</think>2", "1"),
+        ("[THINK]0[/THINK]1", "4"),
+        ("<reasoning>left</reasoning>\n2\n", "1"),
+        ("<think>2", "error: an action is a number from 0 to 3"),
+    ],
+)
+def test_thoughts_are_no_part_of_an_action(text, said):
+    assert played(GymnasiumEnvironment(lake), [text])[1].messages[0]["content"] == said
+
+
+def test_a_turn_that_was_cut_is_not_played():
+    async def main(env):
+        await env.reset(None, seed=0)
+        cut = await env.step(Action("2", "2", truncated=True))
+        whole = await env.step(Action("2", "2"))
+        await env.close()
+        return cut, whole
+
+    cut, whole = asyncio.run(main(GymnasiumEnvironment(lake)))
+    assert "was cut at its limit" in cut.messages[0]["content"]
+    assert (cut.reward, cut.done, whole.messages[0]["content"]) == (0.0, False, "1")
+    played_on, whole = asyncio.run(main(GymnasiumEnvironment(lake, play_truncated=True)))
+    assert (played_on.messages[0]["content"], whole.messages[0]["content"]) == ("1", "2")
+
+
 def test_text():
     env = GymnasiumEnvironment(Spelling)
     first, long, last = played(env, ["far too long", "eert"], {"word": "tree"})

@@ -101,6 +101,35 @@ def test_an_action_of_one_field_is_what_the_turn_says():
     assert asked[1] == ("step", {"word": "left"})
 
 
+@pytest.mark.parametrize("text", ["<think>\nleft is 3\n</think>\n\n4", "maybe 3</think>4", "[THINK]3[/THINK] 4"])
+def test_thoughts_are_no_part_of_an_action(text):
+    asked = []
+
+    def answer(kind, data):
+        asked.append((kind, data))
+        return observed({"text": "well"})
+
+    played([text], answer, {"move": {"type": "integer"}})
+    assert asked[1] == ("step", {"move": 4})
+
+
+def test_a_turn_that_was_cut_is_no_action():
+    asked = []
+
+    def answer(kind, data):
+        asked.append(kind)
+        return observed({"text": "well"})
+
+    async def main():
+        async with server(answer, {"word": {"type": "string"}}) as url, OpenEnvClient(url) as client:
+            env = OpenEnvEnvironment(client)
+            await env.reset({}, seed=5)
+            return await env.step(Action("4", "4", truncated=True))
+
+    assert "was cut at its limit" in asyncio.run(main()).messages[0]["content"]
+    assert asked == ["reset"]
+
+
 def test_an_action_of_several_fields_is_json():
     asked = []
 

@@ -86,7 +86,7 @@ def final_answer(response: str) -> str | None:
     return last if whole is None or (last is not None and number(last) == whole) else response.strip()
 
 
-def _stated(text: str) -> str | None:
+def _stated(text: str, *, whole_line: bool = False) -> str | None:
     """What follows the last "answer is", up to the end of the phrase, or of the line if that gives several."""
     last = None
     for last in _PHRASE.finditer(text):  # noqa: B007
@@ -94,6 +94,8 @@ def _stated(text: str) -> str | None:
     if last is None:
         return None
     phrase = text[last.end() :].partition("\n")[0]
+    if whole_line:
+        return phrase.strip()
     end = _PHRASE_END.search(phrase)
     if end is None or _ANOTHER.match(phrase[end.start() : end.start() + 100]):
         return phrase.strip()
@@ -156,7 +158,8 @@ class MathReward:
             hashes = _HASHES.findall(target)
             wanted = (hashes[-1] if hashes else target).strip()
         # A response that is the target needs no extraction, which would read "x + 2" as 2.
-        if same_text(response, wanted):
+        stated = None if boxed(response) else _stated(response, whole_line=True)
+        if same_text(response, wanted) or same_text(stated or "", wanted):
             return True
         answer = final_answer(response)
         if answer is None:

@@ -21,8 +21,8 @@ def words(text: str) -> frozenset[str]:
 
 
 LONGEST = 4000  # characters of a final answer; longer ones compare as they are
-RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"  # exponents
-_RAISED = re.compile(f"[{RAISED}]+")
+RAISED = frozenset("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")  # exponents
+_RAISED = re.compile(f"[{''.join(sorted(RAISED))}]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+")  # indices
 _MINUS = dict.fromkeys(map(ord, "−–‐‑"), "-")
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "₩": "won", "₽": "rouble"}
@@ -36,10 +36,10 @@ _COMMANDS = {
 _COMMANDS |= {letter.upper(): name.title() for letter, name in _COMMANDS.items()}
 GREEK = frozenset(f"\\{name}" for name in _COMMANDS.values())
 _OPERATORS = """ϕ phi ϑ theta ϵ epsilon ∞ infty ≤ leq ≥ geq ⩽ leq ⩾ geq ≠ neq ≈ approx × cdot · cdot ⋅ cdot ∙ cdot
-∗ cdot ÷ div ± pm ∓ mp ∪ cup ∩ cap ∈ in ∉ notin ∅ emptyset ⊂ subset ⊆ subseteq ⊃ supset ⊇ supseteq ∠ angle △ triangle ⊥ perp
-∥ parallel √ sqrt ∑ sum ∏ prod ∫ int → to ⇒ Rightarrow ∣ mid ′ prime ℝ mathbb{R} ℤ mathbb{Z} ℕ mathbb{N} ℚ mathbb{Q}
-ℂ mathbb{C} ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil ∧ wedge ∨ vee ¬ neg ∀ forall ∃ exists … ldots ≡ equiv ∼ sim ⟨ langle
-⟩ rangle"""
+∗ cdot ÷ div ± pm ∓ mp ∪ cup ∩ cap ∈ in ∉ notin ∅ emptyset ⊂ subset ⊆ subseteq ⊃ supset ⊇ supseteq ∠ angle △ triangle
+⊥ perp ∥ parallel √ sqrt ∑ sum ∏ prod ∫ int → to ⇒ Rightarrow ∣ mid ′ prime ℝ mathbb{R} ℤ mathbb{Z} ℕ mathbb{N} ℚ
+mathbb{Q} ℂ mathbb{C} ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil ∧ wedge ∨ vee ¬ neg ∀ forall ∃ exists … ldots ≡ equiv ∼ sim
+⟨ langle ⟩ rangle"""
 _COMMANDS |= dict(zip(_OPERATORS.split()[::2], _OPERATORS.split()[1::2], strict=True))
 # Commands that say the same, by the one that is kept; "" where they carry no meaning.
 _SAME = {
@@ -104,7 +104,7 @@ _TOKEN = re.compile(
 PREFIXED = frozenset(f"{prefix}{unit}" for prefix in "nmckMG" for unit in [*"mgsLlNJWVA", "Pa", "Hz"]) - {"Gs"}
 # Runs of two letters that are words; the first may also be a product of variables, as in at + b.
 PRODUCTS = PREFIXED | words("at an am by mi")
-SHORT_WORDS = PRODUCTS | words("or no is of in on to if lb oz ft pm hr yd sq Hz Pa")
+SHORT_WORDS = PRODUCTS | words("or no is of in on to if so it as be we he lb oz ft pm hr yd sq Hz Pa")
 _CLOSED_BY = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
 
 
@@ -134,14 +134,17 @@ def same_text(answer: str, target: str) -> bool:
 
 def spelling(parts: Sequence[Token]) -> tuple[str, ...]:
     """What texts that say the same have in common: the tokens, words without their case and a leading article."""
-    texts = tuple(folded(token) for token in parts)
+    spelled = [token.text for token in parts if token.kind == "word"]
+    shouted = len(spelled) > 1 and max(map(len, spelled)) > 4 and all(map(str.isupper, spelled))
+    texts = tuple(token.text.casefold() if shouted and token.kind == "word" else folded(token) for token in parts)
     return texts[1:] if len(texts) > 1 and parts[0].kind == "word" and texts[0] in ("the", "an") else texts
 
 
 def folded(token: Token) -> str:
     """The text of a token; of a word in lower case, unless it may be a name in capitals, such as ABD or MHz."""
     text = token.text
-    if token.kind != "word" or (len(text) < 5 and not (text.islower() or (text.istitle() and len(text) > 2))):
+    is_name = len(text) < 5 and not text.islower() and (not text.istitle() or text in PREFIXED or len(text) == 1)
+    if token.kind != "word" or is_name:
         return text
     return text.casefold()
 
@@ -333,11 +336,12 @@ def _trimmed(parts: list[Token]) -> list[Token]:
     """Without a leading "=", closing punctuation, and braces around the whole."""
     while parts and parts[0].text in ("=", r"\approx"):
         parts = parts[1:]
-    while parts and (
-        parts[-1].text in (".", ",", ";", ":", r"\\", "\\")
-        or (parts[-1].text == "!" and len(parts) > 1 and parts[-2].kind == "word")
-    ):
-        parts = parts[:-1]
-    while len(parts) > 1 and parts[0].text == "{" and closing(parts, 0) == len(parts) - 1:
-        parts = parts[1:-1]
+    while parts:
+        exclaimed = parts[-1].text == "!" and len(parts) > 1 and parts[-2].kind == "word"
+        if exclaimed or parts[-1].text in (".", ",", ";", ":", r"\\", "\\"):
+            parts = parts[:-1]
+        elif len(parts) > 1 and parts[0].text == "{" and closing(parts, 0) == len(parts) - 1:
+            parts = parts[1:-1]
+        else:
+            break
     return parts

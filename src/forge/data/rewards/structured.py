@@ -6,14 +6,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from ..thoughts import without_thoughts
+
 
 @dataclass(frozen=True, slots=True)
 class JsonMatch:
     """How far a response is the JSON object of the target.
 
-    0 unless the response is one JSON object and nothing else but white space. Otherwise `form` plus (1 - form) times
-    the share of keys, of both objects together, whose values are equal; 1 means that the objects are equal. Values of
-    different JSON types differ: 1, 1.0, true and "1" are four values.
+    0 unless the response is one JSON object and nothing else but thoughts and white space. Otherwise `form` plus
+    (1 - form) times the share of keys, of both objects together, whose values are equal; 1 means that the objects are
+    equal. Values of different JSON types differ: 1, 1.0, true and "1" are four values.
 
     Args:
         form: the reward of an object none of whose values is right, in [0, 1). ValueError: outside.
@@ -26,7 +28,7 @@ class JsonMatch:
             raise ValueError(f"form must be in [0, 1), got {self.form}")
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
-        expected, found = _object(target), _object(response)
+        expected, found = _object(target), _object(without_thoughts(response, prompt))
         if expected is None:
             raise ValueError(f"the target {target[:60]!r} is no JSON object")
         if found is None:

@@ -24,7 +24,7 @@ CPU_SECONDS = 0.75  # CPU time rather than wall time: a verdict must not depend 
 MEMORY_BYTES = 2 << 30
 DIGITS = 30
 EXACT = 10.0**-DIGITS
-POINTS = 8
+POINTS = 4
 _ENORMOUS = 10**5  # an exponent, or the argument of a factorial: unequal at once rather than after CPU_SECONDS
 
 
@@ -142,9 +142,10 @@ def _agree(kind: str, ours: Any, theirs: Any, margin: float) -> bool:
 
 
 def _coordinate(index: int, point: int) -> Any:
-    """A coordinate of a point: positive, negative, complex and small ones in turn."""
+    """A coordinate of a point: positive, negative, complex and small ones in turn, of other signs than its neighbour's,
+    so that sqrt(x^2 y^2) is not xy."""
     value = sympy.Rational(7919 * (index + 3) * (point + 2) % 9973, 3001) + sympy.Rational(1, 7)
-    return (value, -value, value + sympy.I / 3, value / 5)[point % 4]
+    return (value, -value, value + sympy.I / 3, value / 5)[(index + point) % 4]
 
 
 def _serve() -> None:

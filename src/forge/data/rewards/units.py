@@ -164,7 +164,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
             powers[last] = 1
         elif text == "(" and following == "s":  # apple(s)
             index += 2
-        elif text not in ("-", "(", ")", "'", "{", "}") or not last:
+        elif text not in ("-", "(", ")", "{", "}") or not last:
             return None
         index += 1
     if words > _MOST_WORDS or coming != 1 or (not powers and not words):

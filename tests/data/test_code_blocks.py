@@ -1,0 +1,42 @@
+"""The program of a response, among blocks of other languages, nested fences and thoughts."""
+
+import pytest
+
+from forge.data.code_blocks import CodeBlock, code_blocks
+from forge_sandbox.code_verifier import code_block
+
+DOC = "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n"
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```sh\npip install x\n```\nthen\n```python\nprint(2)\n```", "print(2)\n"),
+        ("```python\nprint(2)\n```\nIt prints:\n```\n2\n```", "print(2)\n"),
+        ("```python\nprint(2)\n```\n```text\n2\n```\n```json\n{}\n```", "print(2)\n"),
+        ("```python\nprint(1)\n```\nBetter:\n```py\nprint(2)\n```", "print(2)\n"),
+        ("```\nprint(2)\n```", "print(2)\n"),
+        ("~~~ Python3\nprint(2)\n~~~", "print(2)\n"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        (f"```python\n{DOC}```", DOC),
+        ("1. Write\n   ```python\n   print(2)\n   ```", "print(2)\n"),
+        ("<answer>\n```python\nprint(2)\n```\n</answer>", "print(2)\n"),
+        ('```python title="a.py"\nprint(2)\n```', "print(2)\n"),
+        ("```{python}\nprint(2)\n```", "print(2)\n"),
+        ("```python\nprint(2)", "print(2)"),  # CommonMark closes it with the text
+        ("<think>\n```python\nprint(1)\n```\n</think>\n```python\nprint(2)\n```", "print(2)\n"),
+        ("<think>\n```python\nprint(1)\n```\n</think>\nnone", None),
+        ("```js\nconsole.log(2)\n```", None),
+        ("```bash\nls\n```", None),
+        ("`print(2)`", None),
+        ("print(2)", None),
+        ("```python\nprint(1)```\nprint(2)\n```", "print(1)```\nprint(2)\n"),  # a fence closes on a line of its own
+    ],
+)
+def test_the_program_is_the_last_block_in_python(response, program):
+    assert code_block(response) == program
+
+
+def test_blocks_in_order_with_their_languages():
+    text = "```Bash\nls\n```\n\n    ```\n    indented code, no fence\n\n~~~\nx\n~~~"
+    assert code_blocks(text) == [CodeBlock("bash", "ls\n"), CodeBlock("", "x\n")]
