@@ -309,7 +309,7 @@ def spellings(target: str) -> Iterator[str]:
             f" {plain} ",
         )
         yield from (f"\\boxed{{\\text{{{plain}}}.}}", f"#### {plain} ", f"\\boxed{{\\mathbf{{\\text{{{plain}}}}}}}")
-        if len(plain) > 5 and "\\" not in plain and "II" not in plain:
+        if len(plain) > 5 and "\\" not in plain and "II" not in plain and "$" not in target:
             yield from (
                 f"<answer>{plain.upper()}</answer>",
                 f"<answer>{plain.lower()}</answer>",

@@ -60,6 +60,12 @@ def test_other_words():
     assert read_verdict("Correctness: fine\nincorrect", "correct", "incorrect") is False
     assert read_verdict("It is a correct answer", "correct", "incorrect") is None
     assert read_verdict("a.b", "a.b", "c+") is True
+    assert read_verdict('{"reason": "it is false", "match": "false"}', "true", "false") is False
+    assert read_verdict('{"match": true, "reason": "no doubt"}', "true", "false") is True
+    assert read_verdict("It suggests SUCCESS at first.\nFinal verdict: NOT SUCCESS", "SUCCESS", "NOT SUCCESS") is False
+    assert read_verdict("I considered A and B with care. The final grade is B.", "A", "B") is None
+    assert read_verdict("I considered A and B with care.\nThe final grade is B.", "A", "B") is False
+    assert read_verdict("INCORRECT", "correct", "incorrect") is False
     assert read_verdict("axb", "a.b", "c+") is None
 
 

@@ -7,22 +7,23 @@ import re
 from ..data.thoughts import without_thoughts
 
 _LEADS = r"(?:(?:my|the|so|final|overall|therefore|thus|hence)[^\w\n]+)*"
-_MARKERS = r"(?:verdict|answer|judge?ment|decision|conclusion|result|correct)"
+_MARKERS = r"(?:verdict|answer|judge?ment|decision|conclusion|result|grade|rating|label|correct)"
 
 
 def read_verdict(answer: str, yes: str, no: str) -> bool | None:
     """Whether a judge says `yes`, in any case; None if it says neither, or one cannot tell.
 
     After its thoughts, the last verdict counts that has a line of its own, or a marker: "Verdict: yes" at the beginning
-    of a line, `[[yes]]`, `\\boxed{yes}`, `<verdict>yes</verdict>`. Without one, a word that begins the first or the
-    last line, followed by a sign of punctuation ("No, it is wrong"). A word anywhere else is no verdict, as in "there
-    is no error".
+    of a line, `[[yes]]`, `\\boxed{yes}`, `<verdict>yes</verdict>`, a value in JSON. Without one, a word that begins the
+    first or the last line, followed by a sign of punctuation ("No, it is wrong"). A word anywhere else is no verdict,
+    as in "there is no error".
     """
     answer = without_thoughts(answer)
     word = rf"({re.escape(yes)}|{re.escape(no)})(?!\w)"
     marked = re.compile(
         rf"^[^\w?\n]*(?:{_LEADS}{_MARKERS}[^\w\n]*?(?:is\b|[:=-])[^\w?\n]*)?{word}[^\w?\n]*$"
         rf"|^[^\w\n]*{_LEADS}{_MARKERS}[^\w\n]*?(?:is\b|[:=-])[^\w?\n]*{word}[.,;:!]"
+        rf"|\"[\w ]{{1,40}}\"[^\S\n]*:[^\S\n]*\"?{word}\"?[^\S\n]*(?:[,}}]|$)"
         rf"|\[\[\s*{word}\s*\]\]|\\boxed\{{(?:\\text\{{)?\s*{word}\s*\}}|<\w+>\s*{word}\s*</\w+>",
         re.IGNORECASE | re.MULTILINE,
     )

@@ -65,6 +65,8 @@ class Parser:
         terms = [self._signed(self._product(), signs)]
         while self._peek() in ("+", "-"):
             signs = self._signs()
+            if self._peek() == "-":  # 14 + -3
+                signs *= self._signs()
             terms.append(self._signed(self._product(), signs))
             self.computed = self.computed or (is_numeric(terms[-1]) and is_numeric(terms[-2]))
         self._depth -= 1

@@ -162,10 +162,13 @@ class MathReward:
         if same_text(response, wanted) or same_text(stated or "", wanted):
             return True
         answer = final_answer(response)
+        later = _later(response)
+        if later and choice(wanted)[0] and not choice(answer or "")[0]:  # the box is a step of the reasoning
+            answer = later[-1]
         if answer is None:
             return False
         right = equal(answer, wanted, self.tolerance)
         if right and (value := number(wanted)) is not None:
-            others = (number(text) for text in _later(response))
+            others = (number(text) for text in later)
             return all(other is None or equal(str(other[0]), str(value[0]), self.tolerance) for other in others)
         return right

@@ -79,7 +79,7 @@ _KEPT = {f"\\{command}": kept for kept, commands in _SAME.items() for command in
 
 _TEXTS = r"text|textrm|textit|textbf|texttt|textsf|textnormal|mbox|hbox"
 _COLOURS = r"textcolor|color"
-_FONTS = r"mathbf|boldsymbol|bm|mathit|mathsf|mathcal|underline|emph|boxed|fbox"
+_FONTS = r"mathbb|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|underline|emph|boxed|fbox"
 _WRAPPER = re.compile(
     rf"\\(?:(?P<text>{_TEXTS})|(?P<colour>{_COLOURS})|(?P<font>{_FONTS})|(?P<upright>mathrm|operatorname\*?))(?![A-Za-z])\s*"
 )
@@ -89,6 +89,7 @@ _ENVIRONMENT = re.compile(
 )
 _SPACES = re.compile(r"(?P<row>\\\\)|\\!|\\[()\[\]]|\\[,;: ]|~")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\\!\s*|\\[,;: ]|[\u00a0\u2009\u202f])\d{3})+(?!\d)")
+_ENDLESS = re.compile(r"(\d*\.\d*?)(\d{1,6}?)\2+(?:\.{3}|\\[lc]?dots(?![A-Za-z]))")  # 0.8333...
 _GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d|,\d)(?:\.\d*)?")
 _TOKEN = re.compile(
     r"(?P<space>\s+)"
@@ -177,6 +178,8 @@ def _plain(text: str) -> str:
     text = _ENVIRONMENT.sub(lambda name: f"\\{name[1]}\x00{name[2] or 'matrix'}\x00", text)
     text = _SPACES.sub(lambda space: space["row"] or (" " if space[0] != r"\!" else ""), text)
     text = re.sub(r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}", text)
+    text = re.sub(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}", text)
+    text = _ENDLESS.sub(r"\1\\bar{\2}", text)
     text = re.sub(r"\\degree(?![A-Za-z])", r"^\\circ ", text)
     return _unwrapped(text).replace("**", "^")
 

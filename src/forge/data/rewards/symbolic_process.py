@@ -2,9 +2,9 @@
 
 The kernel kills a child that uses too much time or memory. It imports nothing of forge, so that it starts fast.
 
-Two expressions are equal if their values agree in DIGITS digits, relative to their size, at POINTS points: positive,
-negative and complex ones, so that sqrt(x^2) is not x. With a decimal point in one of them, a tolerance takes the place
-of the digits.
+Two expressions are equal if their values agree in DIGITS digits, relative to their size, at POINTS points, positive and
+negative ones, so that sqrt(x^2) is not x. Where both are complex, in expressions of real numbers, they are not defined.
+With a decimal point in one of them, a tolerance takes the place of the digits.
 """
 
 from __future__ import annotations
@@ -122,12 +122,13 @@ def _agree(kind: str, ours: Any, theirs: Any, margin: float) -> bool:
     names = {call: sympy.Symbol(f"value of {call}") for call in calls}
     ours, theirs = ours.subs(names), theirs.subs(names)
     symbols = sorted(ours.free_symbols | theirs.free_symbols, key=str)
+    real = bool(symbols) and not (ours.has(sympy.I) or theirs.has(sympy.I))
     factors = []
     for point in range(POINTS if symbols else 1):
         values = {symbol: _coordinate(index, point) for index, symbol in enumerate(symbols)}
         left, right = (side.subs(values).evalf(DIGITS + 15) for side in (ours, theirs))
-        if not (left.is_finite and right.is_finite):
-            continue  # a pole, or outside where it is defined
+        if not (left.is_finite and right.is_finite) or (real and not (left.is_real or right.is_real)):
+            continue  # a pole, or outside where both are defined
         if kind == "expression" and abs(left - right) > margin * min(1, abs(right)):
             return False
         if kind != "expression":
@@ -142,10 +143,10 @@ def _agree(kind: str, ours: Any, theirs: Any, margin: float) -> bool:
 
 
 def _coordinate(index: int, point: int) -> Any:
-    """A coordinate of a point: positive, negative, complex and small ones in turn, of other signs than its neighbour's,
-    so that sqrt(x^2 y^2) is not xy."""
+    """A coordinate of a point: positive and negative ones in turn, of another sign than its neighbour's, so that
+    sqrt(x^2 y^2) is not xy."""
     value = sympy.Rational(7919 * (index + 3) * (point + 2) % 9973, 3001) + sympy.Rational(1, 7)
-    return (value, -value, value + sympy.I / 3, value / 5)[(index + point) % 4]
+    return (value, -value, value / 5, -value / 3)[(index + point) % 4]
 
 
 def _serve() -> None:
