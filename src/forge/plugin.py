@@ -22,7 +22,7 @@ def nearest(name: object, known: Iterable[object]) -> str:
     if isinstance(name, bool):
         return "; YAML reads a bare yes, no, on or off as true or false: quote the key"
     options = [str(option) for option in known]
-    close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(options) or 'none'}"
 
 

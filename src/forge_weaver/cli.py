@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,9 @@ def _score(args: argparse.Namespace) -> None:
         finally:
             await panel.close()
 
+    start = time.perf_counter()
     asyncio.run(score()).save(args.out)
-    print(f"{panel.describe()}\nwritten: {args.out}")
+    print(f"{panel.describe()}\nall of it took {time.perf_counter() - start:.1f} s\nwritten: {args.out}")
 
 
 def _fit(args: argparse.Namespace) -> None:

@@ -44,6 +44,8 @@ class DistilReport:
         gap: expected calibration error against the ensemble's probability.
         cpu_seconds: per response, scored in batches.
         truth: `auc`, `selection` and `ece` against known labels, for the model and for the ensemble.
+        ranking: area under the ROC curve of the model against the ensemble's side of 1/2; NaN if all are on one.
+        chance: what this area reaches by chance alone: 1/2 and two standard errors.
     """
 
     parameters: int
@@ -55,6 +57,8 @@ class DistilReport:
     gap: float
     cpu_seconds: float
     truth: dict[str, dict[str, float]]
+    ranking: float = math.nan
+    chance: float = math.nan
 
     def __str__(self) -> str:
         lines = [
@@ -64,6 +68,12 @@ class DistilReport:
         ]
         for name, found in self.truth.items():
             lines.append(f"{name} against the truth: {', '.join(f'{key} {value:.3f}' for key, value in found.items())}")
+        if self.ranking < self.chance:
+            lines.append(
+                f"warning: the model ranks responses no better than chance (area under the curve {self.ranking:.3f} "
+                f"against the ensemble, {self.chance:.3f} by chance): train longer, at a higher learning rate, or start "
+                "from a pretrained encoder"
+            )
         return "\n".join(lines)
 
 
@@ -139,16 +149,19 @@ def distil(
         if np.ptp(targets[calibrate]) > 0:
             scale = Recalibration.fit(sigmoid(logits[calibrate]), targets[calibrate])
         student = scale(sigmoid(logits[test]))
+        sides = (targets[test] > 0.5).astype(float)
         found = DistilReport(
             parameters=sum(weights.numel() for weights in reader.of.model.parameters()),
             trained=len(train),
             tested=len(test),
             left_out=int((~fits).sum()),
             error=float(np.abs(student - targets[test]).mean()),
-            agreement=float(((student > 0.5) == (targets[test] > 0.5)).mean()),
+            agreement=float(((student > 0.5) == sides).mean()),
             gap=ece(student, targets[test]),
             cpu_seconds=spent,
             truth=_truth(table, where[test], student, targets[test]),
+            ranking=auc(student, sides),
+            chance=0.5 + 2.0 * math.sqrt((1 / max(1, sides.sum()) + 1 / max(1, (1 - sides).sum())) / 12),
         )
         settings = {"slope": scale.slope, "intercept": scale.intercept, "scale": "probability", **reading}
         (aside / DISTILLED).write_text(json.dumps({"reading": settings, "report": asdict(found)}, indent=1))

@@ -18,7 +18,7 @@ from forge.api import Result
 from forge.config import to_dict
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
-from forge.observability.trackers import check_trackers, without_secrets
+from forge.observability.trackers import check_trackers, wandb_mode, without_secrets
 from forge.recipes.metrics_config import MetricsConfig
 from forge.types import Episode, Group
 
@@ -291,6 +291,48 @@ def test_wandb_without_a_key_is_one_line(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(ValueError, match="run wandb login, set WANDB_API_KEY, or set mode: offline"):
         check_trackers(to_dict(MetricsConfig.model_validate({"wandb": {"project": "forge"}})))
+
+
+@pytest.mark.parametrize(
+    ("variable", "mode", "expected"),
+    [
+        ("", None, "online"),
+        ("offline", None, "offline"),
+        ("DRYRUN", None, "offline"),
+        ("disabled", None, "disabled"),
+        ("shared", None, "online"),
+        ("offline", "online", "online"),  # the configuration says more than the environment
+        ("online", "disabled", "disabled"),
+    ],
+)
+def test_wandb_heeds_the_environment(monkeypatch, variable, mode, expected):
+    monkeypatch.setenv("WANDB_MODE", variable)
+    assert wandb_mode({"mode": mode}) == expected
+
+
+def test_an_unknown_mode_of_wandb_is_one_line(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(ValueError, match="WANDB_MODE is 'ofline': set it to online, offline or disabled"):
+        wandb_mode({"mode": None})
+
+
+@pytest.mark.processes
+@pytest.mark.costly
+@needs("wandb")
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_a_run_with_wandb_needs_no_key_where_the_environment_says_so(tmp_path: Path, monkeypatch, caplog, mode: str):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = {"metrics": to_dict(MetricsConfig.model_validate({"wandb": {"project": "forge"}}))}
+    check_trackers(config["metrics"])
+    run = Run("one", config, steps=4, root=str(tmp_path))
+    steps(run, range(4))
+    run.finish()
+    run.close()
+    assert "metrics.wandb" not in caplog.text
+    written = offline_rows(tmp_path / "one") if mode == "offline" else []
+    assert len(written) == (4 if mode == "offline" else 0)
 
 
 def test_secrets_are_not_shown():

@@ -69,6 +69,16 @@ def test_it_says_what_the_ensemble_says_of_problems_that_it_has_not_seen(made):
     assert found.trained == pytest.approx(0.8 * 240 * 3.7, rel=0.03)
     assert 70 <= found.tested <= 96
     assert len(lines) == 8
+    assert found.ranking > 0.9 > found.chance > 0.5
+    assert "warning" not in str(found)
+
+
+def test_a_student_that_has_learned_nothing_is_named(made):
+    for ranking in (0.413, 0.5, 0.55):
+        weak = dataclasses.replace(made[1], ranking=ranking, chance=0.6)
+        assert f"warning: the model ranks responses no better than chance (area under the curve {ranking:.3f}" in str(
+            weak
+        )
 
 
 def test_opened_again_it_gives_calibrated_probabilities(made, taught):

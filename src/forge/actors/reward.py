@@ -56,11 +56,12 @@ class RewardActor(ForgeActor):
         """Score the responses of one prompt, in order.
 
         Args:
-            evaluation: only decide which are right; the reward is then 1 or 0.
+            evaluation: a scorer that learns learns nothing of it: these responses then have no reward, and only the
+                accuracy function decides which are right.
         """
-        if evaluation:
+        if evaluation and (self.reward.learner is not None or self.reward.accuracy is None):
             right = await self.reward.judge(prompt, responses, target)
-            return [Score(None if correct is None else float(correct), correct) for correct in right]
+            return [Score(None, correct) for correct in right]
         return await self.reward.score(prompt, responses, target)
 
     @endpoint

@@ -33,7 +33,7 @@ from .dr_grpo import DrGRPO
 from .gae import gae
 from .grpo import GRPO, SimpleGRPOLoss
 from .gspo import GSPO
-from .load import ALGORITHMS, load_algorithm
+from .load import ALGORITHMS, load_algorithm, setting_names
 from .ppo import PPO, ValueLoss
 from .reinforce import Reinforce
 from .reinforce_plus_plus import ReinforcePlusPlus
@@ -64,4 +64,5 @@ __all__ = [
     "ValueLoss",
     "gae",
     "load_algorithm",
+    "setting_names",
 ]

@@ -64,7 +64,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if inspect.isclass(found):
         settable = [*vars(found).get("__dataclass_fields__", settings)]
         if unknown := [name for name in settings if name not in settable]:
-            raise ValueError(f"{where} has no setting {unknown[0]!r}{nearest(unknown[0], [*settable, *known])}")
+            raise ValueError(f"{where} has no setting {unknown[0]!r}{_hint(unknown[0], [*settable, *known])}")
         found, settings = construct(found, settings, "grpo", known), {}
     if isinstance(found, Algorithm):
         if settings:
@@ -84,3 +84,25 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if len(own) == len(named):
         raise ValueError(f"{where} takes no tensor of a batch: name its parameters {', '.join(TENSORS[:6])}, ...")
     return OwnLoss(found, settings)
+
+
+def setting_names(algorithm: Any) -> frozenset[str]:
+    """The names of the settings that an algorithm has, of a loss also those of the tensors that it takes; none where
+    nothing of this name is found."""
+    target = algorithm
+    if isinstance(algorithm, str):
+        try:
+            target = ALGORITHMS[algorithm] if algorithm in ALGORITHMS else resolve(algorithm, "algorithm")
+        except ValueError:
+            return frozenset()
+    if inspect.isclass(target) and "__dataclass_fields__" in vars(target):
+        return frozenset(vars(target)["__dataclass_fields__"])
+    return frozenset(inspect.signature(target).parameters) if callable(target) else frozenset()
+
+
+def _hint(name: str, settable: list[str]) -> str:
+    """The end of the error about an unknown setting: the algorithms that have it, or the nearest name."""
+    owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]
+    if not owners:
+        return nearest(name, settable)
+    return f": it is one of {', '.join(owners)}; leave it out, or set grpo.{name} to null where a file sets it"

@@ -9,6 +9,7 @@ from typing import Any
 
 LIST = "list runs with their state and last values; of a single run, also its alerts"
 COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
+_REASON = 60  # characters of why a run ended, in a list
 METRICS = [
     *("reward", "eval/accuracy", "train/loss", "train/entropy", "train/grad_norm", "policy_age"),
     *("groups_without_signal", "generation/truncated", "generation/completion_length", "seconds/step"),
@@ -31,7 +32,8 @@ def add_to(commands: Any) -> None:
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the one that was written last at the end."""
     from ..observability.alerts import alerts
-    from ..observability.runs import find_runs, last, rows, settings, state
+    from ..observability.run import ENDED
+    from ..observability.runs import ending, find_runs, last, rows, settings, state
 
     try:
         folders = find_runs(args.folders)
@@ -50,13 +52,22 @@ def list_runs(args: argparse.Namespace) -> None:
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         reached = f"{numbers[-1]['step']:g}" if numbers else "0"
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
-        cells = [folder.name, state(folder) + damaged, f"{reached}/{of}", _number(last(numbers, "reward")), held_out]
+        reason = ending(folder)[:_REASON] if state(folder) in ("failed", "stopped") else ""
+        cells = [
+            folder.name,
+            (reason or state(folder)) + damaged,
+            f"{reached}/{of}",
+            _number(last(numbers, "reward")),
+            held_out,
+        ]
         lines.append((when, [*cells, _number(last(numbers, "train/entropy")), _ago(time.time() - when)]))
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
     _print([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
     if len(folders) == 1:
         for alert in alerts(numbers, known):
             print(f"alert: {alert}")
+        if text := ending(folders[0]):
+            print(f"{text}; more in {folders[0] / ENDED}")
 
 
 def compare_runs(args: argparse.Namespace) -> None:

@@ -43,8 +43,12 @@ async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
         try:
             task.result()
         except BaseExceptionGroup as group:
-            # A task group wraps even a single failure; the first one is the cause of the rest.
-            raise group.exceptions[0] from None
+            # A task group wraps even a single failure; the first one is the cause of the rest. Its own cause stays: of
+            # a failure in another process it is the traceback there.
+            first: BaseException = group
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from first.__cause__
 
 
 def run(

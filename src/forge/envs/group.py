@@ -31,8 +31,8 @@ class GroupEnv(ABC):
     async def play(
         self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """n episodes; `reward` is None where unscored, `info["correct"]` is None where unknown. With `evaluation`, only
-        success has to be decided."""
+        """n episodes; `reward` is None where unscored, `info["correct"]` is None where unknown. With `evaluation`,
+        rewards that learn must not learn from them."""
 
     async def rollout(self, policy: Any, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any) -> list[Episode]:
         """n scored episodes of the same sample, from the same start.
@@ -59,7 +59,8 @@ class GroupEnv(ABC):
 
     async def evaluate(self, policy: Any, samples: Sequence[Sample], **sampling: Any) -> dict[str, float]:
         """`{"eval/accuracy": share}` of the samples whose greedy episode succeeds, with the mean reward and turns;
-        empty without samples. An episode that could not be scored is left out and counted in `eval/unscored`."""
+        empty without samples. An episode of which it is unknown is left out and counted in `eval/unscored`; one without
+        a reward is left out of the mean."""
         if not samples:
             return {}
         greedy = {"temperature": 0.0, **sampling}
@@ -68,14 +69,15 @@ class GroupEnv(ABC):
                 self.play(policy, task, 1, number, evaluation=True, **greedy) for number, task in enumerate(samples)
             )
             episodes = [episode for group in await asyncio.gather(*plays) for episode in group]
-        scored = [episode for episode in episodes if episode.outcome is not None]
-        if not scored:
+        verdicts = [bool(episode.info["correct"]) for episode in episodes if episode.info["correct"] is not None]
+        rewards = [episode.outcome for episode in episodes if episode.outcome is not None]
+        if not verdicts:
             raise RuntimeError(f"no episode of the evaluation could be scored: {episodes[0].info}")
         return {
-            "eval/accuracy": sum(bool(episode.info["correct"]) for episode in scored) / len(scored),
-            "eval/reward": sum(episode.outcome or 0.0 for episode in scored) / len(scored),
+            "eval/accuracy": sum(verdicts) / len(verdicts),
+            **({"eval/reward": sum(rewards) / len(rewards)} if rewards else {}),
             "eval/turns": sum(max(1, len(episode.turns)) for episode in episodes) / len(episodes),
-            "eval/unscored": 1.0 - len(scored) / len(episodes),
+            "eval/unscored": 1.0 - len(verdicts) / len(episodes),
         }
 
 

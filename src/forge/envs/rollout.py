@@ -75,7 +75,9 @@ async def rollout(
         except InfrastructureError as error:
             played.stop, played.error = "infrastructure", str(error)
         except Exception as error:
-            error.add_note(f"while {type(env).__name__} was played on task {str(task)[:80]!r}")
+            turns = [message["content"] for message in played.messages if message["role"] == "assistant"]
+            last = f", after the turn {turns[-1]!r:.300}" if turns else ""
+            error.add_note(f"while {type(env).__name__} was played on task {str(task)[:300]!r}{last}")
             raise
         finally:
             played.attempts = attempt + 1

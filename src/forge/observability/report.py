@@ -22,12 +22,16 @@ LONGEST = 20_000  # tokens of a rollout and characters of a text, in a report
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
-def write_report(folder: Path) -> None:
-    """Write report.html from the files of a run."""
+def write_report(folder: Path, state: str | None = None) -> None:
+    """Write report.html from the files of a run.
+
+    Args:
+        state: of the run, where its lock is still held by the caller; None: what its folder says.
+    """
     view = RunView(folder)
     data = {
         "name": folder.name,
-        "about": view.about(),
+        "about": view.about() | ({} if state is None else {"state": state}),
         "curves": view.curves(most=MOST_ROWS),
         "lanes": view.lanes(most=MOST_EVENTS),
         "rollouts": _sample(view),

@@ -28,6 +28,7 @@ from .rollouts import cut as cut_rollouts
 from .trace import TRACE, Trace
 
 MARK, CONFIG, FINISHED, LOGS = "metrics.jsonl", "config.yaml", "finished", "logs.txt"
+ENDED = "ended.txt"  # of a run that did not finish: "failed: " or "stopped: " and why; then the traceback
 FLAT_STEPS = 20  # with a reward of 0 throughout, until a warning names the likely cause
 
 
@@ -70,7 +71,8 @@ class Run:
         self.history: list[dict[str, float]] = cut(self.folder / MARK, start) if resume else []
         if resume:
             cut_rollouts(self.folder / ROLLOUTS, start)
-        (self.folder / FINISHED).unlink(missing_ok=True)
+        for name in (FINISHED, ENDED):
+            (self.folder / name).unlink(missing_ok=True)
         write_sealed(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
         self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS)}
         self._digests = {name: digest(self.folder / name) for name in self._logs}
@@ -227,6 +229,20 @@ class Run:
         """Have `close` mark the run as finished."""
         self._finished = True
 
+    def fail(self, reason: str, text: str = "", *, stopped: bool = False) -> None:
+        """Write down why the run ends before its last step.
+
+        Args:
+            reason: one line.
+            text: more, such as a traceback.
+            stopped: it was asked to, and did not fail.
+        """
+        line = f"{'stopped' if stopped else 'failed'}: {' '.join(reason.split())}"
+        try:
+            write_atomic(self.folder / ENDED, f"{line}\n\n{text}" if text else f"{line}\n")
+        except OSError as error:  # a full disk, or a folder that was removed; the run's own error is more important
+            log.warning("%s could not be written: %s", self.folder / ENDED, error)
+
     def close(self) -> None:
         """Write the report, also after an interruption."""
         self._progress.close()
@@ -247,9 +263,10 @@ class Run:
         try:
             self._trace.close()
             if self.history:
-                from .report import write_report  # reads what this module writes
+                from .report import write_report  # these read what this module writes
+                from .runs import last_state
 
-                write_report(self.folder)
+                write_report(self.folder, "finished" if self._finished else last_state(self.folder))
         except OSError as error:  # a full disk; the run's own error is more important
             log.warning("trace and report of %s could not be written: %s", self.folder, error)
         if self._finished:

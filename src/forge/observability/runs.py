@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from ..config import flat
-from .run import CONFIG, FINISHED, MARK
+from .run import CONFIG, ENDED, FINISHED, MARK
 
 SERVED = "serve.json"  # of a run that is served: {"url": ...}
+LONGEST_REASON = 500  # characters
 ABSENT, SECTION = "-", "(a section)"
 
 
@@ -33,19 +34,39 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def state(folder: Path) -> str:
-    """`running`, `finished`, or `stopped`: it failed, was killed or preempted, and can be resumed.
+    """`running`, `finished`, `failed`, or `stopped`: it was killed, preempted or interrupted.
 
     A run on another machine counts as running if that machine's locks are seen here, as on NFS.
     """
+    return "running" if _is_locked(folder) else last_state(folder)
+
+
+def last_state(folder: Path) -> str:
+    """`state` of a run that does not run."""
+    if (folder / FINISHED).exists():
+        return "finished"
+    return "failed" if ending(folder).startswith("failed") else "stopped"
+
+
+def ending(folder: Path) -> str:
+    """Why a run ended before its last step, as "failed: KeyError: 'answer'"; empty where nothing says so."""
+    try:
+        with (folder / ENDED).open(errors="replace") as file:
+            return file.readline(LONGEST_REASON).strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _is_locked(folder: Path) -> bool:
     if (folder / "lock").exists():
         handle = os.open(folder / "lock", os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return "running"
+            return True
         finally:
             os.close(handle)
-    return "finished" if (folder / FINISHED).exists() else "stopped"
+    return False
 
 
 def settings(folder: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def check_trackers(metrics: dict[str, Any]) -> None:
 
     Raises:
         ModuleNotFoundError: a package is missing; names it.
-        ValueError: W&B has no API key here.
+        ValueError: W&B has no API key here, or WANDB_MODE is none of its modes.
     """
     needs: dict[str, list[str]] = {name: [name] for name in TRACKERS if metrics.get(name)}
     if "mlflow" in needs:
@@ -78,9 +78,22 @@ def check_trackers(metrics: dict[str, Any]) -> None:
             )
     # In a process of its own; on a terminal it asks for the key.
     login = [sys.executable, "-c", LOGIN]
-    online = "wandb" in needs and metrics["wandb"]["mode"] == "online"
+    online = "wandb" in needs and wandb_mode(metrics["wandb"]) == "online"
     if online and subprocess.run(login, stdout=subprocess.DEVNULL).returncode:
         raise ValueError("metrics.wandb: there is no API key: run wandb login, set WANDB_API_KEY, or set mode: offline")
+
+
+def wandb_mode(section: dict[str, Any]) -> str:
+    """Whether W&B is online, offline or disabled: as the section says, else as WANDB_MODE does.
+
+    Raises:
+        ValueError: WANDB_MODE is none of W&B's modes.
+    """
+    variable = os.environ.get("WANDB_MODE", "").strip().lower() or "online"
+    mode = section["mode"] or {"dryrun": "offline", "shared": "online", "run": "online"}.get(variable, variable)
+    if mode not in ("online", "offline", "disabled"):
+        raise ValueError(f"WANDB_MODE is {variable!r}: set it to online, offline or disabled, or set metrics.wandb.mode")
+    return mode
 
 
 class TrackerProcess:
@@ -174,14 +187,15 @@ class Wandb:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self._wandb, offline, resumed = wandb, section["mode"] == "offline", "id" in run.known
+        self._wandb, mode, resumed = wandb, wandb_mode(section), "id" in run.known
+        offline = mode != "online"
         run.known.setdefault("id", secrets.token_hex(4))
         if offline:
             # All of it is written again, so that one folder has the whole run and nothing twice.
             for old in (run.folder / "wandb").glob(f"offline-run-*-{run.known['id']}"):
                 shutil.rmtree(old)
-        given = {name: section[name] for name in ("project", "entity", "group", "tags", "mode")}
-        given |= {"name": section["name"] or run.name, "config": run.config, "dir": str(run.folder)}
+        given = {name: section[name] for name in ("project", "entity", "group", "tags")}
+        given |= {"mode": mode, "name": section["name"] or run.name, "config": run.config, "dir": str(run.folder)}
         settings = wandb.Settings(console="off", silent=True, save_code=False, init_timeout=WANDB_START)
         ways: list[dict[str, Any]] = [{"id": run.known["id"], "resume": None if offline else "allow"}]
         if resumed and run.start and not offline:

@@ -14,7 +14,7 @@ import numpy as np
 from .alerts import alerts
 from .rollouts import ROLLOUTS, TEXT, batches
 from .run import MARK
-from .runs import settings, state
+from .runs import ending, settings, state
 from .trace import TRACE
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class RunView:
         written = (self.folder / MARK).stat().st_mtime if (self.folder / MARK).exists() else 0.0
         return {
             "state": state(self.folder),
+            "ending": ending(self.folder),
             "step": last.get("step", 0),
             "steps": self.settings().get("training.steps"),
             "written": written,

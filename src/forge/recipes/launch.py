@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,6 +48,7 @@ from .memory import memory_report
 from .preemption import Preempted, Preemption, deadline_of
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
+from .user_errors import summary, user_frames
 
 OPEN_FILES = 256  # of one process, at most in small runs
 Recipe = Callable[..., Coroutine[Any, Any, None]]
@@ -72,13 +74,18 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
         # Python would fail once more when it flushes standard output at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit("error: the reader of standard output has ended, and so has the run") from error
-    except OSError as error:
+    except Exception as error:
         # Imported here: checkpoints bring the trainer along, which this process does not need.
         from ..training.checkpoint import CheckpointFailed
 
-        if not isinstance(error, CheckpointFailed | DamagedFile) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if isinstance(error, CheckpointFailed | DamagedFile) or full:
+            raise SystemExit(f"error: {error}") from error
+        frames = user_frames(error)
+        if not frames:
             raise
-        raise SystemExit(f"error: {error}") from error
+        print("Traceback in your code (most recent call last):", *frames, sep="\n", file=sys.stderr)
+        raise SystemExit("\n".join([f"error: {summary(error)}", *getattr(error, "__notes__", ())])) from error
 
 
 def _has_no_reader(stream: TextIO) -> bool:
@@ -139,10 +146,11 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
                 cfg.cluster.wait,
                 on_preemption=None if saved is None else saved.request,
             )
-        except (ForgeError, OSError, RuntimeError) as error:
+        except BaseException as error:
             gone = [path for path in (record.folder, store.root) if not path.is_dir()]
-            if gone:
+            if gone and isinstance(error, ForgeError | OSError | RuntimeError):
                 raise ForgeError(f"{gone[0]} was removed while the run used it; it ended with: {error}") from error
+            write_ending(record, error)
             raise
         record.finish()
         if (exported := Path(record.model)).is_dir():
@@ -150,6 +158,20 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
             if cfg.checkpoint.push_to_hub:
                 publish(exported, cfg.checkpoint.push_to_hub)
     return folder
+
+
+def write_ending(record: Run, error: BaseException) -> None:
+    """Have the folder of a run say why it ended, and an exception at which step."""
+    if isinstance(error, Preempted):
+        record.fail(str(error), stopped=True)
+    elif isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+        record.fail(signal.Signals(error.code - 128).name, stopped=True)
+    elif isinstance(error, Exception):
+        step = int(record.history[-1]["step"]) + 1 if record.history else 0
+        error.add_note(f"in step {step} of {record.folder}")
+        record.fail(summary(error), "".join(traceback.format_exception(error)))
+    else:
+        record.fail(summary(error), stopped=True)
 
 
 def publish(model: Path, repository: str) -> None:

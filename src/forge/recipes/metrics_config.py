@@ -23,8 +23,8 @@ class WandbConfig(Section):
     """Runs of one group are shown together."""
     tags: list[str] = Field(default_factory=list)
     """Of the run."""
-    mode: Literal["online", "offline"] = "online"
-    """`offline` writes to `wandb/` in the run's folder; `wandb sync` uploads it."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """`offline` writes to `wandb/` in the run's folder; `wandb sync` uploads it. Null: `WANDB_MODE`, else online."""
 
 
 class TrackioConfig(Section):

@@ -31,7 +31,7 @@ class Tally:
     reasons: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        text = f"{self.scored} scored ({self.cached} of them known before), {self.seconds:.1f} s"
+        text = f"{self.scored} scored ({self.cached} of them known before), {self.seconds:.1f} s in calls that overlap"
         if not self.missing:
             return text
         common = "; ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(3))

@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,21 +41,32 @@ class FunctionVerifier:
             return
         try:
             signature.bind("", "", "")
+            takes_one = "completions" not in signature.parameters  # TRL's, of a batch: three would bind by position
         except TypeError:
+            takes_one = False
+        if not takes_one:
             text = f"the reward {self.names[0]}{signature} cannot be called with (prompt, response, target)"
-            if "completions" in signature.parameters:  # as TRL's reward_funcs
-                text += f": wrap it, lambda prompt, response, target: {self.names[0]}(completions=[response])[0]"
-            raise ValueError(text) from None
+            raise ValueError(text + _wrapper(self.names[0], signature)) from None
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1]."""
         function, name = self.function, self.names[0]
+
+        def called(response: str) -> Any:
+            with self._named(prompt, target, response):
+                return function(prompt, response, target)
+
+        async def awaited(response: str) -> Any:
+            with self._named(prompt, target, response):
+                return await function(prompt, response, target)
+
         if hasattr(function, "score_group"):
-            found = await function.score_group(prompt, responses, target)
+            with self._named(prompt, target):
+                found = await function.score_group(prompt, responses, target)
         elif inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            found = await asyncio.gather(*(function(prompt, response, target) for response in responses))
+            found = await asyncio.gather(*map(awaited, responses))
         else:
-            found = await asyncio.to_thread(lambda: [function(prompt, response, target) for response in responses])
+            found = await asyncio.to_thread(lambda: [called(response) for response in responses])
         if len(found) != len(responses):
             raise ValueError(f"the reward {name} gave {len(found)} scores for {len(responses)} responses")
         scores = Scores(np.full((len(responses), 1), np.nan))
@@ -67,9 +79,33 @@ class FunctionVerifier:
                     raise OverflowError
             except (TypeError, OverflowError):
                 wanted = "give a finite number, or None for no score"
-                raise ValueError(f"the reward {name} gave {score!r:.80}: {wanted}") from None
+                with self._named(prompt, target, responses[i]):
+                    raise ValueError(f"the reward {name} gave {score!r:.80}: {wanted}") from None
             scores.values[i, 0] = score
         return scores
+
+    @contextmanager
+    def _named(self, prompt: str, target: str | None, response: str | None = None) -> Iterator[None]:
+        """Adds to an exception what was scored when it was raised."""
+        try:
+            yield
+        except Exception as error:
+            answer = "" if response is None else f", response {response!r:.300}"
+            error.add_note(f"the reward {self.names[0]} scored prompt {prompt!r:.300}, target {target!r:.100}{answer}")
+            raise
+
+
+def _wrapper(name: str, signature: inspect.Signature) -> str:
+    """How a reward function of TRL's form is called; empty for another."""
+    if "completions" not in signature.parameters:
+        return ""
+    needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    columns = [parameter for parameter in needed if parameter not in ("prompts", "completions")]
+    if len(columns) > 1:
+        return f": it needs the columns {', '.join(columns)}, and a row has one target: read them from it in a wrapper"
+    values = {"prompts": "prompt", "completions": "response", **dict.fromkeys(columns, "target")}
+    arguments = ", ".join(f"{parameter}=[{values[parameter]}]" for parameter in needed)
+    return f": wrap it, lambda prompt, response, target: {name}({arguments})[0]"
 
 
 def as_verifier(scorer: Any) -> Verifier:

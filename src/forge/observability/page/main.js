@@ -44,9 +44,9 @@ function list() {
   };
   fill(aside, [runs, chosen, context.run()], () => runs.map((one) => el("div", { className: "run", tabIndex: 0, "aria-current": one.run === context.run(), style: { "--colour": context.colour(one.run) }, onclick: () => go({ run: one.run, row: null }), onkeydown: (event) => event.key === "Enter" && go({ run: one.run, row: null }) },
     el("input", { type: "checkbox", checked: chosen.includes(one.run), disabled: one.run === context.run(), title: "show beside the chosen one", onclick: toggle(one.run) }), el("b", {}, visible(one.name)),
-    el("small", { className: one.state === "damaged" ? "bad" : "" }, one.error ? visible(one.error) : `${one.state}, step ${number(one.step)}${one.steps ? `/${one.steps}` : ""}${one.reward === null || one.reward === undefined ? "" : `, reward ${number(one.reward, 3)}`}`))));
+    el("small", { className: ["damaged", "failed"].includes(one.state) ? "bad" : "" }, one.error ? visible(one.error) : `${visible(one.ending || one.state)}, step ${number(one.step)}${one.steps ? `/${one.steps}` : ""}${one.reward === null || one.reward === undefined ? "" : `, reward ${number(one.reward, 3)}`}`))));
   const current = VIEWS[words.get("view")] ? words.get("view") : "overview";
-  fill(tabs, location.hash, () => Object.entries(VIEWS).map(([name, [text]]) => el("a", { href: `#${new URLSearchParams({ ...Object.fromEntries(words), view: name })}`, "aria-current": name === current, onclick: (event) => { event.preventDefault(); go({ view: name, row: null }); } }, text)));
+  fill(tabs, location.hash, () => Object.entries(VIEWS).filter(([name]) => !REPORT || name !== "chat").map(([name, [text]]) => el("a", { href: `#${new URLSearchParams({ ...Object.fromEntries(words), view: name })}`, "aria-current": name === current, onclick: (event) => { event.preventDefault(); go({ view: name, row: null }); } }, text)));
   return current;
 }
 
@@ -70,7 +70,7 @@ async function refresh() {
       await view.update();
       main.querySelector(":scope > .alert.error")?.remove();
       const own = runs.find((one) => one.run === run);
-      now.textContent = `${visible(own.name)}: ${own.state}${own.state === "running" ? ", shown as it runs" : ""}`;
+      now.textContent = `${visible(own.name)}: ${visible(own.ending || own.state)}${own.state === "running" ? ", shown as it runs" : ""}`;
       document.title = `${own.name} – forge`;
     }
   } catch (error) {
