@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .config import ConfigError, Section, build, keys_of, section_in
+from .observability.held_out import HELD_OUT
 from .observability.rollouts import ROLLOUTS, batches, texts
 from .plugin import nearest
 
@@ -52,6 +53,12 @@ class Result:
         """The groups that were recorded: prompt, first response, target, rewards, step. `rollouts.arrow` has all
         samples with their tokens."""
         return [line for _, batch in batches(self.folder / ROLLOUTS) for line in texts(batch)]
+
+    @property
+    def held_out(self) -> list[dict[str, Any]]:
+        """The answers to held-out problems at each evaluation: step, problem, prompt, target, response, reward,
+        correct, tokens, finish."""
+        return _lines(self.folder / HELD_OUT)
 
 
 def train(

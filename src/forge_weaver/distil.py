@@ -71,8 +71,8 @@ class DistilReport:
         if self.ranking < self.chance:
             lines.append(
                 f"warning: the model ranks responses no better than chance (area under the curve {self.ranking:.3f} "
-                f"against the ensemble, {self.chance:.3f} by chance): train longer, at a higher learning rate, or start "
-                "from a pretrained encoder"
+                f"against the ensemble, {self.chance:.3f} by chance): train longer, at a higher learning rate, or "
+                "start from a pretrained encoder"
             )
         return "\n".join(lines)
 

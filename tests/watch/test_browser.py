@@ -130,6 +130,35 @@ def test_rollouts_are_filtered_sorted_and_opened(page: Page, written: tuple[Path
 
 
 @pytest.mark.processes
+def test_held_out_answers_of_each_evaluation(page: Page, tmp_path: Path):
+    root = tmp_path / "runs"
+    write_run(root, "one", 24, 24, rows=4)
+    rows = [
+        {"step": step, "problem": number, "prompt": f"{number} + 1", "target": str(number + 1), "reward": 0.5, "tokens": 2,
+         "response": f"<b>answer {number}</b>", "correct": step > number, "finish": "stop"}
+        for step in (0, 30) for number in range(60)
+    ]  # fmt: skip
+    (root / "one/held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with watching(root) as url:
+        page.open(f"{url}/#run=one&view=held_out")
+        page.wait(lambda: len(page.all("#held-out tbody tr.link")) == 50)
+        assert page.text("#answers") == "60 of 60"
+        assert page.texts("#held-out tbody tr:first-child td")[:3] == ["0", "yes", "no"]
+        assert "<b>answer 0</b>" in page.text("#held-out")
+        page.choose("#verdict", "wrong")
+        page.wait(lambda: page.text("#answers") == "30 of 60")
+        page.choose("#step", "0")
+        page.wait(lambda: page.text("#answers") == "60 of 60")
+        page.click("#held-out tbody tr.link")
+        page.wait(lambda: page.all("#held-out pre"))
+        assert page.texts("#held-out pre") == ["0 + 1", "1", "<b>answer 0</b>"]
+        for width in (1280, 400):
+            page.look(width)
+            assert page.overlaps() == []
+        page.look(1280)
+
+
+@pytest.mark.processes
 def test_nothing_overlaps(page: Page, written: tuple[Path, str], tmp_path: Path):
     _, url = written
     for width in (1280, 800, 390):

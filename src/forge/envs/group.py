@@ -57,10 +57,20 @@ class GroupEnv(ABC):
             )
         return episodes
 
-    async def evaluate(self, policy: Any, samples: Sequence[Sample], **sampling: Any) -> dict[str, float]:
+    async def evaluate(
+        self,
+        policy: Any,
+        samples: Sequence[Sample],
+        keep: Callable[[Sequence[Sample], Sequence[Episode]], None] | None = None,
+        **sampling: Any,
+    ) -> dict[str, float]:
         """`{"eval/accuracy": share}` of the samples whose greedy episode succeeds, with the mean reward and turns;
         empty without samples. An episode of which it is unknown is left out and counted in `eval/unscored`; one without
-        a reward is left out of the mean."""
+        a reward is left out of the mean.
+
+        Args:
+            keep: gets the episodes, one for each sample.
+        """
         if not samples:
             return {}
         greedy = {"temperature": 0.0, **sampling}
@@ -69,6 +79,8 @@ class GroupEnv(ABC):
                 self.play(policy, task, 1, number, evaluation=True, **greedy) for number, task in enumerate(samples)
             )
             episodes = [episode for group in await asyncio.gather(*plays) for episode in group]
+        if keep is not None:
+            keep(samples, episodes)
         verdicts = [bool(episode.info["correct"]) for episode in episodes if episode.info["correct"] is not None]
         rewards = [episode.outcome for episode in episodes if episode.outcome is not None]
         if not verdicts:

@@ -13,7 +13,17 @@ from .views import RunView, plain
 
 PAGE = Path(__file__).with_name("page")
 # In the order in which they use one another.
-SCRIPTS = ("parts.js", "data.js", "overview.js", "time.js", "rollouts.js", "rollout.js", "chat.js", "main.js")
+SCRIPTS = (
+    "parts.js",
+    "data.js",
+    "overview.js",
+    "time.js",
+    "rollouts.js",
+    "rollout.js",
+    "held_out.js",
+    "chat.js",
+    "main.js",
+)
 STYLES = ("uPlot.min.css", "style.css")
 CHARTS = "uPlot.iife.min.js"
 MOST_ROWS, MOST_EVENTS, MOST_ROLLOUTS = 1000, 20_000, 60
@@ -35,6 +45,7 @@ def write_report(folder: Path, state: str | None = None) -> None:
         "curves": view.curves(most=MOST_ROWS),
         "lanes": view.lanes(most=MOST_EVENTS),
         "rollouts": _sample(view),
+        "held_out": _held_out(view),
     }
     scripts = "\n".join(_inlined(name) for name in SCRIPTS)
     styles = "\n".join((PAGE / name).read_text() for name in STYLES)
@@ -67,6 +78,12 @@ def _sample(view: RunView) -> list[dict[str, Any]]:
         for row in group:
             rows[row["row"]] = {k: v[:LONGEST] if isinstance(v, str | list) else v for k, v in row.items()}
     return [rows[number] for number in sorted(rows)]
+
+
+def _held_out(view: RunView) -> list[dict[str, Any]]:
+    """Answers of the first and of the last evaluation."""
+    steps = view.held_out({})["steps"]
+    return [view.held_out({"step": str(step)}) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
 
 
 def _inlined(name: str) -> str:

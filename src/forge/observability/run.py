@@ -18,9 +18,10 @@ import yaml
 from ..config import flat
 from ..files import write_atomic
 from ..integrity import DamagedFile, read_sealed, write_sealed
-from ..types import Batch, Group
+from ..types import Batch, Episode, Group, Sample
 from .alerts import alerts
 from .console import Progress, configure_logging, log
+from .held_out import HELD_OUT, lines
 from .machine import gpus, room
 from .metrics import Clock, Snapshot, phase
 from .rollouts import ROLLOUTS, RolloutLog
@@ -71,13 +72,15 @@ class Run:
         self.history: list[dict[str, float]] = cut(self.folder / MARK, start) if resume else []
         if resume:
             cut_rollouts(self.folder / ROLLOUTS, start)
+            cut(self.folder / HELD_OUT, start)
         for name in (FINISHED, ENDED):
             (self.folder / name).unlink(missing_ok=True)
         write_sealed(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
-        self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS)}
+        self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS, HELD_OUT)}
         self._digests = {name: digest(self.folder / name) for name in self._logs}
         self._trace = Trace(self.folder / TRACE)
         self._rollouts: RolloutLog | None = None
+        self._evaluated: tuple[Sequence[Sample], Sequence[Episode]] = ((), ())
         if resume:
             self.sync()  # rows that are now removed may be in the checksums
         self._trackers: Any = None
@@ -133,6 +136,8 @@ class Run:
             row |= self._used(snapshot, row) | room(self.folder) | gpus()
             self.history.append(row)
             self._write(MARK, (json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n").encode())
+            self._write(HELD_OUT, lines(step, *self._evaluated))
+            self._evaluated = ((), ())
             self._trace.write(snapshot, step, row)
             if self._trackers is not None:
                 self._trackers.check()
@@ -173,6 +178,10 @@ class Run:
 
     def _devices(self, service: str, key: str) -> float:
         return self._settings.get(f"services.{service}.{key}") or 1
+
+    def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode]) -> None:
+        """Have `log` write the answers to held-out problems with its row."""
+        self._evaluated = (samples, episodes)
 
     def record(self, groups: int | Literal["all"], most: float, spell: Callable[[int], str]) -> None:
         """Record rollouts: so many groups of each step, up to `most` bytes; `spell` has the text of a token."""

@@ -92,7 +92,9 @@ def wandb_mode(section: dict[str, Any]) -> str:
     variable = os.environ.get("WANDB_MODE", "").strip().lower() or "online"
     mode = section["mode"] or {"dryrun": "offline", "shared": "online", "run": "online"}.get(variable, variable)
     if mode not in ("online", "offline", "disabled"):
-        raise ValueError(f"WANDB_MODE is {variable!r}: set it to online, offline or disabled, or set metrics.wandb.mode")
+        raise ValueError(
+            f"WANDB_MODE is {variable!r}: set it to online, offline or disabled, or set metrics.wandb.mode"
+        )
     return mode
 
 

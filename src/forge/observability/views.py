@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .alerts import alerts
+from .held_out import HELD_OUT, Answers
 from .rollouts import ROLLOUTS, TEXT, batches
 from .run import MARK
 from .runs import ending, settings, state
@@ -67,6 +68,7 @@ class RunView:
             self._metrics, self._trace = Lines(mark), Lines(self.folder / TRACE)
             self.rows: list[dict[str, float]] = []
             self.events: list[dict[str, Any]] = []
+            self._answers = Answers(self.folder / HELD_OUT)
             self._table: pyarrow.Table | None = None
             self._ends: list[int] = [0]  # of the batches in the file
             self._firsts: list[int] = [0]  # number of the first row of each batch
@@ -77,6 +79,7 @@ class RunView:
             if "step" in numbers:
                 self.rows.append(numbers)
         self.events += self._trace.more()
+        self._answers.refresh()
         self._index()
 
     def _index(self) -> None:
@@ -188,6 +191,10 @@ class RunView:
             **{"total": len(at), "all": len(table), "rows": rows, "histogram": histogram},
             "reasons": sorted(reason for reason in reasons if reason),
         }
+
+    def held_out(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """A page of answers to held-out problems, see `Answers.page`."""
+        return plain(self._answers.page(query))
 
     def rollout(self, row: int) -> dict[str, Any]:
         """All fields. IndexError: there is no such row."""

@@ -48,7 +48,7 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         await student.update_weights.fanout(version)
 
     async def evaluate() -> dict[str, float]:
-        return await SingleTurnEnv(reward).evaluate(student, job.held_out)
+        return await SingleTurnEnv(reward).evaluate(student, job.held_out, job.record.keep_evaluation)
 
     await publish(record.start)
     if record.start == 0:

@@ -78,7 +78,7 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> Non
         await c.buffer.advance.route(version)
 
     async def evaluate() -> dict[str, float]:
-        return await c.env.evaluate(c.policy, job.held_out)
+        return await c.env.evaluate(c.policy, job.held_out, record.keep_evaluation)
 
     await publish(record.start)
     if record.start == 0:

@@ -42,7 +42,7 @@ async def train(cfg: SFTConfig, job: Job) -> None:
             return metrics
         await trainer.push_weights.call(step)
         await policy.update_weights.fanout(step)
-        return metrics | await SingleTurnEnv(reward).evaluate(policy, samples)
+        return metrics | await SingleTurnEnv(reward).evaluate(policy, samples, record.keep_evaluation)
 
     def done() -> bool:
         return record.history[-1].get("eval/accuracy", -1.0) >= cfg.eval.stop_at

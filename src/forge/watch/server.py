@@ -14,16 +14,17 @@ from typing import Any
 
 import aiohttp
 
+from ..observability.held_out import HELD_OUT
 from ..observability.report import CHARTS, PAGE, SCRIPTS, STYLES
 from ..observability.rollouts import ROLLOUTS
-from ..observability.run import CONFIG, FINISHED, MARK
+from ..observability.run import CONFIG, ENDED, FINISHED, MARK
 from ..observability.runs import SERVED, differences
 from ..observability.trace import TRACE
 from ..observability.views import RunView, plain
 from ..web import guard, listen, web
 from .chat import Chat, NoModel
 
-READ = (CONFIG, MARK, ROLLOUTS, TRACE, FINISHED, SERVED, "lock")  # of a run's folder
+READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, SERVED, "lock")  # of a run's folder
 DEPTH = 3  # levels of folders that runs are looked for in
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 HEADERS = {
@@ -64,6 +65,7 @@ class Watch:
             "/api/rows": lambda q: self.view(q["run"]).curves(int(q.get("after", 0))),
             "/api/trace": lambda q: self.view(q["run"]).lanes(int(q.get("after", 0))),
             "/api/rollouts": lambda q: self.view(q["run"]).rollouts(q),
+            "/api/held_out": lambda q: self.view(q["run"]).held_out(q),
             "/api/rollout": lambda q: self.view(q["run"]).rollout(int(q["row"])),
             "/api/group": lambda q: self.view(q["run"]).group(int(q["row"])),
             "/api/differences": lambda q: plain(differences([self.folder(name) for name in q.getall("run")])),

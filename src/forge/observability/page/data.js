@@ -16,12 +16,13 @@ export async function ask(path, query = {}, body = undefined) {
 }
 
 function answer(path, query) {
-  const { name, about, curves, lanes, rollouts } = REPORT;
+  const { name, about, curves, lanes, rollouts, held_out } = REPORT;
   if (path === "runs") return [{ run: name, name, ...about }];
   if (path === "run") return about;
   if (path === "rows") return query.after ? { ...curves, columns: {} } : curves;
   if (path === "trace") return query.after ? { ...lanes, found: [] } : lanes;
   if (path === "differences") return {};
+  if (path === "held_out") return answers(held_out, query);
   if (path === "rollout") return rollouts.find((row) => row.row === Number(query.row));
   if (path === "group") {
     const own = rollouts.find((row) => row.row === Number(query.row));
@@ -38,6 +39,15 @@ function answer(path, query) {
   const rewards = found.map((row) => row.reward).filter((value) => value !== null);
   return { total: found.length, all: rollouts.length, histogram: histogram(rewards), rows: found.slice(50 * (query.page ?? 0)).slice(0, 50),
     reasons: [...new Set(rollouts.map((row) => row.dropped).filter(Boolean))].sort() };
+}
+
+// Those of the first and of the last evaluation are in a report.
+function answers(pages, query) {
+  const steps = pages.map((page) => page.step), page = pages.find((one) => String(one.step) === query.step) ?? pages.at(-1);
+  if (!page) return { steps, step: null, total: 0, all: 0, rows: [] };
+  const wanted = { right: true, wrong: false, unknown: null };
+  const rows = page.rows.filter((row) => !(query.verdict in wanted) || row.correct === wanted[query.verdict]);
+  return { steps, step: page.step, total: rows.length, all: page.rows.length, rows: rows.slice(50 * (query.page ?? 0)).slice(0, 50) };
 }
 
 function histogram(values) {

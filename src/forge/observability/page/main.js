@@ -5,10 +5,11 @@ import { overview } from "./overview.js";
 import { time } from "./time.js";
 import { rollouts } from "./rollouts.js";
 import { rollout } from "./rollout.js";
+import { heldOut } from "./held_out.js";
 import { chat } from "./chat.js";
 
 const EVERY = 2000; // milliseconds between two looks at the files
-const VIEWS = { overview: ["Overview", overview], time: ["Time", time], rollouts: ["Rollouts", rollouts], chat: ["Chat", chat] };
+const VIEWS = { overview: ["Overview", overview], time: ["Time", time], rollouts: ["Rollouts", rollouts], held_out: ["Held-out", heldOut], chat: ["Chat", chat] };
 const main = document.getElementById("main"), aside = document.getElementById("runs"), tabs = document.getElementById("tabs"), now = document.getElementById("now");
 let runs = [], view = null, key = "";
 
