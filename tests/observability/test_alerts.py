@@ -46,6 +46,12 @@ def test_a_run_that_goes_well_has_none():
         ({"train/engine_difference": 0.2}, "log-probabilities of engine and trainer differ by 0.2 nats", "same dtype"),
         ({"train/clip_fraction": 0.5}, "50% of the tokens were clipped", "Lower the learning rate"),
         ({"generation/truncated": 0.5}, "50% of the completions were cut", "Raise it"),
+        ({"generation/special_tokens": 0.22}, "22% of the sampled tokens are special ones such as <pad>", "forge.sft"),
+        (
+            {"generation/special_tokens": 0.22, "generation/truncated": 0.97},
+            "22% of the sampled tokens are special ones",
+            "max_tokens makes more of them",
+        ),
         ({"dropped/too_old": 2.0}, "40 groups of the last 20 steps were older than async.max_policy_age = 1", "Raise"),
         ({"dropped/unscored": 1.0}, "21 groups or responses were left out", "reasons"),
         ({"restarts/generator": 1.0}, "components were lost and replaced: generator 21 times", "log"),

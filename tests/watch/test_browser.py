@@ -134,8 +134,8 @@ def test_held_out_answers_of_each_evaluation(page: Page, tmp_path: Path):
     root = tmp_path / "runs"
     write_run(root, "one", 24, 24, rows=4)
     rows = [
-        {"step": step, "problem": number, "prompt": f"{number} + 1", "target": str(number + 1), "reward": 0.5, "tokens": 2,
-         "response": f"<b>answer {number}</b>", "correct": step > number, "finish": "stop"}
+        {"step": step, "problem": number, "prompt": f"{number} + 1", "target": str(number + 1),
+         "reward": 0.5, "tokens": 2, "response": f"<b>answer {number}</b>", "correct": step > number, "finish": "stop"}
         for step in (0, 30) for number in range(60)
     ]  # fmt: skip
     (root / "one/held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -97,6 +97,7 @@ class Generator(ForgeActor):
         self.store = connect(self.reach)
         self.architecture = AutoConfig.from_pretrained(self.model)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.special = frozenset(self.tokenizer.all_special_ids)
         device = None
         if self.settings.engine == "embedded" and (kind := torch.accelerator.current_accelerator(check_available=True)):
             # Where processes are shared with a trainer each of them sees the devices of all.
@@ -138,6 +139,11 @@ class Generator(ForgeActor):
         attended = causal(context) + sum(causal(length, context) for length in drawn)
         flops = forward_flops(self.architecture, context + sum(drawn), attended, sum(drawn))
         record_metric("generator/tokens", sum(drawn), Reduce.SUM)
+        for completion in completions:
+            # The token that ends an answer is meant to be one.
+            ids = completion.token_ids[: -1 if completion.finish == "stop" else None]
+            if ids:
+                record_metric("generation/special_tokens", sum(token in self.special for token in ids) / len(ids))
         record_metric("generator/flops", flops, Reduce.SUM)
         return completions[0] if n is None else completions
 
