@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
@@ -12,9 +13,12 @@ import pytest
 from nbclient import NotebookClient
 
 import forge
-from forge.api import Result
-from forge.config import ConfigError
+from forge.algorithms import ALGORITHMS, Algorithm, setting_names
+from forge.api import Result, _placed
+from forge.config import ConfigError, keys_of, section_in
+from forge.recipes.dpo_config import DPOConfig
 from forge.recipes.launch import BadInput
+from forge.recipes.rl_config import RLConfig
 
 pytestmark = pytest.mark.processes
 
@@ -155,3 +159,26 @@ def test_bad_input_is_one_line_and_starts_nothing(tmp_path: Path, monkeypatch, s
         forge.train(None, **{**SMALL, "seq_len": 1024, **settings})
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+SETTINGS = [(name, setting) for name, algorithm in ALGORITHMS.items() for setting in sorted(setting_names(algorithm))]
+
+
+@pytest.mark.parametrize(("algorithm", "setting"), SETTINGS)
+def test_every_setting_of_an_algorithm_is_found_by_its_name(algorithm: str, setting: str):
+    """No setting is taken for a misspelling of another, as beta for beta2."""
+    [(section, values)] = _placed(RLConfig, setting, 0.5, algorithm).items()
+    assert section == "grpo" or setting in keys_of(section_in(keys_of(RLConfig)[section].annotation))
+    assert values == {setting: 0.5}
+
+
+def test_settings_of_preferences_and_of_ones_own_algorithm_are_found_by_their_names():
+    class Bounded(Algorithm):
+        pass
+
+    Own = dataclass(type("Own", (Bounded,), {"__annotations__": {"stesp": float}, "stesp": 1.0}))
+    assert _placed(DPOConfig, "beta", 0.2, None) == {"dpo": {"beta": 0.2}}
+    assert _placed(DPOConfig, "label_smoothing", 0.2, None) == {"dpo": {"label_smoothing": 0.2}}
+    assert _placed(RLConfig, "stesp", 3.0, Own) == {"grpo": {"stesp": 3.0}}  # near "steps"
+    with pytest.raises(ConfigError, match="unknown setting 'stesp'; did you mean 'steps'"):
+        _placed(RLConfig, "stesp", 3.0, "grpo")
