@@ -62,7 +62,9 @@ class Parameters:
             error = best_match(self._validator.iter_errors(values))
             if error is not None and len(values) < len(arguments):
                 error = best_match(self._validator.iter_errors(dict(arguments))) and error
-        except Exception as failure:  # of patterns, references and numbers that strangers write: there is no common class
+        except Unresolvable:  # a document elsewhere: the tool itself decides
+            return ""
+        except Exception as failure:  # of what strangers write as patterns and values: there is no common class
             return f"its arguments cannot be checked: {type(failure).__name__}: {_cut(failure)}"
         return "" if error is None else _line(error)
 
@@ -90,6 +92,8 @@ class Parameters:
     def _error(self, schema: Any, value: Any) -> ValidationError | None:
         try:
             return best_match(self._validator.evolve(schema=schema).iter_errors(value))
+        except Unresolvable:
+            return None
         except Exception as failure:  # as in mismatch
             return ValidationError(_cut(failure))
 
