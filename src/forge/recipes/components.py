@@ -152,6 +152,7 @@ async def dataset(cfg: Any, job: Job, *, in_turn: bool = False) -> Handle:
         "kind": cfg.dataset.kind,
         "seed": cfg.seed,
         "remember": 0 if in_turn else cfg.checkpoint.remember,
+        "checked": True,  # by launch
         **cfg.dataset,
     }
     if cfg.services.dataset is None:

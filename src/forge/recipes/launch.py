@@ -197,7 +197,14 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
             cfg.parallelism.check(AutoConfig.from_pretrained(other))
     cfg.check_tokenizer(model)
     cfg.check_reward()
-    held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed, cfg.scorers)
+    settings = to_dict(cfg)  # before the data bounds the steps, or a resumed run would differ in them
+    items, held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed, cfg.scorers)
+    if items is not None and (steps := -(-items // cfg.training.batch_size)) < cfg.training.steps:
+        log.info(
+            "dataset.epochs = %d is over after %d steps of %d: the run ends there, and not after training.steps = %d",
+            *(cfg.dataset.epochs, steps, cfg.training.batch_size, cfg.training.steps),
+        )
+        cfg.training.steps = steps
     if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
         solutions = [sample.target for sample in held_out if re.search(r"####|\\boxed\{", sample.target or "")]
         if 2 * len(solutions) > len(held_out):
@@ -218,7 +225,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         check_overwrite(cfg, model)
     record = Run(
         cfg.run.name,
-        to_dict(cfg),
+        settings,
         root=cfg.run.root,
         overwrite=overwrite,
         steps=cfg.training.steps,
@@ -386,14 +393,18 @@ def check_vocabulary(key: str, other: str, model: str) -> None:
 
 def check_data(
     dataset: RowsConfig, evaluation: EvalConfig, model: str, seed: int, scorers: Sequence[Any] = ()
-) -> list[Any]:
-    """Open the data once to check it, and return the held-out items: samples, episodes or pairs.
+) -> tuple[int | None, list[Any]]:
+    """Open the data once to check it.
+
+    Returns:
+        how many items its epochs have, None if it is endless; and the held-out items: samples, episodes or pairs.
 
     Args:
         scorers: their `warning(targets)`, of those that have it, is logged.
 
     Raises:
-        ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out.
+        ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out, or epochs of
+            unknown length.
     """
     from transformers import AutoTokenizer
 
@@ -406,10 +417,15 @@ def check_data(
         for scorer in scorers:
             if hasattr(scorer, "warning") and (text := scorer.warning(training.targets())):
                 log.warning("%s", text)
+    if training.size is None and getattr(dataset, "epochs", None) is not None:
+        raise ValueError(
+            "dataset.epochs needs data of a known length, which streamed rows do not have: leave it out, and set "
+            "training.steps, or leave out streaming"
+        )
     if not evaluation.problems:
-        return []
+        return training.size, []
     if dataset.procedural and evaluation.path is None:
-        return training.held_out(evaluation.problems)
+        return training.size, training.held_out(evaluation.problems)
     if evaluation.path is None:
         if dataset.sources is not None:
             raise ValueError("with dataset.sources, set eval.path to a file of held-out rows, or eval.problems to 0")
@@ -424,4 +440,11 @@ def check_data(
     }
     if "epochs" in settings:
         settings["epochs"] = None
-    return load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
+    held_out = load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
+    if known := sum(training.has(item) for item in held_out):
+        log.warning(
+            "%d of the %d held-out %ss are also in the training data, so their results say little about others: give "
+            "eval.path rows of its own",
+            *(known, len(held_out), {"prompts": "problem", "supervised": "row"}.get(dataset.kind, "pair")),
+        )
+    return training.size, held_out
