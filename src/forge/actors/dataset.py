@@ -28,7 +28,8 @@ class DatasetActor(ForgeActor):
         sources: several datasets in shares, see `forge.data.load.load_data`.
         remember: how many of the last samples are kept, so that those whose rollouts were under way when the state was
             saved can be handed out again.
-        **dataset: settings of the dataset, and whether its rows are `checked`: of `PromptDataset`, `SupervisedDataset` or `PreferenceDataset`.
+        **dataset: settings of the dataset, and whether its rows are `checked`: of `PromptDataset`, `SupervisedDataset`
+            or `PreferenceDataset`.
     """
 
     def __init__(

@@ -45,6 +45,7 @@ class RowStream(ABC, Generic[T, C]):
         **settings: fields of SECTION.
 
     Attributes:
+        epochs: as given.
         size: how many items all epochs have; None: endless, or unknown.
 
     Raises:
@@ -73,7 +74,7 @@ class RowStream(ABC, Generic[T, C]):
             raise ValueError(
                 f"epochs must be at least 1, got {epochs}" if epochs < 1 else "a task is endless: unset epochs"
             )
-        self.tokenizer, self.seed, self._epochs = tokenizer, seed, epochs
+        self.tokenizer, self.seed, self.epochs = tokenizer, seed, epochs
         self._limit: int | None = how[self.LIMIT]
         self._too_long: str = how["too_long"]
         self._name = how.task or (path if isinstance(path, str) else "dataset")
@@ -115,7 +116,7 @@ class RowStream(ABC, Generic[T, C]):
         return self
 
     def __next__(self) -> T:
-        while self._epochs is None or self.epoch < self._epochs:
+        while self.epochs is None or self.epoch < self.epochs:
             numbered = self._source.read()
             if numbered is None:
                 continue
@@ -248,8 +249,8 @@ class RowStream(ABC, Generic[T, C]):
                 "%s: the tokenizer has no token for what %d of %d %ss hold (first: row %d, %s): they read as unknown",
                 *(self._name, len(unknown), rows, self.NOUN, *unknown[0]),
             )
-        if stored and self._epochs is not None:
-            self.size = items * self._epochs
+        if stored and self.epochs is not None:
+            self.size = items * self.epochs
 
     def has(self, item: Any) -> bool:
         """Whether an item is one of those that were checked."""

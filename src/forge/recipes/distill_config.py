@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
+from .lengths import bound_prompts
 from .schema import RecipeConfig, RewardConfig
 
 
@@ -83,3 +84,7 @@ class DistillConfig(RecipeConfig):
             if bad:
                 raise ConfigError(message)
         self.dataset.bound("max_prompt_tokens", room, together)
+
+    def check_tokenizer(self, model: str) -> None:
+        """ConfigError: completions leave no room for a prompt in what generators take."""
+        bound_prompts(self, "distill", model)

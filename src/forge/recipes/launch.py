@@ -48,6 +48,7 @@ from .preemption import Preempted, Preemption, deadline_of
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
 
+NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of data, by its kind
 OPEN_FILES = 256  # of one process, at most in small runs
 Recipe = Callable[..., Coroutine[Any, Any, None]]
 
@@ -171,6 +172,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     """
     folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
+    settings = to_dict(cfg)  # before the model and the data bound some, in which a resumed run would differ
     # It prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     check_trackers(to_dict(cfg.metrics))
@@ -197,12 +199,11 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
             cfg.parallelism.check(AutoConfig.from_pretrained(other))
     cfg.check_tokenizer(model)
     cfg.check_reward()
-    settings = to_dict(cfg)  # before the data bounds the steps, or a resumed run would differ in them
     items, held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed, cfg.scorers)
     if items is not None and (steps := -(-items // cfg.training.batch_size)) < cfg.training.steps:
         log.info(
-            "dataset.epochs = %d is over after %d steps of %d: the run ends there, and not after training.steps = %d",
-            *(cfg.dataset.epochs, steps, cfg.training.batch_size, cfg.training.steps),
+            "the data ends after its epochs, %d %ss or %d steps of %d: so does the run, before training.steps = %d",
+            *(items, NOUNS[cfg.dataset.kind], steps, cfg.training.batch_size, cfg.training.steps),
         )
         cfg.training.steps = steps
     if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
@@ -417,7 +418,8 @@ def check_data(
         for scorer in scorers:
             if hasattr(scorer, "warning") and (text := scorer.warning(training.targets())):
                 log.warning("%s", text)
-    if training.size is None and getattr(dataset, "epochs", None) is not None:
+    streams = training.sources if isinstance(training, Mixture) else [training]
+    if any(stream.epochs is not None and stream.size is None for stream in streams):
         raise ValueError(
             "dataset.epochs needs data of a known length, which streamed rows do not have: leave it out, and set "
             "training.steps, or leave out streaming"
@@ -445,6 +447,6 @@ def check_data(
         log.warning(
             "%d of the %d held-out %ss are also in the training data, so their results say little about others: give "
             "eval.path rows of its own",
-            *(known, len(held_out), {"prompts": "problem", "supervised": "row"}.get(dataset.kind, "pair")),
+            *(known, len(held_out), NOUNS[dataset.kind]),
         )
     return training.size, held_out

@@ -8,13 +8,13 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from ..algorithms import Algorithm, Correction, load_algorithm
 from ..algorithms.base import OwnLoss
-from ..architecture import longest
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
-from ..engines.interface import LONGEST
 from ..envs.config import EpisodeConfig
+from ..observability.console import log
 from ..plugin import resolve
+from .lengths import bound_prompts, longest_sequence
 from .metrics_config import MetricsConfig
 from .schema import RecipeConfig, RewardConfig
 
@@ -304,14 +304,12 @@ class RLConfig(RecipeConfig):
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
     def check_tokenizer(self, model: str) -> None:
-        """ConfigError: the chat template does not fit `episode`, or episodes are longer than generators take."""
+        """ConfigError: the chat template does not fit `episode`, or completions or episodes are longer than generators
+        take."""
         if not self.multi_turn:
-            return
-        from transformers import AutoConfig
-
+            return bound_prompts(self, "grpo", model)
         self.episode.dialogue(model)
-        most = self.generator.max_seq_len or min(LONGEST, longest(AutoConfig.from_pretrained(model)))
-        if self.limits()["max_tokens"] > most:
+        if self.limits()["max_tokens"] > (most := longest_sequence(self, model)):
             raise ConfigError(
                 f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {most} "
                 "tokens that generators take: lower it, or raise generator.max_seq_len as far as the model allows"
@@ -319,8 +317,14 @@ class RLConfig(RecipeConfig):
 
     def check_reward(self) -> None:
         """As the base; an environment scores by itself."""
-        if not self.multi_turn:
-            super().check_reward()
+        if self.multi_turn:
+            return
+        super().check_reward()
+        if self.reward.functions is None and self.reward.verifiers is None:
+            log.warning(
+                "reward is not set: MathReward scores responses, by whether they are mathematically equal to "
+                "dataset.target_field"
+            )
 
     @property
     def files(self) -> list[str]:
