@@ -163,6 +163,24 @@ class Turns:
         call = {"role": "assistant", "content": "", "tool_calls": [{"name": "tool", "arguments": {}}]}
         return self.ending([{"role": "user", "content": "ask"}, call], 1)[0]
 
+    @cached_property
+    def _closes_last_alone(self) -> bool:
+        """Whether the template ends its last turn only: what follows another turn begins with the special token that
+        begins a conversation, which the policy does not write."""
+        asked = {"role": "user", "content": "ask"}
+        try:
+            rest = self._render([asked])
+            after = after_mark(self._render([asked, {"role": "assistant", "content": MARK}, asked]))
+        except ValueError:
+            return False
+        if not self.closer or (following := self._special.find(after)) is None:
+            return False
+        opening = ""
+        while (found := self._special.find(rest)) and not (opening and rest[: found[0].start()].strip()):
+            opening += found[1]
+            rest = rest[found[0].start() + len(found[1]) :]
+        return self.closer not in following[1] and following[0][0] in opening
+
     def end(self, text: str) -> Span | None:
         """The token that ends a turn in the text that follows its words; None: there is none.
 
@@ -174,7 +192,7 @@ class Turns:
         first, run = found
         # Calls may end in special tokens of their own, before the one that ends the turn.
         if self.closer not in run:
-            return first.span()
+            return None if self._closes_last_alone else first.span()
         start = first.start() + run.index(self.closer)
         return start, start + len(self.closer)
 
@@ -210,6 +228,8 @@ class Turns:
         said = [asked[0], self._writer.marked(asked[1]), *messages]
         text = self._render(said, add_generation_prompt=True)
         found = self.end(after := after_mark(text))
+        if found is None and self.closer:
+            raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
         if found is None or not text.startswith(_OPENING.sub("", context)):
             raise Rewritten("the chat template renders what precedes a turn differently once messages follow")
         return after[found[0] :]

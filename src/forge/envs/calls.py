@@ -178,9 +178,9 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
         if len(names) == 1:
             return bare()
         raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
-    if len(names) == 1 and not parameters.takes(names[0], values.get(names[0])):
-        text_fits = parameters.takes(names[0], bare()[names[0]])
-        return bare() if text_fits and values else values  # 12 is a text where the parameter is one
+    only = names[0] if len(names) == 1 else ""
+    if only in values and not parameters.takes(only, values[only]) and parameters.takes(only, bare()[only]):
+        return bare()  # 12 is a text where the parameter is one
     return values
 
 

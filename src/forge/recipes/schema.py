@@ -231,8 +231,8 @@ class EvalConfig(Section):
     def _check(self) -> None:
         if self.every and not self.problems:
             raise ValueError(
-                "eval.every does nothing: eval.problems is 0, as it is in Python without an eval_dataset; give rows for "
-                "evaluation, or leave it out"
+                "eval.every does nothing: eval.problems is 0, as it is in Python without an eval_dataset; give rows to "
+                "evaluate, or leave it out"
             )
 
 
