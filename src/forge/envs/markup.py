@@ -18,7 +18,7 @@ Found = tuple[str, list[tuple[str, Any]], list[str]]  # the text without calls, 
 
 MOST = 64  # calls of one turn
 LONGEST = 1 << 16  # characters of one call
-_SCANNED = 1000  # tags after the first that may close a value, within which a better one is searched
+_SCANNED = 100  # tags after the first that may close a value, within which a better one is searched
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FRAME = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
 _MISTRAL = "[TOOL_CALLS]"
@@ -52,7 +52,7 @@ QWEN = Tags(
 )
 GLM = Tags(
     name=re.compile(r"([^<]*)"),
-    key=re.compile(r"<arg_key>(.*?)</arg_key>\s*(?:<arg_value>)?", re.DOTALL),
+    key=re.compile(r"<arg_key>([^<]*)</arg_key>\s*(?:<arg_value>)?"),
     opening="<arg_value>",
     closing="</arg_value>",
     follows=re.compile(r"\s*(?:<arg_key>|</tool_call>)"),
@@ -198,7 +198,8 @@ def _value_end(text: str, start: int, most: int, tags: Tags) -> int:
     if text.startswith(tags.closing, past.end()) and tags.follows.match(text, past.end() + len(tags.closing)):
         return past.end()
     first, opened, scanned = -1, 0, 0
-    for tag in re.compile(f"{tags.opening}|{tags.closing}").finditer(text, start, most):
+    # An opening tag is on a line of its own or after another tag, as templates write it, or it is only spoken of.
+    for tag in re.compile(f"(?<=[\n>]){tags.opening}|{tags.closing}").finditer(text, start, most):
         if tag[0] == tags.opening:
             opened += 1
             continue
@@ -206,7 +207,7 @@ def _value_end(text: str, start: int, most: int, tags: Tags) -> int:
         first = tag.start() if first < 0 and after is not None else first
         if opened:
             opened -= 1
-        elif after is not None and not _quoted(text, start, tag.start(), after.end()):
+        elif after is not None and not _quoted(text[start : tag.start()], text[after.end() : most]):
             return tag.start()
         scanned += first >= 0
         if scanned > _SCANNED:
@@ -216,10 +217,8 @@ def _value_end(text: str, start: int, most: int, tags: Tags) -> int:
     return first
 
 
-def _quoted(text: str, start: int, tag: int, after: int) -> bool:
-    """Whether quotes that are open before a tag close after the tags that follow: on its line, or anywhere if there are
-    three of them."""
-    before, rest = text[start:tag], text[after:]
+def _quoted(before: str, rest: str) -> bool:
+    """Whether quotes that are open before a tag close after it: on its line, or anywhere if there are three of them."""
     if any(before.count(quotes) % 2 and quotes in rest for quotes in ('"""', "'''", "```")):
         return True
     line, rest = before.rpartition("\n")[2], rest.partition("\n")[0]

@@ -80,8 +80,10 @@ class Parameters:
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text
         error, as_text = self._error(schema, value), self._error(schema, text)
-        if error is None or as_text is None:
-            return value if error is None else text
+        if as_text is None and (error is not None or isinstance(value, str)):  # quotes are a part of a text
+            return text
+        if error is None:
+            return value
         # The one that has the right type, for its error says more.
         return text if error.validator == "type" and as_text.validator != "type" else value
 
@@ -130,8 +132,6 @@ def _read(text: str, python: bool) -> Any:
         if not python or len(text) > _LONGEST:
             raise
     value = ast.literal_eval(ast.parse(text.strip(), "<model output>", mode="eval"))
-    if isinstance(value, str):
-        raise ValueError("quotes are part of a text")
     return json.loads(json.dumps(value))
 
 
