@@ -69,9 +69,7 @@ def qwen_xml(arguments):
 
 
 def glm(arguments):
-    pairs = (
-        f"<arg_key>{name}</arg_key>\n<arg_value>{shown(value)}</arg_value>\n" for name, value in arguments.items()
-    )
+    pairs = (f"<arg_key>{name}</arg_key>\n<arg_value>{shown(value)}</arg_value>\n" for name, value in arguments.items())
     return f"<tool_call>write\n{''.join(pairs)}</tool_call>"
 
 

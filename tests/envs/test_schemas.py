@@ -49,7 +49,11 @@ def one(schema: Any, **more: Any) -> dict[str, Any]:
         ({"prefixItems": [{"type": "string"}], "items": False}, ["a", 1], "x: "),
         ({"type": "object", "additionalProperties": {"type": "number"}}, {"k": "v"}, "x.k must be of type number"),
         ({"$ref": "#/$defs/Tree"}, {"name": "a", "children": [{"name": "b"}]}, ""),
-        ({"$ref": "#/$defs/Tree"}, {"name": "a", "children": [{"children": []}]}, "x.children[0]: 'name' is a required"),
+        (
+            {"$ref": "#/$defs/Tree"},
+            {"name": "a", "children": [{"children": []}]},
+            "x.children[0]: 'name' is a required",
+        ),
         ({"$ref": "https://example.org/elsewhere.json"}, 1, ""),  # is not fetched: the tool decides
         ({"$ref": "#/nowhere"}, 1, ""),
     ],
@@ -169,9 +173,7 @@ def test_a_text_is_read_as_the_value_that_its_schema_takes(schema, text, value, 
     ],
 )
 def test_values_that_a_template_writes_as_python_are_read_back(schema, value, write):
-    text = (
-        "<tool_call>\n<function=f>\n<parameter=x>\n" + write(value) + "\n</parameter>\n</function>\n</tool_call>"
-    )
+    text = "<tool_call>\n<function=f>\n<parameter=x>\n" + write(value) + "\n</parameter>\n</function>\n</tool_call>"
     action = read_action(text, "qwen_xml", [tool("f", properties={"x": schema})])
     assert action.errors == ()
     assert action.calls[0].arguments == {"x": value}

@@ -10,7 +10,7 @@ import sys
 import aiohttp
 import pytest
 
-from forge.envs import Action, ToolCall, ToolEnvironment, Toolbox
+from forge.envs import Action, Toolbox, ToolCall, ToolEnvironment
 from forge.types import Prompt, Sample
 from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
 
