@@ -171,8 +171,10 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         self.check()
 
     def targets(self) -> Iterator[str]:
-        """Those of `rows`."""
-        return (self._format.render(row)[1] for row in self.rows())
+        """Those of `rows`, without bad rows of a stream."""
+        for row in self.rows():
+            with suppress(ValueError):
+                yield self._format.render(row)[1]
 
     def make(self, number: int, row: Row, index: int) -> Sample | None:
         """Prompt and target of a row; None if the prompt is too long."""
