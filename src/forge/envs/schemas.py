@@ -80,8 +80,8 @@ class Parameters:
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text
         error, as_text = self._error(schema, value), self._error(schema, text)
-        if as_text is None and (error is not None or isinstance(value, str)):  # quotes are a part of a text
-            return text
+        if as_text is None:
+            return value if error is None and not isinstance(value, str) else text  # quotes are a part of a text
         if error is None:
             return value
         # The one that has the right type, for its error says more.
