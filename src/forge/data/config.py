@@ -120,8 +120,8 @@ class SupervisedConfig(RowsConfig):
     weight_field: str | None = None
     """A number of each row that multiplies its share of the loss; rows of weight 0 are skipped and counted."""
     epochs: PositiveInt | None = None
-    """Passes over the data, with which a run ends before `training.steps`, the last batch being what is left; null:
-    endless. Not of streamed rows, whose number is unknown."""
+    """Passes over the data, after which the run ends, if `training.steps` is more; the last batch has the remaining
+    rows. Null: endless. Not for streamed rows, whose number is unknown."""
     max_tokens: PositiveInt | None = None
     """Longest row; null: `training.seq_len`."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
@@ -147,8 +147,8 @@ class PreferencesConfig(RowsConfig):
     """Of earlier turns of a conversation, where the chat template leaves them out: `keep` trains each turn as it was
     when it was the last; with `template` such a conversation is an error."""
     epochs: PositiveInt | None = None
-    """Passes over the data, with which a run ends before `training.steps`, the last batch being what is left; null:
-    endless. Not of streamed rows, whose number is unknown."""
+    """Passes over the data, after which the run ends, if `training.steps` is more; the last batch has the remaining
+    rows. Null: endless. Not for streamed rows, whose number is unknown."""
     max_tokens: PositiveInt | None = None
     """Of the longer of a pair; null: half of `training.seq_len`, for both must fit."""
     too_long: Literal["skip", "error"] = "skip"

@@ -120,7 +120,8 @@ class PromptFormat:
             options = row[self.choices_field]
             if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
                 raise ValueError(f"field {self.choices_field!r} must be a list of 2 to 26 options, not {options!r:.60}")
-            return [plain_value(option, f"an option in {self.choices_field!r}").strip() for option in options]
+            numbered = {f"{self.choices_field}[{number}]": option for number, option in enumerate(options)}
+            return [plain(numbered, name).strip() for name in numbered]
         options = [plain(row, name).strip() for name in self.choices_field]
         # By the row itself: the same in every epoch and process, and not always the first is right.
         random.Random(repr(sorted(options))).shuffle(options)
@@ -215,13 +216,9 @@ def plain(row: Mapping[str, Any], name: str) -> str:
     """A field of a row as text. ValueError: it is missing, or neither text nor a number."""
     if name not in row:
         raise ValueError(f"no field {name!r}: it has {', '.join(row)}")
-    return plain_value(row[name], f"field {name!r}")
-
-
-def plain_value(value: Any, where: str) -> str:
-    """Text or a number as text. ValueError: it is neither, or a missing value."""
+    value = row[name]
     if not isinstance(value, str | Real | Decimal):
         remedy = ": fill in the missing value, or leave the row out" if value is None else ""
-        raise ValueError(f"{where} must be text or a number, not {type(value).__name__}{remedy}")
-    check_values(value if isinstance(value, str | int) else float(value), where)
+        raise ValueError(f"field {name!r} must be text or a number, not {type(value).__name__}{remedy}")
+    check_values(value if isinstance(value, str | int) else float(value), f"field {name!r}")
     return str(value)

@@ -32,8 +32,8 @@ class TooLong(ValueError):
 class RowStream(ABC, Generic[T, C]):
     """An iterator of items made from rows; iteration ends after `epochs`, or never.
 
-    The constructor makes every stored row once, and of streams and tasks the first ones, so that a row that cannot be
-    trained is an error before anything else. Such a row that comes later in a stream is left out, counted and logged.
+    The constructor makes every stored row once, and of streams and tasks the first ones, so that an invalid row is an
+    error before anything else. An invalid row of a stream is left out, counted and logged.
     Subclasses set SECTION and define `begin` and `make`; their constructors end with `check`.
 
     Args:

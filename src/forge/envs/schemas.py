@@ -44,7 +44,7 @@ class Parameters:
         parts = list(self._parts(self._schema, set()))
         for part in parts:
             self.properties = {**part.get("properties", {}), **self.properties}
-        # Whoever lists parameters means these, although JSON Schema allows others: a misspelt name is an error.
+        # JSON Schema allows others beside the listed ones, unless it says so; for tools a misspelt name is an error.
         self._open = not any("properties" in part for part in parts) or any(
             part.get("additionalProperties", False) is not False or "patternProperties" in part for part in parts
         )
