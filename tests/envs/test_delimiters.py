@@ -156,3 +156,48 @@ def test_a_call_that_is_not_closed_is_an_error_and_the_next_one_is_read(syntax, 
 def test_a_tag_without_end_is_read_in_time(syntax, unit):
     action = read_action(unit * (200_000 // len(unit)), syntax, TOOLS)
     assert len(action.calls) <= 64
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "arguments"),
+    [
+        ("hermes", '{"name": "now", "arguments": null}', {}),
+        ("hermes", '{"name": "now"}', {}),
+        ("hermes", '{"name": "now", "parameters": {"path": "a"}}', {"path": "a"}),
+        ("qwen_xml", "<function=now>\n</function>", {}),
+        ("qwen_xml", "<function=now>", {}),
+        (
+            "qwen_xml",
+            "<function=now><parameter=path>    two  spaces\n</parameter></function>",
+            {"path": "    two  spaces"},
+        ),
+        (
+            "qwen_xml",
+            "<function=now>\n<parameter=path>\n\n  x<5 && y>3\n\n</parameter>\n</function>",
+            {"path": "\n  x<5 && y>3\n"},
+        ),
+        ("glm", "now", {}),
+        ("glm", "now\n<arg_key> path </arg_key>\n<arg_value> a </arg_value>", {"path": " a "}),
+    ],
+)
+def test_calls_as_models_write_them(form, text, arguments):
+    action = read_action(f"<tool_call>\n{text}\n</tool_call>", form, TOOLS)
+    assert [dict(call.arguments) for call in action.calls] == [arguments]
+    assert action.errors == ()
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("qwen_xml", "<function=write>\n<parameter=path\na\n</parameter>\n</function>"),
+        ("qwen_xml", "<function=write>\n<parameter=path>\na\n</parameter>\n<parameter=text\nb</function>"),
+        ("qwen_xml", "write(path=1)"),
+        ("glm", "write\n<arg_value>a</arg_value>"),
+        ("hermes", '{"name": "write", "arguments": []}'),
+    ],
+)
+def test_a_malformed_argument_is_an_error_and_the_next_call_is_read(form, text):
+    good = {"hermes": hermes, "qwen_xml": qwen_xml, "glm": glm}[form]({"path": "b"})
+    action = read_action(f"<tool_call>{text}</tool_call>\n{good}", form, TOOLS)
+    assert [dict(call.arguments) for call in action.calls] == [{"path": "b"}]
+    assert len(action.errors) == 1

@@ -115,6 +115,7 @@ def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     """A call in OpenAI's format, which also has what templates ask for: a type, and an id of nine characters."""
     function = dict(call.get("function") or {"name": call["name"], "arguments": call.get("arguments", {})})
     arguments = call["arguments"] if "arguments" in call else function.get("arguments", {})
+    arguments = {} if arguments is None else arguments
     if isinstance(arguments, str) and not as_text:
         with suppress(ValueError):  # what is no JSON stays the text that it is
             arguments = json.loads(arguments)

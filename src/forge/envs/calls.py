@@ -192,9 +192,10 @@ def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) ->
         call = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError('it must be an object with a "name"')
-        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # OpenAI's format
             arguments = json.loads(arguments)
+        arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
             raise ValueError(f'its "{key}" must be an object')
         calls.append(ToolCall(call["name"], arguments))

@@ -43,7 +43,7 @@ class Tags(NamedTuple):
 
 QWEN = Tags(
     name=re.compile(r"\s*<function=([^>\n]*)>"),
-    key=re.compile(r"<parameter=([^>]*)>"),
+    key=re.compile(r"<parameter=([^>\n]*)>"),
     opening="<parameter=",
     closing="</parameter>",
     follows=re.compile(r"\s*(?:<parameter=|(?:</function>\s*)?</tool_call>)"),
@@ -188,6 +188,8 @@ def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]]
         at += len(tags.closing)
     if end == len(text) or following < end:
         raise ValueError(f"it is not closed by {_END}")
+    if tags.opening in text[at:end]:
+        raise ValueError(f"{tags.opening} does not begin an argument there")
     return name[1].strip(), pairs, end + len(_END)
 
 
