@@ -317,9 +317,20 @@ def test_how_many_items_epochs_have(jsonl):
         assert mixture.size == len(list(mixture))
 
 
-def test_checked_rows_are_not_made_twice(jsonl):
+def test_rows_beyond_those_that_are_checked_are_left_out(jsonl, monkeypatch, caplog):
+    monkeypatch.setattr("forge.data.stream._CHECKED", 3)
+    rows = jsonl(GOOD, GOOD, GOOD, {"question": "two", "answer": None}, GOOD)
+    data = PromptDataset(rows, tokenizer=TOKENIZER, shuffle=False)
+    assert [next(data).target for _ in range(5)] == ["1"] * 5
+    assert data.skipped == 1
+    assert "left out: " in caplog.text
+    assert ", row 4: field 'answer'" in caplog.text
+    with pytest.raises(ValueError, match="row 4"):
+        PromptDataset(rows, tokenizer=TOKENIZER, epochs=1)
+
+
+def test_rows_that_another_process_has_checked_are_not_made_again(jsonl):
     rows = jsonl(GOOD, {"question": "two", "answer": None})
     data = PromptDataset(rows, tokenizer=TOKENIZER, shuffle=False, checked=True)
-    assert next(data).target == "1"
-    with pytest.raises(ValueError, match="row 2"):
-        next(data)
+    assert [next(data).target for _ in range(2)] == ["1"] * 2
+    assert data.skipped == 1

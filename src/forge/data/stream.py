@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -16,7 +17,8 @@ from .sources import StoredRows, StreamedRows, TaskRows
 T = TypeVar("T")
 C = TypeVar("C", bound=RowsConfig)
 _PROBE = 1000
-_NAMED = 10  # rows left out of a stream that are logged one by one
+_CHECKED = 20_000  # stored rows that are made before a run: 3 s for prompts, 130 s for conversations of six messages
+_NAMED = 10  # invalid rows that are logged one by one
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +34,9 @@ class TooLong(ValueError):
 class RowStream(ABC, Generic[T, C]):
     """An iterator of items made from rows; iteration ends after `epochs`, or never.
 
-    The constructor makes every stored row once, and of streams and tasks the first ones, so that an invalid row is an
-    error before anything else. An invalid row of a stream is left out, counted and logged.
+    The constructor makes stored rows once, all that epochs need or the first 20,000, and of streams and tasks the first
+    ones, so that an invalid row is an error before anything else. An invalid row of a stream is left out, counted and
+    logged, as is one that comes later.
     Subclasses set SECTION and define `begin` and `make`; their constructors end with `check`.
 
     Args:
@@ -123,8 +126,6 @@ class RowStream(ABC, Generic[T, C]):
             try:
                 item = self._made(*numbered, index=self.served)
             except BadRow as error:
-                if not isinstance(self._source, StreamedRows):
-                    raise
                 self._leave_out_bad(error)
                 item = None
             if item is not None:
@@ -206,7 +207,7 @@ class RowStream(ABC, Generic[T, C]):
             raise BadRow(f"{self._name}, row {number}: {what}") from error
 
     def check(self) -> None:
-        """Make all stored rows, of streams and tasks the first 100, and up to 1000 until there is an item.
+        """Make the stored rows, of streams and tasks the first 100, and up to 1000 until there is an item.
 
         Raises:
             ValueError: there is no row or no item, or a stored row is malformed.
@@ -218,8 +219,9 @@ class RowStream(ABC, Generic[T, C]):
         stored = isinstance(self._source, StoredRows)
         rows, items, left_out, unknown = 0, 0, list[int](), list[tuple[int, str]]()
         fault: BadRow | None = None
+        enough = (_CHECKED if self.epochs is None else math.inf) if stored else _PROBE // 10
         for number, row in self._source.scan() if stored else islice(self._source.scan(), _PROBE):
-            if items and not stored and rows >= _PROBE // 10:
+            if items and rows >= enough:
                 break
             rows += 1
             try:
