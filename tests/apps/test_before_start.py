@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from forge.config import ConfigError, build
+from forge.config import ConfigError, build, to_dict
 from forge.data.config import DatasetConfig, PreferencesConfig, SupervisedConfig
 from forge.models import build_small_model
 from forge.recipes.distill_config import DistillConfig
@@ -57,7 +57,7 @@ def rl(model, rows=({"question": "1+1=", "answer": "2"},), **sections):
 )
 def test_completions_that_no_generator_has_room_for(model, sections, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        rl(model, **sections).check_tokenizer(str(model))
+        rl(model, **sections).data(str(model))
     assert "\n" not in str(caught.value)
 
 
@@ -69,35 +69,33 @@ def test_completions_that_no_generator_has_room_for(model, sections, message):
         ({"grpo": {"max_tokens": 20}, "dataset": {"max_prompt_tokens": 12}}, 12),
         ({"grpo": {"max_tokens": 4}, "generator": {"max_seq_len": 16}}, 12),
         ({"grpo": {"max_tokens": 4}, "training": {"seq_len": 10}}, 6),
-        ({}, 31),  # the default of max_tokens alone is too much: a line says so
+        ({}, 31),  # the default of max_tokens is too much: answers end at the model's length
     ],
 )
 def test_prompts_have_what_completions_leave_of_the_model(model, sections, longest):
     cfg = rl(model, **sections)
-    cfg.check_tokenizer(str(model))
-    assert cfg.dataset.max_prompt_tokens == longest
+    before = to_dict(cfg)
+    assert cfg.data(str(model)).max_prompt_tokens == longest
+    assert to_dict(cfg) == before  # a resumed run is compared with it
 
 
 def test_a_prompt_that_no_generator_has_room_for_is_known_with_its_row(model, caplog):
     rows = [*sums(1, 2), {"question": "1+" * 30 + "=", "answer": "30"}]
     cfg = rl(model, rows, grpo={"max_tokens": 4})
-    cfg.check_tokenizer(str(model))
-    check_data(cfg.dataset, cfg.eval, str(model), 0)
+    check_data(cfg.data(str(model)), cfg.eval, str(model), 0)
     assert "1 of 3 prompts are left out, for they are longer than max_prompt_tokens=28 (first: row 3)" in caplog.text
     cfg = rl(model, rows[2:], grpo={"max_tokens": 4})
-    cfg.check_tokenizer(str(model))
     with pytest.raises(ValueError, match="all of 1 prompts are longer than max_prompt_tokens=28"):
-        check_data(cfg.dataset, cfg.eval, str(model), 0)
+        check_data(cfg.data(str(model)), cfg.eval, str(model), 0)
 
 
 def test_distillation_has_the_same_bound(model):
     settings = {"model": str(model), "dataset": {"task": "apps.toys.numbers:Add"}}
     cfg = build(DistillConfig, {**settings, "distill": {"teacher": str(model), "max_tokens": 20}})
-    cfg.check_tokenizer(str(model))
-    assert cfg.dataset.max_prompt_tokens == 12
+    assert cfg.data(str(model)).max_prompt_tokens == 12
     cfg = build(DistillConfig, {**settings, "distill": {"teacher": str(model), "max_tokens": 33}})
     with pytest.raises(ConfigError, match=r"distill.max_tokens = 33 leaves no room"):
-        cfg.check_tokenizer(str(model))
+        cfg.data(str(model))
 
 
 @pytest.mark.parametrize(

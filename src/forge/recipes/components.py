@@ -153,7 +153,7 @@ async def dataset(cfg: Any, job: Job, *, in_turn: bool = False) -> Handle:
         "seed": cfg.seed,
         "remember": 0 if in_turn else cfg.checkpoint.remember,
         "checked": True,  # by launch
-        **cfg.dataset,
+        **cfg.data(job.model),
     }
     if cfg.services.dataset is None:
         return await DatasetActor.as_local(job.model, **settings)

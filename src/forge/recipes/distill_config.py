@@ -9,7 +9,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
-from .lengths import bound_prompts
+from .lengths import with_room
 from .schema import RecipeConfig, RewardConfig
 
 
@@ -85,6 +85,6 @@ class DistillConfig(RecipeConfig):
                 raise ConfigError(message)
         self.dataset.bound("max_prompt_tokens", room, together)
 
-    def check_tokenizer(self, model: str) -> None:
-        """ConfigError: completions leave no room for a prompt in what generators take."""
-        bound_prompts(self, "distill", model)
+    def data(self, model: str) -> DatasetConfig:
+        """The data, whose prompts leave room for a completion. ConfigError: there is none."""
+        return with_room(self, "distill", model)

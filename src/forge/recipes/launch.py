@@ -172,7 +172,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     """
     folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
-    settings = to_dict(cfg)  # before the model and the data bound some, in which a resumed run would differ
+    settings = to_dict(cfg)  # before the data bounds the steps, in which a resumed run would differ
     # It prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     check_trackers(to_dict(cfg.metrics))
@@ -199,7 +199,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
             cfg.parallelism.check(AutoConfig.from_pretrained(other))
     cfg.check_tokenizer(model)
     cfg.check_reward()
-    items, held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed, cfg.scorers)
+    items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
     if items is not None and (steps := -(-items // cfg.training.batch_size)) < cfg.training.steps:
         log.info(
             "the data ends after its epochs, %d %ss or %d steps of %d: so does the run, before training.steps = %d",

@@ -14,7 +14,7 @@ from ..data.config import DatasetConfig
 from ..envs.config import EpisodeConfig
 from ..observability.console import log
 from ..plugin import resolve
-from .lengths import bound_prompts, longest_sequence
+from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
 from .schema import RecipeConfig, RewardConfig
 
@@ -304,16 +304,24 @@ class RLConfig(RecipeConfig):
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
     def check_tokenizer(self, model: str) -> None:
-        """ConfigError: the chat template does not fit `episode`, or completions or episodes are longer than generators
-        take."""
+        """ConfigError: the chat template does not fit `episode`, or episodes are longer than generators take."""
+        most = longest_sequence(self, model)
         if not self.multi_turn:
-            return bound_prompts(self, "grpo", model)
+            if self.grpo.max_tokens >= most and "max_tokens" not in self.grpo.model_fields_set:
+                log.warning(
+                    "grpo.max_tokens = %d by default: answers end at the model's %d", self.grpo.max_tokens, most
+                )
+            return
         self.episode.dialogue(model)
-        if self.limits()["max_tokens"] > (most := longest_sequence(self, model)):
+        if self.limits()["max_tokens"] > most:
             raise ConfigError(
                 f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {most} "
                 "tokens that generators take: lower it, or raise generator.max_seq_len as far as the model allows"
             )
+
+    def data(self, model: str) -> DatasetConfig:
+        """The data, whose prompts leave room for a completion. ConfigError: there is none."""
+        return self.dataset if self.multi_turn else with_room(self, "grpo", model)
 
     def check_reward(self) -> None:
         """As the base; an environment scores by itself."""
