@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import pytest
@@ -56,6 +57,9 @@ def one(schema: Any, **more: Any) -> dict[str, Any]:
         ),
         ({"$ref": "https://example.org/elsewhere.json"}, 1, ""),  # is not fetched: the tool decides
         ({"$ref": "#/nowhere"}, 1, ""),
+        ({"type": "string", "pattern": "^\\p{L}+$"}, "a", ""),  # JavaScript's: the tool decides
+        ({"type": "string", "pattern": "^[a-z]+$"}, "A", "x: 'A' does not match"),
+        ({"type": "string", "format": "date"}, "no date", ""),  # an annotation
     ],
 )
 def test_a_schema_means_what_json_schema_says(schema, value, fault):
@@ -97,6 +101,28 @@ def test_a_schema_that_is_none_is_an_error_before_any_call():
 
     with pytest.raises(ValueError, match="the parameters of broken are no JSON Schema: 'text' is not valid"):
         Toolbox(servers=[Server()])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "text"},
+        {"$schema": []},
+        {"properties": []},
+        {"required": "x"},
+        {"anyOf": {}},
+        [1],
+        "object",
+        3,
+        pytest.param(functools.reduce(lambda schema, _: {"anyOf": [schema]}, range(3000), {}), id="deep"),
+    ],
+)
+def test_what_is_no_schema_ends_no_turn(parameters):
+    function = {"name": "f", "parameters": parameters}
+    with pytest.raises(ValueError, match="the parameters of f are no JSON Schema"):
+        Parameters(function)
+    text = "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"
+    assert read_action(text, "glm", [{"type": "function", "function": function}]).calls[0].arguments == {"x": 1}
 
 
 def test_remote_tools_whose_schemas_have_several_types_are_called():

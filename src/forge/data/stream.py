@@ -98,7 +98,8 @@ class RowStream(ABC, Generic[T, C]):
         self.served = 0
         self.skipped = 0
         self.size: int | None = None
-        self._checked, self._bad = checked, 0
+        self._checked = checked
+        self._bad, self._named = 0, 0  # invalid rows since the last item, and in all
         self._reasons: list[str] = []
         self._items: set[int] = set()  # digests of those that were checked
 
@@ -138,10 +139,11 @@ class RowStream(ABC, Generic[T, C]):
     def _leave_out_bad(self, error: BadRow) -> None:
         """BadRow: so many rows in a row are bad that the data or the settings are wrong."""
         self._bad += 1
+        self._named += 1
         if self._bad >= _PROBE:
             raise error
-        if self._bad <= _NAMED:
-            log.warning("left out: %s%s", error, "; further ones are only counted" if self._bad == _NAMED else "")
+        if self._named <= _NAMED:
+            log.warning("left out: %s%s", error, "; further ones are only counted" if self._named == _NAMED else "")
 
     def held_out(self, n: int) -> list[T]:
         """A list for evaluation, the same at every call: the first n rows of the split in stored order, or n distinct
@@ -219,7 +221,10 @@ class RowStream(ABC, Generic[T, C]):
         stored = isinstance(self._source, StoredRows)
         rows, items, left_out, unknown = 0, 0, list[int](), list[tuple[int, str]]()
         fault: BadRow | None = None
-        enough = (_CHECKED if self.epochs is None else math.inf) if stored else _PROBE // 10
+        enough: float = _PROBE // 10
+        if stored:
+            needs_all = self.epochs is not None or (self._limit is not None and self._too_long == "error")
+            enough = math.inf if needs_all else _CHECKED
         for number, row in self._source.scan() if stored else islice(self._source.scan(), _PROBE):
             if items and rows >= enough:
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 _LONGEST = 1 << 16  # characters of a value that is read as Python
+_UNKNOWN = (Unresolvable, re.error)  # a document elsewhere, another language's pattern: the tool itself decides
 
 
 class Parameters:
@@ -32,16 +34,16 @@ class Parameters:
     def __init__(self, function: Mapping[str, Any]) -> None:
         schema = function.get("parameters")
         self._schema: Any = {} if schema is None or schema is True else schema
-        kind = validator_for(self._schema, default=Draft202012Validator)
         try:
-            kind.check_schema(self._schema)
-        except SchemaError as error:
+            kind = validator_for(self._schema, default=Draft202012Validator)
+            kind.check_schema(self._schema, format_checker=None)  # patterns may be JavaScript's
+            # With an empty registry, for the default one requests the addresses in a server's schema.
+            self._validator = kind(self._schema, registry=Registry())
+            self._resolver = Registry().resolver_with_root(DRAFT202012.create_resource(self._schema))
+            parts = list(self._parts(self._schema, set()))
+        except Exception as error:  # of whatever a server sends as a schema: there is no common class
             raise ValueError(f"the parameters of {function.get('name')} are no JSON Schema: {_cut(error)}") from None
-        # With an empty registry, for the default one requests the addresses in a server's schema.
-        self._validator = kind(self._schema, registry=Registry())
-        self._resolver = Registry().resolver_with_root(DRAFT202012.create_resource(self._schema))
         self.properties: dict[str, Any] = {}
-        parts = list(self._parts(self._schema, set()))
         for part in parts:
             self.properties = {**part.get("properties", {}), **self.properties}
         # JSON Schema allows others beside the listed ones, unless it says so; for tools a misspelt name is an error.
@@ -60,13 +62,12 @@ class Parameters:
         values = {name: value for name, value in arguments.items() if value is not None or name in required}
         try:
             error = best_match(self._validator.iter_errors(values))
-            if error is not None and len(values) < len(arguments):
-                error = best_match(self._validator.iter_errors(dict(arguments))) and error
-        except Unresolvable:  # a document elsewhere: the tool itself decides
+            with_nulls = best_match(self._validator.iter_errors(dict(arguments))) if error else None
+        except _UNKNOWN:
             return ""
-        except Exception as failure:  # of what strangers write as patterns and values: there is no common class
+        except Exception as failure:  # of whatever a model writes as values
             return f"its arguments cannot be checked: {type(failure).__name__}: {_cut(failure)}"
-        return "" if error is None else _line(error)
+        return "" if error is None or with_nulls is None else _line(error)
 
     def value(self, name: str, text: str, *, python: bool = False) -> Any:
         """What a text says as the value of a parameter: JSON where the schema takes that, else the text itself.
@@ -94,7 +95,7 @@ class Parameters:
     def _error(self, schema: Any, value: Any) -> ValidationError | None:
         try:
             return best_match(self._validator.evolve(schema=schema).iter_errors(value))
-        except Unresolvable:
+        except _UNKNOWN:
             return None
         except Exception as failure:  # as in mismatch
             return ValidationError(_cut(failure))
