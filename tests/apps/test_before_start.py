@@ -12,7 +12,8 @@ from forge.config import ConfigError, build, to_dict
 from forge.data.config import DatasetConfig, PreferencesConfig, SupervisedConfig
 from forge.models import build_small_model
 from forge.recipes.distill_config import DistillConfig
-from forge.recipes.launch import check_data
+from forge.recipes.launch import check_data, prepare
+from forge.recipes.resume import Start
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import EvalConfig
 from forge.recipes.sft_config import SFTConfig
@@ -113,12 +114,26 @@ def test_a_reward_that_nobody_set_is_told(model, caplog, sections, told):
     assert ("reward is not set: MathReward scores responses" in caplog.text) == told
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "said"),
+    [
+        ({"problems": 0, "every": 2}, True),
+        ({"problems": 0, "every": 1}, True),
+        ({"problems": 0}, False),
+        ({"problems": 1, "every": 2}, False),
+        ({"problems": 1}, False),
+    ],
+)
 @pytest.mark.parametrize("config", [RLConfig, SFTConfig])
-def test_an_evaluation_without_problems_is_an_error(model, config):
-    values = {"model": str(model), "dataset": {"path": "rows.jsonl"}, "eval": {"problems": 0, "every": 2}}
-    with pytest.raises(ConfigError, match=r"eval\.every does nothing: eval\.problems is 0") as caught:
-        build(config, values)
-    assert "\n" not in str(caught.value)
+def test_an_evaluation_without_problems_is_one_line(model, tmp_path, caplog, config, evaluation, said):
+    for name, chosen in (("rows", sums(1, 2, 3)), ("test", sums(4))):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chosen)))
+    evaluation = {**evaluation, **({"path": str(tmp_path / "test.jsonl")} if evaluation["problems"] else {})}
+    values = {"model": str(model), "dataset": {"path": str(tmp_path / "rows.jsonl")}, "eval": evaluation}
+    values["run"] = {"name": "x", "root": str(tmp_path / "runs")}
+    *_, record = prepare(build(config, values), Start())
+    record.close()
+    assert (f"eval.every = {evaluation.get('every')} does nothing, for eval.problems is 0" in caplog.text) == said
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,12 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
                 cfg.dataset.target_field,
                 solutions[0][-60:],
             )
+    if cfg.eval.every and not cfg.eval.problems:
+        log.warning(
+            "eval.every = %d does nothing, for eval.problems is 0: set it to a number of held-out problems (in Python "
+            "give eval_dataset)",
+            cfg.eval.every,
+        )
     if needs := memory_report(cfg, model):
         log.info("memory, without activations and caches: %s", "; ".join(needs))
     if os.environ.get("TORCHSTORE_USE_RDMA"):

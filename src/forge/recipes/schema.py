@@ -228,13 +228,6 @@ class EvalConfig(Section):
     split: str = "test"
     """Of a folder or hub id."""
 
-    def _check(self) -> None:
-        if self.every and not self.problems:
-            raise ValueError(
-                "eval.every does nothing: eval.problems is 0, as it is in Python without an eval_dataset; give rows to "
-                "evaluate, or leave it out"
-            )
-
 
 class RunConfig(Section):
     """Results go to `<root>/<name>/`."""
