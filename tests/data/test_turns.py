@@ -134,6 +134,11 @@ LAST_ALONE = {
     "no line between": HEADED.replace("LAST{{ '\n' }}", LAST),
     "a prompt": HEADED.replace("LAST", LAST) + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "two tokens of a header": HEADED.replace("<|im_start|>", "<|start_header|><|im_start|>").replace("LAST", LAST),
+    "users' messages end": "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'user' %}<|im_end|>{% else %}LAST{% endif %}\n{% endfor %}".replace("LAST", LAST),
+    "users' messages end as the last": "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'user' or loop.last %}{{ eos_token }}{% endif %}\n{% endfor %}",
+    "no header": "{% for m in messages %}{{ m.content }}LAST\n{% endfor %}".replace("LAST", LAST),
     "a system prompt": "<|im_start|>system\nBe brief.\n" + HEADED.replace("LAST", LAST),
 }
 

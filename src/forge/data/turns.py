@@ -166,21 +166,28 @@ class Turns:
 
     @cached_property
     def _closes_last_alone(self) -> bool:
-        """Whether the template ends its last turn only: what follows another turn begins with the special token that
-        begins a conversation, which the policy does not write."""
-        asked = {"role": "user", "content": "ask"}
+        """Whether a turn that others follow ends without a special token, or with none but the one that begins a
+        conversation, which the policy does not write."""
+        asked = {"role": "user", "content": MARK + "asked"}
+        said = {"role": "assistant", "content": MARK}
         try:
             rest = self._render([asked])
-            after = after_mark(self._render([asked, {"role": "assistant", "content": MARK}, asked]))
-        except ValueError:
+            between = self._render([asked, said, asked]).split(MARK)[2]
+        except (ValueError, IndexError):  # IndexError: it leaves out what was said
             return False
-        if not self.closer or (following := self._special.find(after)) is None:
-            return False
+        following = self._special.find(between)
+        if not self.closer or following is None:
+            return bool(self.closer)
         opening = ""
         while (found := self._special.find(rest)) and not (opening and rest[: found[0].start()].strip()):
             opening += found[1]
             rest = rest[found[0].start() + len(found[1]) :]
         return self.closer not in following[1] and following[0][0] in opening
+
+    def _check_ends(self) -> None:
+        """Rewritten: of several turns the template ends the last alone."""
+        if self._closes_last_alone:
+            raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
 
     def end(self, text: str) -> Span | None:
         """The token that ends a turn in the text that follows its words; None: there is none.
@@ -193,7 +200,7 @@ class Turns:
         first, run = found
         # Calls may end in special tokens of their own, before the one that ends the turn.
         if self.closer not in run:
-            return None if self._closes_last_alone else first.span()
+            return first.span()
         start = first.start() + run.index(self.closer)
         return start, start + len(self.closer)
 
@@ -220,6 +227,7 @@ class Turns:
         Raises:
             Rewritten: it depends on the turn, or what precedes the turn changes once messages follow.
         """
+        self._check_ends()
         names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
         several = len(names) > 1 and self._writer.form(several=True) is not None
         calls = [{"function": {"name": name, "arguments": {}}} for name in names[: None if several else 1]]
@@ -229,8 +237,6 @@ class Turns:
         said = [asked[0], self._writer.marked(asked[1]), *messages]
         text = self._render(said, add_generation_prompt=True)
         found = self.end(after := after_mark(text))
-        if found is None and self.closer:
-            raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
         if found is None or not text.startswith(_OPENING.sub("", context)):
             raise Rewritten("the chat template renders what precedes a turn differently once messages follow")
         return after[found[0] :]
@@ -245,6 +251,8 @@ class Turns:
         turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
         if not turns or turns[0] == 0:
             raise ValueError("a conversation begins with a message that the assistant answers")
+        if turns != [len(conversation) - 1]:
+            self._check_ends()
         pieces = [self._render(conversation[: turns[0]], add_generation_prompt=True)]
         for turn, following in zip(turns, [*turns[1:], len(conversation)], strict=True):
             more = following < len(conversation)
