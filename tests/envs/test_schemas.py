@@ -150,6 +150,26 @@ def test_a_required_parameter_may_be_null_where_its_annotation_says_so():
     assert parameters.mismatch({"a": "1"}) == "a must be of type integer or null, got '1'"
 
 
+def test_a_function_gets_integers_where_json_has_whole_numbers():
+    def repeat(text: str, times: int, scale: float = 1.0) -> str:
+        return f"{text * times} {scale}"
+
+    async def later(times: int) -> list[int]:
+        return list(range(times))
+
+    calls = [
+        ToolCall("repeat", {"text": "a", "times": 2.0, "scale": 2.0}),
+        ToolCall("later", {"times": 3.0}),
+        ToolCall("later", {"times": 2.5}),
+    ]
+    messages = asyncio.run(Toolbox(repeat, later).answer(Action("", "", tuple(calls))))
+    assert [message["content"] for message in messages] == [
+        "aa 2.0",
+        "[0, 1, 2]",
+        "error: later: times must be of type integer, got 2.5",
+    ]
+
+
 BOTH = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
 

@@ -98,6 +98,14 @@ class Toolbox:
         ]
         return [*answers, *({"role": "tool", "name": "error", "content": f"error: {e}"} for e in action.errors)]
 
+    def _integers(self, call: ToolCall) -> dict[str, Any]:
+        """The arguments of a function, of which JSON Schema takes 2.0 for an integer, and Python does not."""
+        schemas = self._parameters[call.name].properties
+        return {
+            name: int(value) if isinstance(value, float) and schemas[name].get("type") == "integer" else value
+            for name, value in call.arguments.items()
+        }
+
     async def _run(self, call: ToolCall) -> str:
         if call.name not in self._schemas:
             return f"error: there is no tool {call.name!r}: there is {', '.join(self._schemas)}"
@@ -110,9 +118,9 @@ class Toolbox:
                     self._timeout, self._servers[call.name].call(call.name, call.arguments), call.name
                 )
             elif inspect.iscoroutinefunction(function):
-                result = await within(self._timeout, function(**call.arguments), call.name)
+                result = await within(self._timeout, function(**self._integers(call)), call.name)
             else:
-                work = functools.partial(function, **call.arguments)
+                work = functools.partial(function, **self._integers(call))
                 result = await in_own_thread(work, limit=self._timeout, what=call.name)
             try:
                 text = result if isinstance(result, str) else json.dumps(result)
