@@ -163,6 +163,21 @@ def test_an_environment_of_several_turns_needs_a_template_that_ends_each(name):
         Dialogue(byte_pairs(), LAST_ALONE[name])
 
 
+@pytest.mark.parametrize("end", ["{{ eos_token }}", "<|im_end|>", "<|eot|>"])
+def test_marks_that_hold_an_end_in_the_last_turn_alone_are_for_one_turn(end):
+    tokenizer = byte_pairs()
+    marked = "{% generation %}{{ m.content }}{% if loop.last %}END{% endif %}{% endgeneration %}"
+    template = HEADED.replace(
+        "{{ m.content }}LAST",
+        "{% if m.role == 'assistant' %}" + marked.replace("END", end) + "{% else %}{{ m.content }}{% endif %}",
+    )
+    chat = ChatFormat(tokenizer, template)
+    with pytest.raises(ValueError, match="with a special token in the last message only"):
+        chat.encode(said("a", "b", "c", "d"))
+    tokens, mask = chat.encode(said("a", "b", "c", "d"), train_on="last")
+    assert trained(tokenizer, tokens, mask) == "d" + end.replace("{{ eos_token }}", "<eos>")
+
+
 # As gpt-oss: a last turn ends with another token than an earlier one, which the policy writes all the same.
 @pytest.mark.parametrize("begin", ["", "<|begin|>", "<|begin|>\n"])
 def test_turns_may_end_otherwise_once_others_follow(begin):

@@ -171,6 +171,8 @@ class ChatFormat:
         encoding = self._backend.encode(text, add_special_tokens=False)
         tokens, offsets = encoding.ids, encoding.offsets
         if _MARK.search(self.template):
+            if turns != [len(conversation) - 1]:
+                self.turns.check_ends()
             start = len(self._context(conversation, turns[0], text)) if turns[0] else 0
             spans = [(max(start, begin), end) for begin, end in self._marked(conversation) if end > start]
         else:

@@ -184,7 +184,7 @@ class Turns:
             rest = rest[found[0].start() + len(found[1]) :]
         return self.closer not in following[1] and following[0][0] in opening
 
-    def _check_ends(self) -> None:
+    def check_ends(self) -> None:
         """Rewritten: of several turns the template ends the last alone."""
         if self._closes_last_alone:
             raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
@@ -227,7 +227,7 @@ class Turns:
         Raises:
             Rewritten: it depends on the turn, or what precedes the turn changes once messages follow.
         """
-        self._check_ends()
+        self.check_ends()
         names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
         several = len(names) > 1 and self._writer.form(several=True) is not None
         calls = [{"function": {"name": name, "arguments": {}}} for name in names[: None if several else 1]]
@@ -252,7 +252,7 @@ class Turns:
         if not turns or turns[0] == 0:
             raise ValueError("a conversation begins with a message that the assistant answers")
         if turns != [len(conversation) - 1]:
-            self._check_ends()
+            self.check_ends()
         pieces = [self._render(conversation[: turns[0]], add_generation_prompt=True)]
         for turn, following in zip(turns, [*turns[1:], len(conversation)], strict=True):
             more = following < len(conversation)
