@@ -179,9 +179,9 @@ class Turns:
         if not self.closer or following is None:
             return bool(self.closer)
         opening = ""
-        while (found := self._special.find(rest)) and not (opening and rest[: found[0].start()].strip()):
-            opening += found[1]
-            rest = rest[found[0].start() + len(found[1]) :]
+        while (tokens := self._special.find(rest)) and not (opening and rest[: tokens[0].start()].strip()):
+            opening += tokens[1]
+            rest = rest[tokens[0].start() + len(tokens[1]) :]
         return self.closer not in following[1] and following[0][0] in opening
 
     def check_ends(self) -> None:

@@ -449,10 +449,11 @@ def check_data(
     if "epochs" in settings:
         settings["epochs"] = None
     held_out = load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
-    if known := sum(training.has(item) for item in held_out):
+    shared = sum(training.has(item) for item in held_out)
+    if shared:
         log.warning(
             "%d of the %d held-out %ss are also in the training data, so their results say little about others: give "
             "eval.path rows of its own",
-            *(known, len(held_out), NOUNS[dataset.kind]),
+            *(shared, len(held_out), NOUNS[dataset.kind]),
         )
     return training.size, held_out
