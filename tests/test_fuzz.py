@@ -20,7 +20,7 @@ from forge.data.rewards import CharacterMatch, ExactMatch, MathReward, ThinkingR
 from forge.data.tokenizer import character_tokenizer
 from forge.envs import InfrastructureError, read_action
 from forge.envs.calls import SYNTAXES
-from forge.envs.tools import mismatch
+from forge.envs.schemas import Parameters
 from forge.serve.requests import BadRequest, Job, parse
 from forge_envs.content import text_of
 from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
@@ -69,7 +69,7 @@ def test_rewards_give_a_score_or_none(response, target):
 def test_tool_calls(text, syntax, truncated):
     action = read_action(text, syntax, TOOLS, truncated=truncated)
     for call in action.calls:
-        assert isinstance(mismatch(call.arguments, TOOLS[0]["function"]), str)
+        assert isinstance(Parameters(TOOLS[0]["function"]).mismatch(call.arguments), str)
         assert isinstance(call.name, str)
         assert isinstance(call.arguments, dict)
     assert len(action.calls) <= 64

@@ -14,12 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from .files import read_text
 from .plugin import nearest, warn_of_code
 
 if TYPE_CHECKING:
@@ -157,14 +159,14 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     """Read a YAML file with overrides into `cls`.
 
     A dotted name that does not exist at the top is looked for under `services`, so `--trainer.procs 2` sets
-    `services.trainer.procs`. Values are YAML.
+    `services.trainer.procs`. Values are YAML, except for what a setting of text does not take as that.
 
     Raises:
         ConfigError: missing file, malformed YAML, or as `build`.
     """
     values = _read(path)
     for name, text in overrides:
-        _set(values, cls, name, _value(text))
+        _set(values, cls, name, text)
     return build(cls, values)
 
 
@@ -210,16 +212,42 @@ def flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
     return found
 
 
-def _value(text: str) -> Any:
-    """An override as YAML; text that is not YAML, or would be a mapping, is taken as it is. So is text with a #, which
-    YAML would cut off as a comment."""
-    if re.search(r"(^|\s)#", text) and text.strip()[0] + text.strip()[-1] not in ("''", '""', "[]", "{}"):
+def _value(text: str, hint: Any) -> Any:
+    """An override as YAML, if it is a value that the setting takes; else the text as it is. So is text with a #, which
+    YAML would cut off as a comment.
+
+    Args:
+        hint: the type of the setting; Any, if it is unknown.
+    """
+    kinds = _kinds(hint)
+    quoted = len(text) > 1 and text.strip()[:1] + text.strip()[-1:] in ("''", '""', "[]", "{}")
+    if re.search(r"(^|\s)#", text) and not quoted:
         return text
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         return text
-    return text if isinstance(value, dict) and value and ":" not in text else value
+    if object in kinds:
+        return text if isinstance(value, dict) and value and ":" not in text else value
+    if isinstance(value, str):
+        return value if quoted else text  # YAML folds lines
+    return text if str in kinds and type(value) not in kinds else value
+
+
+def _kinds(hint: Any) -> set[type]:
+    """The plain types of a setting; `object` stands for any."""
+    if hint is Any:
+        return {object}
+    if typing.get_origin(hint) in (Union, UnionType):
+        return set().union(*map(_kinds, typing.get_args(hint)))
+    if typing.get_origin(hint) is Annotated:
+        return _kinds(typing.get_args(hint)[0])
+    if typing.get_origin(hint) is typing.Literal:
+        return {type(choice) for choice in typing.get_args(hint)}
+    kind = typing.get_origin(hint) or hint
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return {dict}
+    return {float, int} if kind is float else {kind}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -228,9 +256,11 @@ def _read(path: Path) -> dict[str, Any]:
         hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
         raise ConfigError(f"configuration file {path} does not exist{hint}")
     try:
-        values = yaml.load(path.read_text(), Loader=_Loader)
+        values = yaml.load(read_text(path), Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     warn_of_code(path, values)
     return values or {}
 
@@ -244,9 +274,9 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _set(values: dict[str, Any], cls: type, name: str, value: Any) -> None:
+def _set(values: dict[str, Any], cls: type, name: str, text: str) -> None:
     path = name.split(".")
-    if not _exists(cls, path) and _exists(cls, ["services", *path]):
+    if _hint(cls, path) is None and _hint(cls, ["services", *path]) is not None:
         path = ["services", *path]
     for key in path[:-1]:
         if values.get(key) is None:  # a section that the file leaves out, or sets to null
@@ -254,16 +284,20 @@ def _set(values: dict[str, Any], cls: type, name: str, value: Any) -> None:
         values = values[key]
         if not isinstance(values, dict):
             raise ConfigError(f"--{name}: {key!r} is a value, not a section")
-    values[path[-1]] = value
+    hint = _hint(cls, path)
+    values[path[-1]] = _value(text, Any if hint is None else hint)
 
 
-def _exists(cls: Any, path: list[str]) -> bool:
+def _hint(cls: Any, path: list[str]) -> Any:
+    """The type of a setting; None: there is none of this name."""
+    hint: Any = cls
     for key in path:
-        keys = {} if cls is None else keys_of(cls)
+        section = section_in(hint)
+        keys = {} if section is None else keys_of(section)
         if key not in keys:
-            return False
-        cls = section_in(keys[key].annotation)
-    return True
+            return None
+        hint = keys[key].annotation
+    return hint
 
 
 def keys_of(cls: type[Section]) -> dict[str, FieldInfo]:

@@ -1,7 +1,8 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and text in UTF-8."""
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,18 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
             os.fsync(file.fileno())
     if durable:
         sync(path.parent)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, without a byte order mark. ValueError: it has another encoding; names the line."""
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        fault = "it is in UTF-16" if wide else f"the byte 0x{content[error.start]:02x} is not UTF-8"
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {line}: {fault}: save the file as UTF-8") from None
 
 
 def sync(path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from forge.data.chat import ChatFormat
 from forge.data.supervised import SupervisedDataset
+from forge.envs import Dialogue
 from tests.data.templates import CHATML, LLAMA3, THINKING, byte_pairs
 from tests.data.test_chat import said, trained
 
@@ -120,3 +121,71 @@ def test_a_conversation_offers_the_tools_of_its_row(tmp_path, as_text):
     path.write_text(json.dumps({"messages": said("a", "b"), "tools": "add"}))
     with pytest.raises(ValueError, match="row 1: the tools of a conversation are not JSON"):
         SupervisedDataset(str(path), **settings)
+
+
+HEADED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}LAST{{ '\n' }}{% endfor %}"
+LAST = "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% endif %}"
+LAST_ALONE = {
+    "of the report": HEADED.replace("LAST{{ '\n' }}", LAST.replace("{% endif %}", "{% else %}{{ '\n' }}{% endif %}")),
+    "a line after it": HEADED.replace("LAST", LAST),
+    "another token": HEADED.replace("LAST", LAST.replace("{{ eos_token }}", "<|im_end|>")),
+    "bos first": "<|begin|>" + HEADED.replace("LAST", LAST),
+    "bos on a line": "<|begin|>\n" + HEADED.replace("LAST", LAST),
+    "no line between": HEADED.replace("LAST{{ '\n' }}", LAST),
+    "a prompt": HEADED.replace("LAST", LAST) + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "two tokens of a header": HEADED.replace("<|im_start|>", "<|start_header|><|im_start|>").replace("LAST", LAST),
+    "users' messages end": "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'user' %}<|im_end|>{% else %}LAST{% endif %}\n{% endfor %}".replace("LAST", LAST),
+    "users' messages end as the last": "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'user' or loop.last %}{{ eos_token }}{% endif %}\n{% endfor %}",
+    "no header": "{% for m in messages %}{{ m.content }}LAST\n{% endfor %}".replace("LAST", LAST),
+    "a system prompt": "<|im_start|>system\nBe brief.\n" + HEADED.replace("LAST", LAST),
+}
+
+
+@pytest.mark.parametrize("name", LAST_ALONE)
+@pytest.mark.parametrize("thoughts", ["keep", "template"])
+def test_a_template_that_ends_its_last_turn_alone_is_for_one_turn(name, thoughts):
+    tokenizer = byte_pairs()
+    chat = ChatFormat(tokenizer, LAST_ALONE[name], thoughts=thoughts)
+    with pytest.raises(ValueError, match=r"message 2: .* differently once later messages follow"):
+        chat.encode(said("a", "b", "c", "d"))
+    end = "<|im_end|>" if name == "another token" else "<eos>"
+    for conversation, options in ((said("a", "b"), {}), (said("a", "b", "c", "b"), {"train_on": "last"})):
+        tokens, mask = chat.encode(conversation, **options)
+        assert trained(tokenizer, tokens, mask).endswith(f"b{end}")
+        assert tokenizer.decode(tokens) == chat.render(conversation)  # nothing is lost between the turns
+
+
+@pytest.mark.parametrize("name", LAST_ALONE)
+def test_an_environment_of_several_turns_needs_a_template_that_ends_each(name):
+    with pytest.raises(ValueError, match="ends an assistant's turn with a special token in the last message only"):
+        Dialogue(byte_pairs(), LAST_ALONE[name])
+
+
+@pytest.mark.parametrize("end", ["{{ eos_token }}", "<|im_end|>", "<|eot|>"])
+def test_marks_that_hold_an_end_in_the_last_turn_alone_are_for_one_turn(end):
+    tokenizer = byte_pairs()
+    marked = "{% generation %}{{ m.content }}{% if loop.last %}END{% endif %}{% endgeneration %}"
+    template = HEADED.replace(
+        "{{ m.content }}LAST",
+        "{% if m.role == 'assistant' %}" + marked.replace("END", end) + "{% else %}{{ m.content }}{% endif %}",
+    )
+    chat = ChatFormat(tokenizer, template)
+    with pytest.raises(ValueError, match="with a special token in the last message only"):
+        chat.encode(said("a", "b", "c", "d"))
+    tokens, mask = chat.encode(said("a", "b", "c", "d"), train_on="last")
+    assert trained(tokenizer, tokens, mask) == "d" + end.replace("{{ eos_token }}", "<eos>")
+
+
+# As gpt-oss: a last turn ends with another token than an earlier one, which the policy writes all the same.
+@pytest.mark.parametrize("begin", ["", "<|begin|>", "<|begin|>\n"])
+def test_turns_may_end_otherwise_once_others_follow(begin):
+    tokenizer = byte_pairs()
+    template = (
+        "{% for m in messages %}<|start_header|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'assistant' and loop.last %}<|eot|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header|>assistant\n{% endif %}"
+    )
+    tokens, mask = ChatFormat(tokenizer, begin + template, thoughts="keep").encode(said("a", "b", "c", "d"))
+    assert trained(tokenizer, tokens, mask) == "b<|eot|>d<|eot|>"

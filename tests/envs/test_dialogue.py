@@ -1,7 +1,13 @@
 """Messages as tokens that only grow, for every way of writing a chat."""
 
-import pytest
+import copy
 
+import pytest
+from tokenizers import processors
+
+from forge.data.files import Rows
+from forge.data.prompts import PromptDataset
+from forge.data.supervised import SupervisedDataset
 from forge.envs import Dialogue, schema_of
 from forge.envs.templates import TEMPLATES
 
@@ -57,8 +63,6 @@ def test_another_stop_token_than_the_templates_does_not_end_the_turn_for_the_tem
 
 
 def test_the_tokenizers_own_template(bpe):
-    import copy
-
     own = copy.deepcopy(bpe)
     with pytest.raises(ValueError, match="no chat template"):
         Dialogue(own)
@@ -112,8 +116,6 @@ def test_what_cannot_be_said(bpe):
 @pytest.fixture
 def unnamed(bpe):
     """A tokenizer that has special tokens and does not name them, as those of Llama 3."""
-    import copy
-
     from tokenizers import AddedToken
 
     tokenizer = copy.deepcopy(bpe)
@@ -148,8 +150,6 @@ def test_tools_need_a_template_that_has_a_place_for_them(bpe):
 
 
 def test_a_template_of_their_own_for_tools_is_used_for_them(bpe):
-    import copy
-
     several = copy.deepcopy(bpe)
     several.chat_template = {"default": TEMPLATES["plain"], "tool_use": TEMPLATES["chatml"]}
     assert several.decode(Dialogue(several).initial(ASKED, TOOLS)) == bpe.decode(
@@ -161,3 +161,42 @@ def test_text_of_other_languages_comes_through(bpe):
     dialogue = Dialogue(bpe, "chatml")
     text = "漢字 🙂 \x00 tab\t"
     assert text in bpe.decode(dialogue.initial([{"role": "user", "content": text}]))
+
+
+def with_bos(tokenizer):
+    """The tokenizer of a base model, which puts a token before every text."""
+    tokenizer = copy.deepcopy(tokenizer)
+    token = tokenizer.bos_token
+    single = processors.TemplateProcessing(f"{token} $A", special_tokens=[(token, tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = single
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+@pytest.mark.parametrize("tools", [(), TOOLS])
+@pytest.mark.parametrize("messages", [ASKED, ASKED[1:]])
+def test_an_episode_begins_as_the_tokenizer_begins_a_text(bpe, template, tools, messages):
+    tokenizer = with_bos(bpe)
+    dialogue, bare = Dialogue(tokenizer, template), Dialogue(bpe, template)
+    tokens = dialogue.initial(messages, tools)
+    as_text = bare.initial(messages, tools)
+    assert tokens == [tokenizer.bos_token_id, *as_text[template == "llama3" :]]  # which writes it in any case
+    assert tokenizer.bos_token_id not in dialogue.extend(tokens, MORE, tools)
+    assert dialogue.extend(tokens, MORE) == bare.extend(tokens, MORE)
+
+
+@pytest.mark.parametrize("own", ["{{ bos_token }}" + TEMPLATES["chatml"], "<|begin_of_text|>" + TEMPLATES["chatml"]])
+def test_a_template_of_ones_own_begins_as_it_says(bpe, own):
+    tokens = Dialogue(with_bos(bpe), own).initial(ASKED)
+    assert tokens.count(with_bos(bpe).bos_token_id) == 1
+    assert with_bos(bpe).bos_token_id not in Dialogue(with_bos(bpe), TEMPLATES["chatml"] + "{# mine #}").initial(ASKED)
+
+
+@pytest.mark.parametrize("text", ["{question}", "<|begin_of_text|>{question}", "<|begin_of_text|> {question}"])
+def test_a_prompt_begins_with_one_bos(bpe, text):
+    tokenizer = with_bos(bpe)
+    data = PromptDataset(Rows([{"question": "who?", "answer": "a"}]), tokenizer=tokenizer, prompt_template=text)
+    ids = next(data).prompt.token_ids
+    assert ids.count(tokenizer.bos_token_id) == 1
+    learnt = SupervisedDataset(Rows([{"text": text.format(question="who?")}]), tokenizer=tokenizer, text_field="text")
+    assert next(learnt).tokens.count(tokenizer.bos_token_id) == 1

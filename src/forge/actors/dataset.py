@@ -12,6 +12,10 @@ from ..observability import Reduce, record_metric
 from ..types import Episode, Pair, Sample, Seen
 
 
+class DataEnded(ValueError):
+    """All epochs of the data are over."""
+
+
 class DatasetActor(ForgeActor):
     """Hands out samples, episodes or pairs in a fixed, resumable order.
 
@@ -24,7 +28,8 @@ class DatasetActor(ForgeActor):
         sources: several datasets in shares, see `forge.data.load.load_data`.
         remember: how many of the last samples are kept, so that those whose rollouts were under way when the state was
             saved can be handed out again.
-        **dataset: settings of the dataset: of `PromptDataset`, `SupervisedDataset` or `PreferenceDataset`.
+        **dataset: settings of the dataset, and whether its rows are `checked`: of `PromptDataset`, `SupervisedDataset`
+            or `PreferenceDataset`.
     """
 
     def __init__(
@@ -61,13 +66,13 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def supervised(self, n: int) -> list[Episode]:
-        """The next n episodes to be imitated."""
-        return [self._next("supervised", "supervised") for _ in range(n)]
+        """The next n episodes to be imitated; fewer where the last epoch ends."""
+        return self._drawn(n, "supervised", "supervised")
 
     @endpoint
     def pairs(self, n: int) -> list[Episode]:
-        """The next n pairs as 2n episodes: chosen, rejected, chosen, rejected."""
-        drawn: list[Pair] = [self._next("pairs", "preferences") for _ in range(n)]
+        """The next n pairs as 2n episodes: chosen, rejected, chosen, rejected; fewer where the last epoch ends."""
+        drawn: list[Pair] = self._drawn(n, "pairs", "preferences")
         return [episode for pair in drawn for episode in pair]
 
     @endpoint
@@ -108,6 +113,18 @@ class DatasetActor(ForgeActor):
         self.again = deque(known[index] for index in pending if index in known)
         return [index for index in pending if index not in known]
 
+    def _drawn(self, n: int, endpoint: str, kind: Kind) -> list[Any]:
+        """ValueError: there is none left."""
+        drawn: list[Any] = []
+        while len(drawn) < n:
+            try:
+                drawn.append(self._next(endpoint, kind))
+            except DataEnded:
+                if not drawn:
+                    raise
+                break
+        return drawn
+
     def _next(self, endpoint: str, kind: Kind) -> Any:
         if self.kind != kind:
             raise ValueError(f"{endpoint} needs a dataset of kind {kind}; this one is of {self.kind}")
@@ -115,6 +132,6 @@ class DatasetActor(ForgeActor):
         try:
             item = next(self.dataset)
         except StopIteration:
-            raise ValueError("the data has ended: raise or unset epochs, or take fewer steps") from None
+            raise DataEnded("the data has ended: raise or unset epochs, or take fewer steps") from None
         record_metric("data/skipped", self.dataset.skipped - skipped, Reduce.SUM)
         return item

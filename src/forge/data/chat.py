@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .files import Row
+from ..files import read_text
+from .files import Row, check_values
 from .special_tokens import SpecialTokens
 from .template_limits import limit_templates
 from .turns import Rewritten, Turns, Writer, thought_of
@@ -37,7 +38,8 @@ def messages(row: Row, field: str) -> list[Message]:
     """The conversation in a field of a row, as {role, content} or {from, value}; other keys of a message stay.
 
     Raises:
-        ValueError: no such field, not a list of messages, an unknown role, or content that is not text.
+        ValueError: no such field, not a list of messages, an unknown role, content that is not text, or values that are
+            missing or hold half a character.
     """
     if field not in row:
         raise ValueError(f"no field {field!r}: it has {', '.join(row)}")
@@ -50,6 +52,7 @@ def messages(row: Row, field: str) -> list[Message]:
             raise ValueError(f"{where} must be a message {{role, content}}, not {type(entry).__name__}")
         # Columnar files give every message the keys of all others, as None.
         message = {name: value for name, value in entry.items() if value is not None}
+        check_values(message, where)
         if "from" in message and "role" not in message:
             role = message.pop("from")
             message = {"role": _ALIASES.get(role, role), "content": message.pop("value", None), **message}
@@ -98,14 +101,13 @@ class ChatFormat:
                     raise FileNotFoundError(
                         f"chat_template {template!r:.200} is neither a jinja template nor a file (in {Path.cwd()})"
                     )
-                template = file.read_text(encoding="utf-8")
+                template = read_text(file)
             self.template = template
         elif not tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat template: use a chat model's, or set chat_template to a jinja template"
             )
         self._special = SpecialTokens(tokenizer)
-        self._checked: set[tuple] = set()
         self._begin()
 
     def _begin(self) -> None:
@@ -126,6 +128,7 @@ class ChatFormat:
             return self
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
+        check_values(tools, "tools")
         _ = self._backend  # shared by all
         offering = copy.copy(self)
         offering.options = {**self.options, "tools": tools}
@@ -168,6 +171,8 @@ class ChatFormat:
         encoding = self._backend.encode(text, add_special_tokens=False)
         tokens, offsets = encoding.ids, encoding.offsets
         if _MARK.search(self.template):
+            if turns != [len(conversation) - 1]:
+                self.turns.check_ends()
             start = len(self._context(conversation, turns[0], text)) if turns[0] else 0
             spans = [(max(start, begin), end) for begin, end in self._marked(conversation) if end > start]
         else:
@@ -196,15 +201,6 @@ class ChatFormat:
         ids = [self.tokenizer.convert_tokens_to_ids(end) for end in ends if end]
         eos = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys(ids if eos is None else [*ids, eos]))  # type: ignore[arg-type]
-
-    def check(self, conversation: Sequence[Message], *, train_on: TrainOn = "assistant", since: int = 0) -> None:
-        """`encode`, once for every kind of conversation. ValueError as there."""
-        # The rendering of a turn depends on the roles around it, and on thoughts, which templates may remove.
-        said = ((m["role"], bool(thought_of(m)[0]), len(m.get("tool_calls") or ())) for m in conversation)
-        kind = (train_on, since, *said)
-        if kind not in self._checked:
-            self.encode(conversation, train_on=train_on, since=since)
-            self._checked.add(kind)
 
     @cached_property
     def _backend(self) -> Any:

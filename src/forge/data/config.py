@@ -17,7 +17,7 @@ class RowsConfig(Section):
 
     path: str | Rows | None = None
     """.json, .jsonl or .parquet file, a folder that `datasets` loads, or a hub id (`pip install datasets` for all but
-    JSON)."""
+    JSON). In columns, null keys within a column are absent: they are those of other rows."""
     task: str | None = None
     """Instead of a path, a procedural task."""
     sources: list[dict[str, Any]] | None = None
@@ -30,7 +30,8 @@ class RowsConfig(Section):
     subset: str | None = None
     """The configuration of a hub dataset that has several."""
     streaming: bool = False
-    """Read rows as they are needed; shuffles within blocks of 1000."""
+    """Read rows as they are needed; shuffles within blocks of 1000. A row that cannot be trained is left out, logged
+    and counted in `data/skipped`; in stored data it is an error before the run starts."""
     shuffle: bool = True
     """A new order each epoch, by seed."""
     prompt_field: str | None = None
@@ -93,7 +94,7 @@ class DatasetConfig(RowsConfig):
     target_pattern: str | None = None
     """Regular expression; its group 1, searched in the target, is the target."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longest prompt; null: what the completion leaves of `training.seq_len`."""
+    """Longest prompt; null: what the completion leaves of `training.seq_len` and of what generators take."""
     too_long: Literal["skip", "error"] = "skip"
     """Longer prompts are skipped and counted, or an error."""
 
@@ -119,7 +120,8 @@ class SupervisedConfig(RowsConfig):
     weight_field: str | None = None
     """A number of each row that multiplies its share of the loss; rows of weight 0 are skipped and counted."""
     epochs: PositiveInt | None = None
-    """Passes over the data; null: endless."""
+    """Passes over the data, after which the run ends, if `training.steps` is more; the last batch has the remaining
+    rows. Null: endless. Not for streamed rows, whose number is unknown."""
     max_tokens: PositiveInt | None = None
     """Longest row; null: `training.seq_len`."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
@@ -145,7 +147,8 @@ class PreferencesConfig(RowsConfig):
     """Of earlier turns of a conversation, where the chat template leaves them out: `keep` trains each turn as it was
     when it was the last; with `template` such a conversation is an error."""
     epochs: PositiveInt | None = None
-    """Passes over the data; null: endless."""
+    """Passes over the data, after which the run ends, if `training.steps` is more; the last batch has the remaining
+    rows. Null: endless. Not for streamed rows, whose number is unknown."""
     max_tokens: PositiveInt | None = None
     """Of the longer of a pair; null: half of `training.seq_len`, for both must fit."""
     too_long: Literal["skip", "error"] = "skip"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..files import read_text
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -22,7 +25,7 @@ class Rows(Sequence[Row]):
     """Rows from Python in place of a path: mappings, or a `datasets.Dataset`."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = [dict(row) for row in rows]
+        self._rows = [from_columns(row) if hasattr(rows, "features") else dict(row) for row in rows]
         if not self._rows:
             raise ValueError("the dataset is empty: it has no rows")
 
@@ -38,6 +41,53 @@ class Rows(Sequence[Row]):
         return f"<{len(self)} rows from Python, sha256 {digest[:16]}>"
 
 
+class StoredColumns(Sequence[Row]):
+    """Rows of a stored `datasets.Dataset`."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return from_columns(self._rows[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(from_columns, self._rows)
+
+
+def from_columns(row: Row) -> Row:
+    """A row as it was before it was stored in columns, where every mapping within it has the keys of all rows: those
+    that are null are absent. A column that is null stays."""
+    return {name: _present(value) for name, value in row.items()}
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _present(item) for name, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value
+
+
+def check_values(value: Any, where: str) -> None:
+    """ValueError: something in a value, however deep, is a missing number (nan, inf) or half a character (a lone
+    surrogate), which no tokenizer reads."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} holds half a character, {value[error.start]!a}: repair the text") from None
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}: fill in the missing value, or leave the row out")
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            check_values(str(name), where)
+            check_values(item, f"{where}.{name}")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_values(item, where)
+
+
 def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Sequence[Row]:
     """All rows of a .json, .jsonl or .parquet file (`split` does not apply), a folder or a hub id, with random access.
 
@@ -49,14 +99,15 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
     if isinstance(path, Rows):
         return list(path)
     place = _local(path)
+    rows: Sequence[Row]
     if place is None or place.is_dir():
-        rows = _load(path, place, split=split, subset=subset, streaming=False)
+        rows = StoredColumns(_load(path, place, split=split, subset=subset, streaming=False))
     elif place.suffix == ".parquet":
         _datasets("a parquet file")
         import pyarrow.parquet as parquet
 
         try:
-            rows = parquet.read_table(place).to_pylist()
+            rows = list(map(from_columns, parquet.read_table(place).to_pylist()))
         except (ValueError, OSError) as error:
             raise ValueError(f"{place} is not a parquet file: {error}") from error
     else:
@@ -71,8 +122,9 @@ def open_stream(path: str, *, split: str, subset: str | None = None) -> Iterable
     place = _local(path)
     if place is None or place.is_dir():
         return _load(path, place, split=split, subset=subset, streaming=True)
-    builder = _BUILDERS[place.suffix]
-    return _datasets("streaming").load_dataset(builder, data_files=str(place), split="train", streaming=True)
+    builder, encoding = _BUILDERS[place.suffix], {"encoding": "utf-8-sig"} if place.suffix != ".parquet" else {}
+    datasets = _datasets("streaming")
+    return datasets.load_dataset(builder, data_files=str(place), split="train", streaming=True, **encoding)
 
 
 def _local(path: str) -> Path | None:
@@ -96,16 +148,19 @@ def _read_json(place: Path) -> list[Row]:
     """The rows of a .jsonl file, one object a line, or of a .json file, a list of objects."""
     if place.suffix == ".jsonl":
         numbered: list[tuple[str, Any]] = []
-        with place.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
+        with place.open(encoding="utf-8-sig") as lines:
+            try:
+                for number, line in enumerate(lines, 1):
                     if line.strip():
                         numbered.append((f"line {number}", json.loads(line)))
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{place}, line {number}: not JSON: {error}") from error
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{place}, line {number}: not JSON: {error}") from error
+            except UnicodeDecodeError:
+                read_text(place)  # names the line, which buffering hides here
+                raise
     else:
         try:
-            listed = json.loads(place.read_text(encoding="utf-8"))
+            listed = json.loads(read_text(place))
         except json.JSONDecodeError as error:
             raise ValueError(f"{place}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
         if not isinstance(listed, list):

@@ -57,6 +57,20 @@ class Mixture(Generic[T]):
         """Rows that all sources left out."""
         return sum(source.skipped for source in self.sources)
 
+    @property
+    def size(self) -> int | None:
+        """How many items there are until the source that is next has ended; None: endless, or unknown."""
+        counts, sizes = [0] * len(self.sources), [source.size for source in self.sources]
+        if all(size is None for size in sizes):
+            return None
+        while counts[chosen := self._next_source(counts)] != sizes[chosen]:
+            counts[chosen] += 1
+        return sum(counts)
+
+    def has(self, item: Any) -> bool:
+        """Whether an item is one of a source's."""
+        return any(source.has(item) for source in self.sources)
+
     def __iter__(self) -> Iterator[T]:
         return self
 

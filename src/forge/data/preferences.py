@@ -69,19 +69,6 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         else:
             check_effects(self._given, (), "texts without a prompt")
 
-    def validate(self, row: Row) -> None:
-        """ValueError: the row has no valid pair."""
-        if self._chat is not None:
-            *both, since = self._conversations(row)
-            for conversation in both if both[0] != both[1] else ():
-                self._chat.check(conversation, since=since)
-            return
-        texts = [plain(row, name) for name in self._fields]
-        if self._format is not None:
-            prompt, _ = self._format.render(row)
-            for text in texts:
-                self._format.check(prompt, text)
-
     def make(self, number: int, row: Row, index: int) -> Pair | None:
         """The pair of a row; None if it is skipped: too long, or both answers equal."""
         if (task := self._made_by) is not None:

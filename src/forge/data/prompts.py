@@ -8,13 +8,15 @@ import string
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from ..types import Prompt, Sample
 from .chat import ChatFormat, Message
 from .config import DatasetConfig, RowsConfig
-from .files import Row
+from .files import Row, check_values
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -118,7 +120,8 @@ class PromptFormat:
             options = row[self.choices_field]
             if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
                 raise ValueError(f"field {self.choices_field!r} must be a list of 2 to 26 options, not {options!r:.60}")
-            return [str(option).strip() for option in options]
+            numbered = {f"{self.choices_field}[{number}]": option for number, option in enumerate(options)}
+            return [plain(numbered, name).strip() for name in numbered]
         options = [plain(row, name).strip() for name in self.choices_field]
         # By the row itself: the same in every epoch and process, and not always the first is right.
         random.Random(repr(sorted(options))).shuffle(options)
@@ -144,7 +147,7 @@ class PromptFormat:
         if self.chat is not None:
             text = self.chat.render(self.conversation(text), add_generation_prompt=True)
             return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        ids = tuple(self.tokenizer(text)["input_ids"])
+        ids = tuple(with_one_bos(self.tokenizer(text)["input_ids"], self.tokenizer))
         # Some tokenizers end every text with eos, which a prompt must not have.
         return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
@@ -154,11 +157,6 @@ class PromptFormat:
         if self.chat is not None:
             return self.chat.encode(self.conversation(text, answer))
         return supervised(Sample(Prompt(*self.encode(text)), answer), self.tokenizer)
-
-    def check(self, text: str, answer: str) -> None:
-        """The checks of `answered` that are cheap enough for every row."""
-        if self.chat is not None:
-            self.chat.check(self.conversation(text, answer))
 
     def conversation(self, text: str, answer: str | None = None) -> list[Message]:
         """The messages of the system prompt, the user's text and the answer, where there is one."""
@@ -177,13 +175,11 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
         self.check()
 
-    def validate(self, row: Row) -> None:
-        """ValueError: a field of the prompt or of the target is missing."""
-        self._format.render(row)
-
     def targets(self) -> Iterator[str]:
-        """Those of `rows`."""
-        return (self._format.render(row)[1] for row in self.rows())
+        """Those of `rows`, without bad rows of a stream."""
+        for row in self.rows():
+            with suppress(ValueError):
+                yield self._format.render(row)[1]
 
     def make(self, number: int, row: Row, index: int) -> Sample | None:
         """Prompt and target of a row; None if the prompt is too long."""
@@ -205,6 +201,11 @@ def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return tuple(found)
 
 
+def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens of a text that may begin with the text of the token that the tokenizer puts before it as well."""
+    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+
+
 def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
     """Token ids of prompt, target and eos, and a mask: True on the target and eos. For prompts without a chat template,
     see `PromptFormat.answered`. ValueError: the tokenizer has no eos token."""
@@ -220,8 +221,8 @@ def plain(row: Mapping[str, Any], name: str) -> str:
     if name not in row:
         raise ValueError(f"no field {name!r}: it has {', '.join(row)}")
     value = row[name]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float):
-        return str(value)
-    raise ValueError(f"field {name!r} must be text or a number, not {type(value).__name__}")
+    if not isinstance(value, str | Real | Decimal):
+        remedy = ": fill in the missing value, or leave the row out" if value is None else ""
+        raise ValueError(f"field {name!r} must be text or a number, not {type(value).__name__}{remedy}")
+    check_values(value if isinstance(value, str | int) else float(value), f"field {name!r}")
+    return str(value)

@@ -13,7 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..plugin import construct, resolve
-from .files import Row
+from .files import Row, from_columns
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -74,7 +74,8 @@ class StreamedRows:
         self._start, self._block, self._offset = start, self._fill(), 0
 
     def _fill(self) -> list[Numbered]:
-        block = list(enumerate(itertools.islice(self._rows, self._size), self._number * self._size + 1))
+        rows = map(from_columns, itertools.islice(self._rows, self._size))
+        block = list(enumerate(rows, self._number * self._size + 1))
         if self._shuffle:
             Random(f"{self._seed}/{self.epoch}/{self._number}").shuffle(block)
         return block
@@ -93,7 +94,7 @@ class StreamedRows:
 
     def scan(self) -> Iterator[Numbered]:
         """All rows in order, with their numbers from 1."""
-        return enumerate(self._opened(), 1)
+        return enumerate(map(from_columns, self._opened()), 1)
 
     def state(self) -> dict[str, Any]:
         """The position, for a checkpoint: the block and the offset in it."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from ..types import Pair, Sample
 from .config import RowsConfig
 from .files import Row, Rows, open_rows, open_stream
 from .sources import StoredRows, StreamedRows, TaskRows
@@ -14,20 +17,39 @@ from .sources import StoredRows, StreamedRows, TaskRows
 T = TypeVar("T")
 C = TypeVar("C", bound=RowsConfig)
 _PROBE = 1000
+_CHECKED = 20_000  # stored rows that are made before a run: 3 s for prompts, 130 s for conversations of six messages
+_NAMED = 10  # invalid rows that are logged one by one
+
+log = logging.getLogger(__name__)
+
+
+class BadRow(ValueError):
+    """A row of which no item can be made; names its source and its number."""
+
+
+class TooLong(ValueError):
+    """An item exceeds its limit, where that is an error."""
 
 
 class RowStream(ABC, Generic[T, C]):
     """An iterator of items made from rows; iteration ends after `epochs`, or never.
 
-    The constructor checks all rows of a local file, and the columns and the first row of other sources. Subclasses
-    set SECTION and define `begin`, `validate` and `make`; their constructors end with `check`.
+    The constructor makes stored rows once, all that epochs need or the first 20,000, and of streams and tasks the first
+    ones, so that an invalid row is an error before anything else. An invalid row of a stream is left out, counted and
+    logged, as is one that comes later.
+    Subclasses set SECTION and define `begin` and `make`; their constructors end with `check`.
 
     Args:
         path: a .json, .jsonl or .parquet file, a folder that `datasets` can load, a Hugging Face id, or rows.
         tokenizer: of the policy.
         seed: of the order, and of a task's rows.
         epochs: passes over the data; None is endless. A task takes None only.
+        checked: whether another process has checked the rows.
         **settings: fields of SECTION.
+
+    Attributes:
+        epochs: as given.
+        size: how many items all epochs have; None: endless, or unknown.
 
     Raises:
         ValueError, FileNotFoundError, ImportError: one line; rows count from 1.
@@ -43,6 +65,7 @@ class RowStream(ABC, Generic[T, C]):
         tokenizer: Any,
         seed: int = 0,
         epochs: int | None = None,
+        checked: bool = False,
         **settings: Any,
     ) -> None:
         if isinstance(settings.get("difficulty"), tuple):
@@ -54,7 +77,7 @@ class RowStream(ABC, Generic[T, C]):
             raise ValueError(
                 f"epochs must be at least 1, got {epochs}" if epochs < 1 else "a task is endless: unset epochs"
             )
-        self.tokenizer, self.seed, self._epochs = tokenizer, seed, epochs
+        self.tokenizer, self.seed, self.epochs = tokenizer, seed, epochs
         self._limit: int | None = how[self.LIMIT]
         self._too_long: str = how["too_long"]
         self._name = how.task or (path if isinstance(path, str) else "dataset")
@@ -74,14 +97,14 @@ class RowStream(ABC, Generic[T, C]):
             self._identity["rows"] = len(rows)
         self.served = 0
         self.skipped = 0
+        self.size: int | None = None
+        self._checked = checked
+        self._bad, self._named = 0, 0  # invalid rows since the last item, and in all
         self._reasons: list[str] = []
+        self._items: set[int] = set()  # digests of those that were checked
 
     def begin(self, row: Row) -> None:
-        """Decide by the first stored row; called before `validate` and `make`."""
-
-    @abstractmethod
-    def validate(self, row: Row) -> None:
-        """Raise ValueError for a malformed row; called for every row, so only cheap checks."""
+        """Decide by the first stored row; called before `make`."""
 
     @abstractmethod
     def make(self, number: int, row: Row, index: int) -> T | None:
@@ -97,16 +120,30 @@ class RowStream(ABC, Generic[T, C]):
         return self
 
     def __next__(self) -> T:
-        while self._epochs is None or self.epoch < self._epochs:
+        while self.epochs is None or self.epoch < self.epochs:
             numbered = self._source.read()
             if numbered is None:
                 continue
-            item = self._made(*numbered, index=self.served)
+            try:
+                item = self._made(*numbered, index=self.served)
+            except BadRow as error:
+                self._leave_out_bad(error)
+                item = None
             if item is not None:
+                self._bad = 0
                 self.served += 1
                 return item
             self.skipped += 1
         raise StopIteration
+
+    def _leave_out_bad(self, error: BadRow) -> None:
+        """BadRow: so many rows in a row are bad that the data or the settings are wrong."""
+        self._bad += 1
+        self._named += 1
+        if self._bad >= _PROBE:
+            raise error
+        if self._named <= _NAMED:
+            log.warning("left out: %s%s", error, "; further ones are only counted" if self._named == _NAMED else "")
 
     def held_out(self, n: int) -> list[T]:
         """A list for evaluation, the same at every call: the first n rows of the split in stored order, or n distinct
@@ -153,7 +190,7 @@ class RowStream(ABC, Generic[T, C]):
         if self._limit is None or tokens <= self._limit:
             return True
         if self._too_long == "error":
-            raise ValueError(f"the {self.NOUN} has {tokens} tokens, {self.LIMIT} is {self._limit}")
+            raise TooLong(f"the {self.NOUN} has {tokens} tokens, {self.LIMIT} is {self._limit}")
         self.leave_out(f"longer than {self.LIMIT}={self._limit}")
         return False
 
@@ -165,28 +202,92 @@ class RowStream(ABC, Generic[T, C]):
     def _made(self, number: int, row: Row, *, index: int) -> T | None:
         try:
             return self.make(number, row, index)
-        except ValueError as error:
+        except TooLong as error:
             raise ValueError(f"{self._name}, row {number}: {error}") from error
+        except Exception as error:  # rows have every form that their authors thought of
+            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise BadRow(f"{self._name}, row {number}: {what}") from error
 
     def check(self) -> None:
-        """Check the rows: all of a local file, otherwise until one fits, of streams and tasks within the first 1000."""
+        """Make the stored rows, of streams and tasks the first 100, and up to 1000 until there is an item.
+
+        Raises:
+            ValueError: there is no row or no item, or a stored row is malformed.
+        """
         for _, row in islice(self._source.scan(), 1):
             self.begin(row)
-        stored = self._source.rows if isinstance(self._source, StoredRows) else None
-        if isinstance(stored, list):
-            for number, row in enumerate(stored, 1):
-                try:
-                    self.validate(row)
-                except ValueError as error:
-                    raise ValueError(f"{self._name}, row {number}: {error}") from error
-        rows = self._source.scan() if stored is not None else islice(self._source.scan(), _PROBE)
-        checked, fits = 0, False
-        for number, row in rows:
-            checked += 1
-            fits |= self._made(number, row, index=0) is not None
-            if fits and (stored is None or self._limit is None or self._too_long != "error"):
+        if self._checked:
+            return
+        stored = isinstance(self._source, StoredRows)
+        rows, items, left_out, unknown = 0, 0, list[int](), list[tuple[int, str]]()
+        fault: BadRow | None = None
+        enough: float = _PROBE // 10
+        if stored:
+            needs_all = self.epochs is not None or (self._limit is not None and self._too_long == "error")
+            enough = math.inf if needs_all else _CHECKED
+        for number, row in self._source.scan() if stored else islice(self._source.scan(), _PROBE):
+            if items and rows >= enough:
                 break
-        if not checked:
+            rows += 1
+            try:
+                item = self._made(number, row, index=0)
+            except BadRow as error:
+                if not isinstance(self._source, StreamedRows):
+                    raise
+                fault = fault or error
+                continue
+            if item is None:
+                left_out.append(number)
+                continue
+            items += 1
+            self._items.add(hash(content_of(item)))
+            if letters := self._unknown(item, row):
+                unknown.append((number, letters))
+        if not rows:
             raise ValueError(f"{self._name} is empty: it has no rows")
-        if not fits:
-            raise ValueError(f"{self._name}: all of {checked} {self.NOUN}s are {' or '.join(self._reasons)}")
+        reasons = " or ".join(self._reasons)
+        if not items:
+            raise fault or ValueError(f"{self._name}: all of {rows} {self.NOUN}s are {reasons}")
+        if left_out:
+            counts = self._name, len(left_out), rows, self.NOUN, reasons, left_out[0]
+            log.warning("%s: %d of %d %ss are left out, for they are %s (first: row %d)", *counts)
+        if unknown:
+            log.warning(
+                "%s: the tokenizer has no token for what %d of %d %ss hold (first: row %d, %s): they read as unknown",
+                *(self._name, len(unknown), rows, self.NOUN, *unknown[0]),
+            )
+        if stored and self.epochs is not None:
+            self.size = items * self.epochs
+
+    def has(self, item: Any) -> bool:
+        """Whether an item is one of those that were checked."""
+        return hash(content_of(item)) in self._items
+
+    def _unknown(self, item: T, row: Row) -> str:
+        """The characters of a row for which the tokenizer has no token; "" where it has all."""
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None or unknown in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
+            return ""
+        texts = [item.target] if isinstance(item, Sample) else []
+        read = [*content_of(item), *(self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)]
+        if not any(unknown in tokens for tokens in read):
+            return ""
+        letters = {letter for text in [*texts, *_texts(row)] for letter in text}
+        encoded = {letter: self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters}
+        return ", ".join(repr(letter) for letter in sorted(letters) if unknown in encoded[letter])[:80]
+
+
+def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
+    """The tokens of a prompt, of an episode, or of both answers of a pair."""
+    if isinstance(item, Sample):
+        return (tuple(item.prompt.token_ids),)
+    return tuple(tuple(episode.tokens) for episode in (item if isinstance(item, Pair) else [item]))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a row."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)

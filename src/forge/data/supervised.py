@@ -10,7 +10,7 @@ from ..types import Episode, Prompt, Sample
 from .chat import MESSAGE_FIELDS, ChatFormat, messages
 from .config import RowsConfig, SupervisedConfig
 from .files import Row
-from .prompts import PROMPT_FIELDS, PromptFormat, plain
+from .prompts import PROMPT_FIELDS, PromptFormat, plain, with_one_bos
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -61,17 +61,6 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             if self.settings.target_field is None:
                 raise ValueError("target_field must name the field of the answer that is to be learnt")
             self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
-
-    def validate(self, row: Row) -> None:
-        """ValueError: the row lacks a field, or its conversation is malformed."""
-        self._weight(row)
-        if self._format is not None:
-            self._format.check(*self._format.render(row))
-        elif self._chat is not None:
-            talk = messages(row, str(self._messages_field))
-            self._chat.with_tools(row.get("tools")).check(talk, train_on=self.settings.train_on)
-        else:
-            plain(row, str(self._text_field))
 
     def make(self, number: int, row: Row, index: int) -> Episode | None:
         """The episode of a row, with a mask of the trained tokens; None if it is skipped."""
@@ -126,7 +115,7 @@ def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         raise ValueError("the text is empty")
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos token to end a text with")
-    tokens = list(tokenizer(text)["input_ids"])
+    tokens = with_one_bos(list(tokenizer(text)["input_ids"]), tokenizer)
     return tokens if tokens[-1] == tokenizer.eos_token_id else [*tokens, tokenizer.eos_token_id]
 
 

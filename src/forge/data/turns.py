@@ -115,6 +115,7 @@ def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     """A call in OpenAI's format, which also has what templates ask for: a type, and an id of nine characters."""
     function = dict(call.get("function") or {"name": call["name"], "arguments": call.get("arguments", {})})
     arguments = call["arguments"] if "arguments" in call else function.get("arguments", {})
+    arguments = {} if arguments is None else arguments
     if isinstance(arguments, str) and not as_text:
         with suppress(ValueError):  # what is no JSON stays the text that it is
             arguments = json.loads(arguments)
@@ -163,6 +164,31 @@ class Turns:
         call = {"role": "assistant", "content": "", "tool_calls": [{"name": "tool", "arguments": {}}]}
         return self.ending([{"role": "user", "content": "ask"}, call], 1)[0]
 
+    @cached_property
+    def _closes_last_alone(self) -> bool:
+        """Whether a turn that others follow ends without a special token, or with none but the one that begins a
+        conversation, which the policy does not write."""
+        asked = {"role": "user", "content": MARK + "asked"}
+        said = {"role": "assistant", "content": MARK}
+        try:
+            rest = self._render([asked])
+            between = self._render([asked, said, asked]).split(MARK)[2]
+        except (ValueError, IndexError):  # IndexError: it leaves out what was said
+            return False
+        following = self._special.find(between)
+        if not self.closer or following is None:
+            return bool(self.closer)
+        opening = ""
+        while (tokens := self._special.find(rest)) and not (opening and rest[: tokens[0].start()].strip()):
+            opening += tokens[1]
+            rest = rest[tokens[0].start() + len(tokens[1]) :]
+        return self.closer not in following[1] and following[0][0] in opening
+
+    def check_ends(self) -> None:
+        """Rewritten: of several turns the template ends the last alone."""
+        if self._closes_last_alone:
+            raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
+
     def end(self, text: str) -> Span | None:
         """The token that ends a turn in the text that follows its words; None: there is none.
 
@@ -201,6 +227,7 @@ class Turns:
         Raises:
             Rewritten: it depends on the turn, or what precedes the turn changes once messages follow.
         """
+        self.check_ends()
         names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
         several = len(names) > 1 and self._writer.form(several=True) is not None
         calls = [{"function": {"name": name, "arguments": {}}} for name in names[: None if several else 1]]
@@ -224,6 +251,8 @@ class Turns:
         turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
         if not turns or turns[0] == 0:
             raise ValueError("a conversation begins with a message that the assistant answers")
+        if turns != [len(conversation) - 1]:
+            self.check_ends()
         pieces = [self._render(conversation[: turns[0]], add_generation_prompt=True)]
         for turn, following in zip(turns, [*turns[1:], len(conversation)], strict=True):
             more = following < len(conversation)

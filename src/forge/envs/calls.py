@@ -14,11 +14,13 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from . import markup
 from .environment import Action, ToolCall
+from .markup import LONGEST, MOST
+from .schemas import parameters_of
 
 # Python warns of odd syntax as it parses, once for each place: a turn could fill the log.
 warnings.filterwarnings("ignore", module="<model output>")
@@ -27,19 +29,16 @@ Syntax = Literal["hermes", "llama3", "plain", "mistral", "deepseek", "harmony", 
 SYNTAXES: tuple[str, ...] = get_args(Syntax)
 Schema = Mapping[str, Any]
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 # What only the templates of a syntax hold, the more special ones first.
 _SIGNS: dict[str, Syntax] = {
     **{"<|channel|>": "harmony", "<arg_key>": "glm", "<function=": "qwen_xml", "<tool_call>": "hermes"},
     **{"tool▁call": "deepseek", "[TOOL_CALLS]": "mistral", "ipython": "llama3", "python_tag": "llama3"},
 }
-_MARKED = {
+_MARKED: dict[str, Callable[[str, Mapping[str, Schema]], markup.Found]] = {
     **{"mistral": markup.mistral, "deepseek": markup.deepseek, "harmony": markup.harmony},
     **{"glm": markup.glm, "qwen_xml": markup.qwen_xml},
 }
-_MOST = 64  # calls of one turn
-_LONGEST = 1 << 16  # characters of one call
 _SCANNED = 1 << 18  # characters of one turn that are searched for closing brackets
 
 
@@ -51,21 +50,20 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
     """
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
     if syntax == "harmony":
-        content, calls, errors = _marked(text, syntax, schemas)  # its thoughts have a form of their own
+        content, calls, errors = _read(text, syntax, schemas)  # its thoughts have a form of their own
         calls, errors = (calls, errors) if tools else ([], [])
     elif not tools:
         return Action(text, text.strip(), truncated=truncated)
     else:
+        content, calls, errors = _read(text, syntax, schemas)
         thought, closed, rest = text.partition("</think>")
-        thought, rest = (thought + closed, rest) if closed else ("", text)
-        if syntax in _MARKED:
-            content, calls, errors = _marked(rest, syntax, schemas)
-        else:
-            content, calls, errors = {"hermes": _hermes, "llama3": _llama3, "plain": _plain}[syntax](rest, schemas)
-        content = thought + content
-    if len(calls) > _MOST:
-        errors.append(f"more than {_MOST} calls in one turn: the rest was left out")
-    numbered = (ToolCall(call.name, call.arguments, call.id or f"call_{n}") for n, call in enumerate(calls[:_MOST]))
+        argued = not errors and closed not in content and any(closed in str(call.arguments) for call in calls)
+        if closed and not argued:
+            content, calls, errors = _read(rest, syntax, schemas)
+            content = thought + closed + content
+    if len(calls) > MOST:
+        errors.append(f"more than {MOST} calls in one turn: the rest was left out")
+    numbered = (ToolCall(call.name, call.arguments, call.id or f"call_{n}") for n, call in enumerate(calls[:MOST]))
     return Action(text, content.strip(), tuple(numbered), tuple(errors), truncated)
 
 
@@ -77,23 +75,22 @@ def syntax_of(template: str) -> Syntax:
 Read = tuple[str, list[ToolCall], list[str]]
 
 
-def _marked(text: str, syntax: str, tools: Mapping[str, Schema]) -> Read:
+def _read(text: str, syntax: str, tools: Mapping[str, Schema]) -> Read:
+    if syntax not in _MARKED:
+        return {"hermes": _hermes, "llama3": _llama3, "plain": _plain}[syntax](text, tools)
     content, found, errors = _MARKED[syntax](text, tools)
     calls: list[ToolCall] = []
-    for name, arguments in found[: _MOST + 1]:
+    for name, arguments in found[: MOST + 1]:
         _from_json(json.dumps({"name": name or None, "arguments": arguments or {}}), "arguments", calls, errors)
     return content, calls, errors
 
 
 def _hermes(text: str, tools: Mapping[str, Schema]) -> Read:
+    content, parts, errors = markup.between(text)
     calls: list[ToolCall] = []
-    errors: list[str] = []
-    for found in _HERMES.finditer(text):
-        if not found[0].endswith("</tool_call>"):
-            errors.append("a call is not closed by </tool_call>")
-            continue
-        _from_json(found[1], "arguments", calls, errors)
-    return _HERMES.sub("", text), calls, errors
+    for part in parts:
+        _from_json(part, "arguments", calls, errors)
+    return content, calls, errors
 
 
 def _llama3(text: str, tools: Mapping[str, Schema]) -> Read:
@@ -112,7 +109,7 @@ def _llama3(text: str, tools: Mapping[str, Schema]) -> Read:
             end = len(body)
         _from_json(body[:end], "parameters", calls, errors)
         body = body[end:].lstrip(" \n\t;,")
-        if len(calls) + len(errors) > _MOST:
+        if len(calls) + len(errors) > MOST:
             break
     return "", calls, errors
 
@@ -126,9 +123,9 @@ def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
     for found in re.finditer(rf"(?<![\w.])({names})\(", text):
         if found.start() < position:
             continue  # within the arguments of another
-        if len(calls) + len(errors) > _MOST:
+        if len(calls) + len(errors) > MOST:
             break
-        most = min(_LONGEST, budget)
+        most = min(LONGEST, budget)
         if (end := _closing(text, found.end(), most, _QUOTED)) is None:  # there may be an unpaired apostrophe
             budget -= min(most, len(text) - found.end())
             end = _closing(text, found.end(), most, _BRACKET)
@@ -162,7 +159,8 @@ def _closing(text: str, start: int, most: int, tokens: re.Pattern[str]) -> int |
 
 def _arguments(text: str, function: Schema) -> dict[str, Any]:
     """Python keyword or positional arguments; of a function with one parameter also its bare text."""
-    names = list(function.get("parameters", {}).get("properties", {}))
+    parameters = parameters_of(function)
+    names = list(parameters.properties)
 
     def bare() -> dict[str, Any]:
         return {names[0]: re.sub(rf"^\s*{re.escape(names[0])}\s*=\s*", "", text)}
@@ -180,24 +178,24 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
         if len(names) == 1:
             return bare()
         raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
-    if len(names) == 1:
-        is_text = function["parameters"]["properties"][names[0]].get("type") == "string"
-        if is_text and not isinstance(values.get(names[0], ""), str):
-            return bare()  # 12 is a text where the parameter is one
+    only = names[0] if len(names) == 1 else ""
+    if only in values and not parameters.takes(only, values[only]) and parameters.takes(only, bare()[only]):
+        return bare()  # 12 is a text where the parameter is one
     return values
 
 
 def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) -> None:
     """Append the call to `calls`, or its error to `errors`."""
     try:
-        if len(text) > _LONGEST:
-            raise ValueError(f"it has more than {_LONGEST} characters")
+        if len(text) > LONGEST:
+            raise ValueError(f"it has more than {LONGEST} characters")
         call = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError('it must be an object with a "name"')
-        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # OpenAI's format
             arguments = json.loads(arguments)
+        arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
             raise ValueError(f'its "{key}" must be an object')
         calls.append(ToolCall(call["name"], arguments))

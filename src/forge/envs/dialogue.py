@@ -15,7 +15,7 @@ from ..data.special_tokens import SpecialTokens
 from ..data.turns import Rewritten
 from .calls import SYNTAXES, Schema, Syntax, read_action, syntax_of
 from .environment import Action, Message
-from .templates import TEMPLATES
+from .templates import TEMPLATES, built_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class Dialogue:
     ) -> None:
         if syntax is not None and syntax not in SYNTAXES:
             raise ValueError(f"the syntax of tool calls must be one of {', '.join(SYNTAXES)}, not {syntax!r}")
-        chosen = TEMPLATES.get(template, template) if isinstance(template, str) else template
+        chosen = built_in(template, tokenizer) if isinstance(template, str) and template in TEMPLATES else template
         self._tokenizer, self._options = tokenizer, dict(options or {})
         self._chat = lru_cache(16)(
             lambda tools: ChatFormat(

@@ -76,6 +76,11 @@ class Environment(ABC):
     An exception ends the episode: after an `InfrastructureError` it is retried, all others propagate.
     """
 
+    @property
+    def offered(self) -> tuple[Mapping[str, Any], ...] | None:
+        """Schemas of the tools of every episode, where they are known before a reset; None: those of its step."""
+        return None
+
     @abstractmethod
     async def reset(self, task: Any, *, seed: int) -> Step:
         """Begin an episode on this task; all randomness comes from the seed."""

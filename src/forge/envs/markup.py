@@ -1,68 +1,100 @@
-"""Tool calls between tags, as the families of models write them. See `forge.envs.calls`, which uses these."""
+"""Tool calls between tags, as the families of models write them. See `forge.envs.calls`, which uses these.
+
+A delimiter within a value does not end a call. JSON says itself where it ends. The text of a value in XML ends at the
+first closing tag that another tag of the call follows, that is not within quotes, and that closes no tag of the text.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .schemas import parameters_of
 
 Schema = Mapping[str, Any]
 Found = tuple[str, list[tuple[str, Any]], list[str]]  # the text without calls, (name, arguments) of each, errors
 
-_DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", re.compile("<｜tool▁calls▁(?:begin|end)｜>"))
-_XML = ("<tool_call>", "</tool_call>", re.compile(r"(?!)"))
-_MISTRAL, _NAMED = "[TOOL_CALLS]", "[ARGS]"
-_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
-_MESSAGE = re.compile(r"([^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)<\|message\|>(.*)\Z", re.DOTALL)
+MOST = 64  # calls of one turn
+LONGEST = 1 << 16  # characters of one call
+_SCANNED = 100  # tags after the first that may close a value, within which a better one is searched
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_FRAME = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
+_MISTRAL = "[TOOL_CALLS]"
+_NAMED = re.compile(r"([^\[{]*)(?:\[CALL_ID\][^\[{]*)?\[ARGS\]")
+_HEADER = re.compile(r"[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>")
+_CLOSED = re.compile(r"<\|start\|>assistant|<\|end\|>|<\|call\|>|<\|return\|>")
+_DECODER = json.JSONDecoder()
+_SPACES = re.compile(r"\s*")
+
+
+class Tags(NamedTuple):
+    """How a family writes calls in XML."""
+
+    name: re.Pattern[str]
+    key: re.Pattern[str]  # before a value; its group is the argument's name
+    opening: str  # of a value
+    closing: str
+    follows: re.Pattern[str]  # what comes after a value
+    margin: str  # around a value
+    python: bool  # whether values that are no text are written as Python writes them
+
+
+QWEN = Tags(
+    name=re.compile(r"\s*<function=([^>\n]*)>"),
+    key=re.compile(r"<parameter=([^>\n]*)>"),
+    opening="<parameter=",
+    closing="</parameter>",
+    follows=re.compile(r"\s*(?:<parameter=|(?:</function>\s*)?</tool_call>)"),
+    margin="\n",
+    python=True,
+)
+GLM = Tags(
+    name=re.compile(r"([^<]*)"),
+    key=re.compile(r"<arg_key>([^<]*)</arg_key>\s*(?:<arg_value>)?"),
+    opening="<arg_value>",
+    closing="</arg_value>",
+    follows=re.compile(r"\s*(?:<arg_key>|</tool_call>)"),
+    margin="",
+    python=False,
+)
 
 
 def deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
     """`begin function sep name, JSON in a code block, end` of V3 and R1, or `begin name sep JSON end` of V3.1."""
-
-    def read(inner: str) -> tuple[str, Any]:
-        kind, _, rest = inner.partition("<｜tool▁sep｜>")
+    content, parts, errors = between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+    calls: list[tuple[str, Any]] = []
+    for part in parts:
+        kind, _, rest = part.partition("<｜tool▁sep｜>")
         name, fence, code = rest.partition("\n```json\n")
-        return (name.strip(), code.rpartition("```")[0]) if fence else (kind.strip(), rest)
-
-    return _between(text, *_DEEPSEEK, read)
+        calls.append((name.strip(), code.rpartition("```")[0]) if fence else (kind.strip(), rest))
+    return _FRAME.sub("", content), calls, errors
 
 
 def glm(text: str, tools: Mapping[str, Schema]) -> Found:
     """`<tool_call>name <arg_key>a</arg_key> <arg_value>1</arg_value> ... </tool_call>`"""
-
-    def read(inner: str) -> tuple[str, Any]:
-        name = inner.partition("<arg_key>")[0].strip()
-        return name, _typed(_pairs(inner, "<arg_key>", "</arg_key>", "</arg_value>"), tools.get(name, {}))
-
-    return _between(text, *_XML, read)
+    return _xml(text, tools, GLM)
 
 
 def qwen_xml(text: str, tools: Mapping[str, Schema]) -> Found:
     """`<tool_call><function=name><parameter=a>1</parameter> ... </function></tool_call>`"""
-
-    def read(inner: str) -> tuple[str, Any]:
-        if (found := _FUNCTION.match(inner)) is None:
-            raise ValueError("it must hold <function=name> ... </function>")
-        name = found[1].strip()
-        pairs = _pairs(found[2], "<parameter=", ">", "</parameter>")
-        return name, _typed(
-            [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs], tools.get(name, {})
-        )
-
-    return _between(text, *_XML, read)
+    return _xml(text, tools, QWEN)
 
 
 def mistral(text: str, tools: Mapping[str, Schema]) -> Found:
     """`[TOOL_CALLS]` and a JSON list of calls, or `[TOOL_CALLS]name[ARGS]{...}` for each."""
-    content, *parts = text.split(_MISTRAL)
+    content, _, _ = text.partition(_MISTRAL)
     calls: list[tuple[str, Any]] = []
     errors: list[str] = []
-    for part in parts:
-        name, named, arguments = part.partition(_NAMED)
+    at = len(content)
+    while 0 <= at < len(text) and len(calls) + len(errors) <= MOST:
+        named = _NAMED.match(text, at + len(_MISTRAL))
+        start = at + len(_MISTRAL) if named is None else named.end()
+        at = text.find(_MISTRAL, _json_end(text, start))
         try:
-            listed = [{"name": name.strip(), "arguments": json.loads(arguments)}] if named else json.loads(part)
+            value = json.loads(text[start : None if at < 0 else at])
+            listed = value if named is None else {"name": named[1].strip(), "arguments": value}
             for call in listed if isinstance(listed, list) else [listed]:
                 if not isinstance(call, dict) or not isinstance(call.get("name"), str):
                     raise ValueError('it must be a list of objects with a "name"')
@@ -78,64 +110,139 @@ def harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     thoughts, said = [], []
     calls: list[tuple[str, Any]] = []
     errors: list[str] = []
-    for part in re.split(r"<\|start\|>assistant|<\|end\|>|<\|call\|>|<\|return\|>", text):
-        if not part.strip():
-            continue
-        if (found := _MESSAGE.match(part)) is None:
-            said.append(part)
-            continue
-        header, body = found[1], found[2]
-        recipient = re.search(r"to=(\S+?)(?=<|\s|\Z)", header)
+    at = 0
+    while at < len(text):
+        header = _HEADER.match(text, at)
+        start = at if header is None else header.end()
+        recipient = None if header is None else re.search(r"to=(\S+?)(?=<|\s)", header[0])
+        closed = _CLOSED.search(text, start if recipient is None else _json_end(text, start))
+        body = text[start : None if closed is None else closed.start()]
+        at = len(text) if closed is None else closed.end()
         if recipient is not None:
             calls.append((recipient[1].removeprefix("functions."), body))
-        elif "<|channel|>analysis" in header:
+        elif header is not None and "<|channel|>analysis" in header[0]:
             thoughts.append(body)
-        else:
+        elif header is not None or body.strip():
             said.append(body)
     thought = f"<think>\n{chr(10).join(thoughts)}\n</think>\n\n" if thoughts else ""
     return thought + "".join(said), calls, errors
 
 
-def _between(text: str, begin: str, end: str, frame: re.Pattern[str], read: Callable[[str], tuple[str, Any]]) -> Found:
-    """The calls between two tags; `frame`: what else belongs to them."""
-    content, *parts = text.split(begin)
-    left = [content]
+def between(text: str, begin: str = _BEGIN, end: str = _END) -> tuple[str, list[str], list[str]]:
+    """The text without calls, the text of each call between two tags, where its arguments are JSON, and errors. A call
+    that is not closed ends where the next one begins."""
+    left: list[str] = []
+    parts: list[str] = []
+    errors: list[str] = []
+    at = 0
+    while (start := _find(text, begin, at)) < len(text) and len(parts) + len(errors) <= MOST:
+        left.append(text[at:start])
+        start += len(begin)
+        stop, following = _find(text, end, start), _find(text, begin, start)
+        bracket = text.find("{", start, min(stop, following))
+        if bracket >= 0:
+            past = _json_end(text, bracket)
+            stop, following = _find(text, end, past), _find(text, begin, past)
+        if stop <= following and stop < len(text):
+            parts.append(text[start:stop])
+            at = stop + len(end)
+        else:
+            errors.append(f"a call is not closed by {end}")
+            at = following
+    return "".join([*left, text[at:start]]), parts, errors
+
+
+def _xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
+    left: list[str] = []
     calls: list[tuple[str, Any]] = []
     errors: list[str] = []
-    for part in parts:
-        inner, closed, after = part.partition(end)
-        if not closed:
-            errors.append(f"a call is not closed by {end}")
-            continue
-        left.append(after)
+    at = 0
+    while (start := _find(text, _BEGIN, at)) < len(text) and len(calls) + len(errors) <= MOST:
+        left.append(text[at:start])
+        start += len(_BEGIN)
         try:
-            calls.append(read(inner))
+            name, pairs, at = _call(text, start, tags)
+            calls.append((name, _typed(pairs, tools.get(name, {}), tags)))
         except ValueError as error:
             errors.append(f"a call cannot be read: {error}")
-    return frame.sub("", "".join(left)), calls, errors
+            stop, following = _find(text, _END, start), _find(text, _BEGIN, start)
+            at = following if following < stop else min(stop + len(_END), len(text))
+    return "".join([*left, text[at:start]]), calls, errors
 
 
-def _pairs(text: str, begin: str, middle: str, end: str) -> list[tuple[str, str]]:
-    """The names and values between tags. ValueError: one is not closed."""
-    pairs, at = [], text.find(begin)
-    while at >= 0:
-        cut, last = text.find(middle, at), text.find(end, at)
-        if not 0 <= cut < last:
-            raise ValueError(f"an argument is not closed by {end}")
-        value = text[cut + len(middle) : last].lstrip() if middle != ">" else text[cut + 1 : last]
-        pairs.append((text[at + len(begin) : cut], value.removeprefix("<arg_value>")))
-        at = text.find(begin, last)
-    return pairs
+def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]], int]:
+    """The name and arguments of the call whose text begins at `start`, and where it ends. ValueError: it has no name,
+    or something is not closed."""
+    if (name := tags.name.match(text, start)) is None:
+        raise ValueError("it must hold <function=name> ... </function>")
+    pairs: list[tuple[str, str]] = []
+    at = name.end()
+    while True:
+        end, following = _find(text, _END, at), _find(text, _BEGIN, at)
+        key = tags.key.search(text, at, min(end, following))
+        if key is None:
+            break
+        at = _value_end(text, key.end(), start + LONGEST, tags)
+        value = text[key.end() : at].removeprefix(tags.margin).removesuffix(tags.margin)
+        pairs.append((key[1].strip(), value))
+        at += len(tags.closing)
+    if end == len(text) or following < end:
+        raise ValueError(f"it is not closed by {_END}")
+    if tags.opening in text[at:end]:
+        raise ValueError(f"{tags.opening} does not begin an argument there")
+    return name[1].strip(), pairs, end + len(_END)
 
 
-def _typed(pairs: list[tuple[str, str]], function: Schema) -> dict[str, Any]:
-    """Arguments of text in the types of their parameters: what is no string is JSON, where it can be read as that."""
-    properties = function.get("parameters", {}).get("properties", {})
-    values: dict[str, Any] = {}
-    for name, text in pairs:
-        name = name.strip()
-        values[name] = text
-        if properties.get(name, {}).get("type") != "string":
-            with suppress(ValueError, RecursionError):
-                values[name] = json.loads(text)
-    return values
+def _value_end(text: str, start: int, most: int, tags: Tags) -> int:
+    """Where the tag begins that closes the value from `start` on. ValueError: there is none."""
+    past = _SPACES.match(text, _json_end(text, start))
+    assert past is not None
+    if text.startswith(tags.closing, past.end()) and tags.follows.match(text, past.end() + len(tags.closing)):
+        return past.end()
+    first, opened, scanned = -1, 0, 0
+    # An opening tag is on a line of its own or after another tag, as templates write it, or it is only spoken of.
+    for tag in re.compile(f"(?<=[\n>]){tags.opening}|{tags.closing}").finditer(text, start, most):
+        if tag[0] == tags.opening:
+            opened += 1
+            continue
+        after = tags.follows.match(text, tag.end())
+        first = tag.start() if first < 0 and after is not None else first
+        if opened:
+            opened -= 1
+        elif after is not None and not _quoted(text[start : tag.start()], text[after.end() : most]):
+            return tag.start()
+        scanned += first >= 0
+        if scanned > _SCANNED:
+            break
+    if first < 0 or _BEGIN in text[start:first]:
+        raise ValueError(f"an argument is not closed by {tags.closing}")
+    return first
+
+
+def _quoted(before: str, rest: str) -> bool:
+    """Whether quotes that are open before a tag close after it: on its line, or anywhere if there are three of them."""
+    if any(before.count(quotes) % 2 and quotes in rest for quotes in ('"""', "'''", "```")):
+        return True
+    line, rest = before.rpartition("\n")[2], rest.partition("\n")[0]
+    return any(line.count(quote) % 2 and quote in rest for quote in "\"'`")
+
+
+def _find(text: str, mark: str, start: int) -> int:
+    """Where a mark is; the end of the text if there is none."""
+    at = text.find(mark, start)
+    return len(text) if at < 0 else at
+
+
+def _json_end(text: str, start: int) -> int:
+    """Where the JSON ends that begins at `start`, after spaces; without any it is `start`."""
+    spaces = _SPACES.match(text, start)
+    try:
+        return _DECODER.raw_decode(text, start if spaces is None else spaces.end())[1]
+    except (ValueError, RecursionError):
+        return start
+
+
+def _typed(pairs: list[tuple[str, str]], function: Schema, tags: Tags) -> dict[str, Any]:
+    """Arguments of text in the types of their parameters."""
+    parameters = parameters_of(function)
+    return {name: parameters.value(name, text, python=tags.python) for name, text in pairs}

@@ -1,6 +1,13 @@
 """Chat templates for tokenizers without one, or whose own rewrites earlier messages. These keep every message as it is
 when later ones follow."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _TOOLS = (
     "# Tools\n\nYou may call one or more of these functions, each given by its JSON schema:\n"
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -46,3 +53,12 @@ LLAMA3 = (
 )
 
 TEMPLATES = {"plain": PLAIN, "chatml": CHATML, "llama3": LLAMA3}
+
+
+def built_in(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template of this name, beginning with the token that the tokenizer puts before every text: a base model has
+    read none without it."""
+    template = TEMPLATES[name]
+    first = tokenizer("a")["input_ids"][:1]
+    begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+    return "{{ bos_token }}" + template if begins and "bos_token" not in template else template

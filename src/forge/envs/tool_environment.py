@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..types import Sample
+from ..data.prompts import QUESTION_FIELDS
+from ..types import Prompt, Sample
 from .environment import Action, Environment, Message, Step
 from .tools import Toolbox
 
@@ -28,11 +29,23 @@ class ToolEnvironment(Environment):
     ) -> None:
         self.tools, self.score, self.system, self.turn_reward = tools, score, system, turn_reward
 
-    async def reset(self, task: Sample, *, seed: int) -> Step:
-        """The question, with the system message and the schemas of the tools."""
-        self.task = task
+    @property
+    def offered(self) -> tuple[Mapping[str, Any], ...]:
+        """The schemas of the tools."""
+        return self.tools.schemas
+
+    async def reset(self, task: Sample | Mapping[str, Any] | str, *, seed: int) -> Step:
+        """The question, with the system message and the schemas of the tools.
+
+        Args:
+            task: a sample; of clients of a server a question, or a mapping with a question and an answer.
+
+        Raises:
+            ValueError: it has no question.
+        """
+        self.task = task if isinstance(task, Sample) else _sample(task)
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        return Step((*system, {"role": "user", "content": task.prompt.text}), tools=self.tools.schemas)
+        return Step((*system, {"role": "user", "content": self.task.prompt.text}), tools=self.tools.schemas)
 
     async def step(self, action: Action) -> Step:
         """Answer tool calls, or score the answer."""
@@ -42,3 +55,12 @@ class ToolEnvironment(Environment):
             return Step(truncated=True)
         reward = self.score(self.task.prompt.text, action.content, self.task.target)
         return Step(reward=await reward if inspect.isawaitable(reward) else reward, terminated=True)
+
+
+def _sample(task: Mapping[str, Any] | str) -> Sample:
+    row = task if isinstance(task, Mapping) else {"question": task}
+    question = next((row[name] for name in QUESTION_FIELDS if name in row), None)
+    target = row.get("answer", row.get("target", ""))
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"a task must be a question, or a mapping with a question and an answer, not {task!r:.80}")
+    return Sample(Prompt(question, ()), target if isinstance(target, str) else str(target))

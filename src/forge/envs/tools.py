@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import json
-import reprlib
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,11 +14,14 @@ from typing import Any, Literal, Protocol, Union
 from ..verifiers.threads import in_own_thread, within
 from ..verifiers.verifier import Unscored
 from .environment import Action, InfrastructureError, Message, ToolCall
+from .schemas import Parameters
 
 Schema = dict[str, Any]
 Tool = Callable[..., Any]
 
-_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
+_TYPES: dict[Any, str] = {
+    **{str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", type(None): "null"}
+}
 
 
 class ToolServer(Protocol):
@@ -52,7 +54,8 @@ class Toolbox:
         max_calls: of one turn; further calls get an error.
 
     Raises:
-        ValueError: a function without a schema (see `schema_of`), or two tools of one name.
+        ValueError: a function without a schema (see `schema_of`), two tools of one name, or parameters of a remote tool
+            that are no JSON Schema.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Toolbox:
             if named.setdefault(schema["function"]["name"], schema) is not schema:
                 raise ValueError(f"two tools have the name {schema['function']['name']}")
         self._schemas = named
+        self._parameters = {name: Parameters(schema["function"]) for name, schema in named.items()}
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
@@ -94,11 +98,19 @@ class Toolbox:
         ]
         return [*answers, *({"role": "tool", "name": "error", "content": f"error: {e}"} for e in action.errors)]
 
+    def _integers(self, call: ToolCall) -> dict[str, Any]:
+        """The arguments of a function, of which JSON Schema takes 2.0 for an integer, and Python does not."""
+        schemas = self._parameters[call.name].properties
+        return {
+            name: int(value) if isinstance(value, float) and schemas[name].get("type") == "integer" else value
+            for name, value in call.arguments.items()
+        }
+
     async def _run(self, call: ToolCall) -> str:
         if call.name not in self._schemas:
             return f"error: there is no tool {call.name!r}: there is {', '.join(self._schemas)}"
         try:
-            if wrong := mismatch(call.arguments, self._schemas[call.name]["function"]):
+            if wrong := self._parameters[call.name].mismatch(call.arguments):
                 raise ToolError(f"{call.name}: {wrong}")
             function = self._functions.get(call.name)
             if function is None:
@@ -106,9 +118,9 @@ class Toolbox:
                     self._timeout, self._servers[call.name].call(call.name, call.arguments), call.name
                 )
             elif inspect.iscoroutinefunction(function):
-                result = await within(self._timeout, function(**call.arguments), call.name)
+                result = await within(self._timeout, function(**self._integers(call)), call.name)
             else:
-                work = functools.partial(function, **call.arguments)
+                work = functools.partial(function, **self._integers(call))
                 result = await in_own_thread(work, limit=self._timeout, what=call.name)
             try:
                 text = result if isinstance(result, str) else json.dumps(result)
@@ -139,7 +151,7 @@ def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> S
         if name not in hints:
             raise ValueError(f"tool {function.__name__}: parameter {name} needs an annotation, such as {name}: str")
         try:
-            properties[name] = _type(hints[name])
+            properties[name] = _type(hints[name], optional=parameter.default is not parameter.empty)
         except ValueError as error:
             raise ValueError(f"tool {function.__name__}: parameter {name}: {error}") from None
         if parameter.default is parameter.empty:
@@ -149,7 +161,8 @@ def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> S
     return {"type": "function", "function": {"name": function.__name__, "description": about, "parameters": parameters}}
 
 
-def _type(hint: Any) -> dict[str, Any]:
+def _type(hint: Any, *, optional: bool = False) -> dict[str, Any]:
+    """The schema of a type. `optional`: without None, which a call says by leaving the parameter out."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
@@ -160,34 +173,6 @@ def _type(hint: Any) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object"}
     if origin in (Union, types.UnionType):
-        kinds = [_type(argument) for argument in arguments if argument is not type(None)]
+        kinds = [_type(argument) for argument in arguments if not (optional and argument is type(None))]
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     raise ValueError(f"{hint} has no JSON form: use str, int, float, bool, list, dict, Literal or a union of them")
-
-
-def mismatch(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> str:
-    """The error in the arguments of a call; "" if there is none. Checks names, and the types of top-level values."""
-    parameters = function.get("parameters", {})
-    properties = parameters.get("properties", {})
-    if missing := [name for name in parameters.get("required", ()) if name not in arguments]:
-        return f"missing {', '.join(missing)}"
-    if unknown := [name for name in arguments if name not in properties]:
-        return f"no parameter {', '.join(map(repr, unknown))}: it has {', '.join(properties) or 'none'}"
-    optional = properties.keys() - parameters.get("required", ())
-    for name, value in arguments.items():
-        wanted = properties[name].get("type")
-        if wanted in _CHECKS and not _CHECKS[wanted](value) and not (value is None and name in optional):
-            return f"{name} must be of type {wanted}, got {reprlib.repr(value)}"
-        if (choices := properties[name].get("enum")) is not None and value not in choices:
-            return f"{name} must be one of {', '.join(map(repr, choices))}, got {reprlib.repr(value)}"
-    return ""
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "string": lambda value: isinstance(value, str),
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "boolean": lambda value: isinstance(value, bool),
-    "array": lambda value: isinstance(value, list),
-    "object": lambda value: isinstance(value, dict),
-}

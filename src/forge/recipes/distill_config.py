@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
+from .lengths import with_room
 from .schema import RecipeConfig, RewardConfig
 
 
@@ -83,3 +84,7 @@ class DistillConfig(RecipeConfig):
             if bad:
                 raise ConfigError(message)
         self.dataset.bound("max_prompt_tokens", room, together)
+
+    def data(self, model: str) -> DatasetConfig:
+        """The data, whose prompts leave room for a completion. ConfigError: there is none."""
+        return with_room(self, "distill", model)

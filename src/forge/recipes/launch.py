@@ -50,6 +50,7 @@ from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
 from .user_errors import summary, user_frames
 
+NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of data, by its kind
 OPEN_FILES = 256  # of one process, at most in small runs
 Recipe = Callable[..., Coroutine[Any, Any, None]]
 
@@ -193,6 +194,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     """
     folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
+    settings = to_dict(cfg)  # before the data bounds the steps, in which a resumed run would differ
     # It prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     check_trackers(to_dict(cfg.metrics))
@@ -219,7 +221,13 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
             cfg.parallelism.check(AutoConfig.from_pretrained(other))
     cfg.check_tokenizer(model)
     cfg.check_reward()
-    held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed, cfg.scorers)
+    items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
+    if items is not None and (steps := -(-items // cfg.training.batch_size)) < cfg.training.steps:
+        log.info(
+            "the data ends after its epochs, %d %ss or %d steps of %d: so does the run, before training.steps = %d",
+            *(items, NOUNS[cfg.dataset.kind], steps, cfg.training.batch_size, cfg.training.steps),
+        )
+        cfg.training.steps = steps
     if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
         solutions = [sample.target for sample in held_out if re.search(r"####|\\boxed\{", sample.target or "")]
         if 2 * len(solutions) > len(held_out):
@@ -229,6 +237,12 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
                 cfg.dataset.target_field,
                 solutions[0][-60:],
             )
+    if cfg.eval.every and not cfg.eval.problems:
+        log.warning(
+            "eval.every = %d does nothing, for eval.problems is 0: set it to a number of held-out problems (in Python "
+            "give eval_dataset)",
+            cfg.eval.every,
+        )
     if needs := memory_report(cfg, model):
         log.info("memory, without activations and caches: %s", "; ".join(needs))
     if os.environ.get("TORCHSTORE_USE_RDMA"):
@@ -240,7 +254,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         check_overwrite(cfg, model)
     record = Run(
         cfg.run.name,
-        to_dict(cfg),
+        settings,
         root=cfg.run.root,
         overwrite=overwrite,
         steps=cfg.training.steps,
@@ -408,14 +422,18 @@ def check_vocabulary(key: str, other: str, model: str) -> None:
 
 def check_data(
     dataset: RowsConfig, evaluation: EvalConfig, model: str, seed: int, scorers: Sequence[Any] = ()
-) -> list[Any]:
-    """Open the data once to check it, and return the held-out items: samples, episodes or pairs.
+) -> tuple[int | None, list[Any]]:
+    """Open the data once to check it.
+
+    Returns:
+        how many items its epochs have, None if it is endless; and the held-out items: samples, episodes or pairs.
 
     Args:
         scorers: their `warning(targets)`, of those that have it, is logged.
 
     Raises:
-        ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out.
+        ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out, or epochs of
+            unknown length.
     """
     from transformers import AutoTokenizer
 
@@ -428,10 +446,16 @@ def check_data(
         for scorer in scorers:
             if hasattr(scorer, "warning") and (text := scorer.warning(training.targets())):
                 log.warning("%s", text)
+    streams = training.sources if isinstance(training, Mixture) else [training]
+    if any(stream.epochs is not None and stream.size is None for stream in streams):
+        raise ValueError(
+            "dataset.epochs needs data of a known length, which streamed rows do not have: leave it out, and set "
+            "training.steps, or leave out streaming"
+        )
     if not evaluation.problems:
-        return []
+        return training.size, []
     if dataset.procedural and evaluation.path is None:
-        return training.held_out(evaluation.problems)
+        return training.size, training.held_out(evaluation.problems)
     if evaluation.path is None:
         if dataset.sources is not None:
             raise ValueError("with dataset.sources, set eval.path to a file of held-out rows, or eval.problems to 0")
@@ -446,4 +470,12 @@ def check_data(
     }
     if "epochs" in settings:
         settings["epochs"] = None
-    return load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
+    held_out = load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
+    shared = sum(training.has(item) for item in held_out)
+    if shared:
+        log.warning(
+            "%d of the %d held-out %ss are also in the training data, so their results say little about others: give "
+            "eval.path rows of its own",
+            *(shared, len(held_out), NOUNS[dataset.kind]),
+        )
+    return training.size, held_out

@@ -8,13 +8,13 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from ..algorithms import Algorithm, Correction, load_algorithm
 from ..algorithms.base import OwnLoss
-from ..architecture import longest
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
-from ..engines.interface import LONGEST
 from ..envs.config import EpisodeConfig
+from ..observability.console import log
 from ..plugin import resolve
+from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
 from .schema import RecipeConfig, RewardConfig
 
@@ -305,22 +305,34 @@ class RLConfig(RecipeConfig):
 
     def check_tokenizer(self, model: str) -> None:
         """ConfigError: the chat template does not fit `episode`, or episodes are longer than generators take."""
+        most = longest_sequence(self, model)
         if not self.multi_turn:
+            if self.grpo.max_tokens >= most and "max_tokens" not in self.grpo.model_fields_set:
+                log.warning(
+                    "grpo.max_tokens = %d by default: answers end at the model's %d", self.grpo.max_tokens, most
+                )
             return
-        from transformers import AutoConfig
-
         self.episode.dialogue(model)
-        most = self.generator.max_seq_len or min(LONGEST, longest(AutoConfig.from_pretrained(model)))
         if self.limits()["max_tokens"] > most:
             raise ConfigError(
                 f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {most} "
                 "tokens that generators take: lower it, or raise generator.max_seq_len as far as the model allows"
             )
 
+    def data(self, model: str) -> DatasetConfig:
+        """The data, whose prompts leave room for a completion. ConfigError: there is none."""
+        return self.dataset if self.multi_turn else with_room(self, "grpo", model)
+
     def check_reward(self) -> None:
         """As the base; an environment scores by itself."""
-        if not self.multi_turn:
-            super().check_reward()
+        if self.multi_turn:
+            return
+        super().check_reward()
+        if self.reward.functions is None and self.reward.verifiers is None:
+            log.warning(
+                "reward is not set: MathReward scores responses, by whether they are mathematically equal to "
+                "dataset.target_field"
+            )
 
     @property
     def files(self) -> list[str]:

@@ -290,6 +290,10 @@ class TrainingRecipe(Section):
     def check_tokenizer(self, model: str) -> None:
         """ValueError: the tokenizer in a model's folder lacks something that the recipe needs."""
 
+    def data(self, model: str) -> RowsConfig:
+        """The data, within the lengths that a model allows. ConfigError: they are set to more."""
+        return self.dataset
+
     def placement(self, name: str) -> dict[str, Any]:
         """Options of service `name`, see `forge.controller.Options`."""
         return {**self.services[name]}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from forge.envs.environment import CUT, Action, Environment, Message, Step
+from forge.envs.schemas import parameters_of
+from forge.types import Sample
 
 from ..content import text_of
 from .client import OpenEnvClient, OpenEnvError, Session
@@ -34,7 +38,8 @@ class OpenEnvEnvironment(Environment):
             schema, converted to a number if the schema says so; with several fields the turn must be a JSON object.
             Thoughts are no part of it, and a turn that was cut at its limit of tokens is no action.
         to_messages: messages for the policy. By default a single text of the observation, else its JSON.
-        to_reset: the reset's parameters from task and seed. By default the seed, and the items of a mapping or `task`.
+        to_reset: the reset's parameters from task and seed. By default the seed, and `question` and `answer` of a
+            sample, the items of a mapping, or `task`.
         mcp: offer tools.
         max_chars: of a message; the rest is cut.
     """
@@ -156,8 +161,9 @@ class OpenEnvEnvironment(Environment):
         schema = self._schema or {}
         if schema.get("title") == FORGE_ACTION:
             return asdict(action)
-        fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
-        needed = [name for name in schema.get("required", ()) if name in fields] or list(fields)
+        parameters = parameters_of({"parameters": schema})
+        fields = [name for name in parameters.properties if name != "metadata"]
+        needed = [name for name in schema.get("required", ()) if name in fields] or fields
         text = action.answer
         if len(needed) != 1:
             try:
@@ -167,14 +173,16 @@ class OpenEnvEnvironment(Environment):
             if not isinstance(value, dict):
                 raise ValueError(f"an action must be a JSON object with {', '.join(needed)}")
             return value
-        kind = fields[needed[0]].get("type")
-        parsers: dict[str, Callable[[str], Any]] = {"integer": int, "number": float}
-        parsers |= dict.fromkeys(("object", "array", "boolean"), json.loads)
-        try:
-            return {needed[0]: parsers.get(kind, str)(text)}
-        except ValueError:
-            expected = "a number" if kind in ("integer", "number") else f"JSON of type {kind}"
-            raise ValueError(f"an action must be {expected}, not {text[:80]!r}") from None
+        [name] = needed
+        readings: tuple[Callable[[str], Any], ...] = (str, partial(parameters.value, name), int, float)
+        for read in readings:  # "+1" and ".5" are numbers and no JSON
+            with suppress(ValueError):
+                reading = read(text)
+                if parameters.takes(name, reading):
+                    return {name: reading}
+        if any(parameters.takes(name, number) for number in (0, 1, 0.5)):
+            raise ValueError(f"an action must be a number, not {text[:80]!r}")
+        raise ValueError(f"an action does not fit: {parameters.mismatch({name: text})[:200]}")
 
     def _cut(self, text: str) -> str:
         if len(text) <= self._max_chars:
@@ -194,6 +202,8 @@ def _user(text: str) -> Message:
 def _parameters(task: Any, seed: int) -> Mapping[str, Any]:
     if task is None:
         return {"seed": seed}
+    if isinstance(task, Sample):
+        task = {"question": task.prompt.text, "answer": task.target}
     return {"seed": seed, **(task if isinstance(task, Mapping) else {"task": task})}
 
 

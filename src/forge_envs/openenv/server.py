@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 Data = dict[str, Any]
 FIRST = 10.0  # seconds for the first message of a WebSocket
+API_VERSION = "1.0.0"  # of OpenEnv's HTTP interface, which `openenv validate` reads from /openapi.json
+_OPERATION = {"responses": {"200": {"description": "JSON, as OpenEnv's clients read it"}}}
 _HTTP_STATUS = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503, "INFRASTRUCTURE_ERROR": 503}
 
 
@@ -66,9 +68,10 @@ class ServedSession:
 
     def _tools(self, schema: str = "input_schema") -> list[Data]:
         """The episode's tools as MCP describes them; `schema` is the key of their parameters."""
-        if self._first is None:
+        schemas = self.environment.offered if self._first is None else self._first.tools
+        if schemas is None:
             raise ServedError("EXECUTION_ERROR", "reset first: the tools are those of an episode")
-        functions = [tool["function"] for tool in self._first.tools]
+        functions = [tool["function"] for tool in schemas]
         return [
             {"name": f["name"], "description": f.get("description", ""), schema: f.get("parameters", {})}
             for f in functions
@@ -183,7 +186,7 @@ class Server:
 
             return answer
 
-        return [
+        routes = [
             web.get("/health", constant({"status": "healthy"})),
             web.get("/metadata", constant(self._metadata)),
             web.get("/schema", constant(SCHEMA)),
@@ -191,8 +194,11 @@ class Server:
             web.post("/reset", self._over_http),
             web.post("/step", self._over_http),
             web.post("/mcp", self._mcp),
-            web.get("/ws", self._socket),
         ]
+        paths = {route.path: {route.method.lower(): _OPERATION} for route in routes}
+        info = {"title": self._metadata["name"], "version": API_VERSION}
+        openapi = constant({"openapi": "3.1.0", "info": info, "paths": paths})
+        return [*routes, web.get("/openapi.json", openapi), web.get("/ws", self._socket)]
 
     async def close(self, _: web.Application) -> None:
         """End all sessions."""

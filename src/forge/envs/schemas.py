@@ -1,0 +1,157 @@
+"""The parameters of a tool, which are a JSON Schema: the errors of a call, and values that a model wrote as text."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from jsonschema.exceptions import best_match
+from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+_LONGEST = 1 << 16  # characters of a value that is read as Python
+_UNKNOWN = (Unresolvable, re.error)  # a document elsewhere, another language's pattern: the tool itself decides
+
+
+class Parameters:
+    """The parameters of a function in OpenAI's format. A `$ref` to another document is not fetched.
+
+    Attributes:
+        properties: the schema of each parameter by its name, with those of references and alternatives.
+
+    Raises:
+        ValueError: they are no JSON Schema.
+    """
+
+    def __init__(self, function: Mapping[str, Any]) -> None:
+        schema = function.get("parameters")
+        self._schema: Any = {} if schema is None or schema is True else schema
+        try:
+            kind = validator_for(self._schema, default=Draft202012Validator)
+            kind.check_schema(self._schema, format_checker=None)  # patterns may be JavaScript's
+            # With an empty registry, for the default one requests the addresses in a server's schema.
+            self._validator = kind(self._schema, registry=Registry())
+            self._resolver = Registry().resolver_with_root(DRAFT202012.create_resource(self._schema))
+            parts = list(self._parts(self._schema, set()))
+        except Exception as error:  # of whatever a server sends as a schema: there is no common class
+            raise ValueError(f"the parameters of {function.get('name')} are no JSON Schema: {_cut(error)}") from None
+        self.properties: dict[str, Any] = {}
+        for part in parts:
+            self.properties = {**part.get("properties", {}), **self.properties}
+        # JSON Schema allows others beside the listed ones, unless it says so; for tools a misspelt name is an error.
+        self._open = not any("properties" in part for part in parts) or any(
+            part.get("additionalProperties", False) is not False or "patternProperties" in part for part in parts
+        )
+
+    def mismatch(self, arguments: Mapping[str, Any]) -> str:
+        """The error in the arguments of a call; "" if there is none. Null is as good as no value for an optional
+        parameter, as signatures have it."""
+        required = self._schema.get("required", ()) if isinstance(self._schema, Mapping) else ()
+        if missing := [name for name in required if name not in arguments]:
+            return f"missing {', '.join(missing)}"
+        if unknown := [name for name in arguments if name not in self.properties and not self._open]:
+            return f"no parameter {', '.join(map(repr, unknown))}: it has {', '.join(self.properties) or 'none'}"
+        values = {name: value for name, value in arguments.items() if value is not None or name in required}
+        try:
+            error = best_match(self._validator.iter_errors(values))
+            with_nulls = best_match(self._validator.iter_errors(dict(arguments))) if error else None
+        except _UNKNOWN:
+            return ""
+        except Exception as failure:  # of whatever a model writes as values
+            return f"its arguments cannot be checked: {type(failure).__name__}: {_cut(failure)}"
+        return "" if error is None or with_nulls is None else _line(error)
+
+    def value(self, name: str, text: str, *, python: bool = False) -> Any:
+        """What a text says as the value of a parameter: JSON where the schema takes that, else the text itself.
+
+        Args:
+            python: also literals of Python, such as True, None and {'a': 1}.
+        """
+        schema = self.properties.get(name, True)
+        try:
+            value = _read(text, python)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return text
+        error, as_text = self._error(schema, value), self._error(schema, text)
+        if as_text is None:
+            return value if error is None and not isinstance(value, str) else text  # quotes are a part of a text
+        if error is None:
+            return value
+        # The one that has the right type, for its error says more.
+        return text if error.validator == "type" and as_text.validator != "type" else value
+
+    def takes(self, name: str, value: Any) -> bool:
+        """Whether a parameter may have this value."""
+        return self._error(self.properties.get(name, True), value) is None
+
+    def _error(self, schema: Any, value: Any) -> ValidationError | None:
+        try:
+            return best_match(self._validator.evolve(schema=schema).iter_errors(value))
+        except _UNKNOWN:
+            return None
+        except Exception as failure:  # as in mismatch
+            return ValidationError(_cut(failure))
+
+    def _parts(self, schema: Any, followed: set[str]) -> Iterator[Mapping[str, Any]]:
+        """A schema, and those that its references and alternatives name."""
+        if not isinstance(schema, Mapping):
+            return
+        yield schema
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            with suppress(Unresolvable):  # an error of each call
+                yield from self._parts(self._resolver.lookup(reference).contents, followed)
+        alternatives = [schema.get(word) for word in ("if", "then", "else")]
+        for word in ("allOf", "anyOf", "oneOf"):
+            alternatives += schema.get(word, [])
+        for alternative in alternatives:
+            yield from self._parts(alternative, followed)
+
+
+def parameters_of(function: Mapping[str, Any]) -> Parameters:
+    """The parameters of a tool, which are any where they are no JSON Schema: a server's tools are read as they are."""
+    try:
+        return Parameters(function)
+    except ValueError:
+        return Parameters({})
+
+
+def _read(text: str, python: bool) -> Any:
+    """ValueError and others: it is no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        if not python or len(text) > _LONGEST:
+            raise
+    value = ast.literal_eval(ast.parse(text.strip(), "<model output>", mode="eval"))
+    return json.loads(json.dumps(value))
+
+
+def _line(error: ValidationError) -> str:
+    """An error for the policy: where, what is wanted, and what it wrote."""
+    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
+    types = error.validator_value if error.validator == "type" else None
+    if error.validator in ("anyOf", "oneOf") and error.context:
+        types = [part.validator_value for part in error.context if part.validator == "type" and not part.path]
+        types = types if len(types) == len(error.context) else None
+    wanted = ""
+    if types:
+        wanted = f"of type {types if isinstance(types, str) else ' or '.join(map(str, types))}"
+    elif error.validator == "enum":
+        wanted = f"one of {', '.join(map(repr, error.validator_value))}"
+    if wanted and place:
+        return f"{place} must be {wanted}, got {reprlib.repr(error.instance)}"
+    return f"{place}: {_cut(error)}" if place else _cut(error)
+
+
+def _cut(error: Exception) -> str:
+    return f"{error.message if isinstance(error, ValidationError | SchemaError) else error}"[:200]

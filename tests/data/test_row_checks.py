@@ -1,0 +1,336 @@
+"""What makes a row one that cannot be trained, found before anything else; and rows as they were before columns."""
+
+from __future__ import annotations
+
+import json
+import logging
+from decimal import Decimal
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from forge.data.files import Rows
+from forge.data.load import load_data
+from forge.data.preferences import PreferenceDataset
+from forge.data.prompts import PromptDataset
+from forge.data.supervised import SupervisedDataset
+from forge.data.tokenizer import character_tokenizer
+from tests.data.rows import TOKENIZER
+from tests.data.templates import CHATML, byte_pairs
+from tests.data.test_turns import CALLS
+
+GOOD = {"question": "one", "answer": "1"}
+LONE = "\ud83d"
+
+
+def said(answer):
+    return {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]}
+
+
+def called(*arguments):
+    """A conversation with tool calls of these arguments."""
+    calls = [{"function": {"name": f"f{number}", "arguments": given}} for number, given in enumerate(arguments)]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    return {"messages": [{"role": "user", "content": "hi"}, answer]}
+
+
+CHAT = {"tokenizer": byte_pairs(), "chat_template": CHATML}
+TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.function.arguments | tojson")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "settings", "message"),
+    [
+        ("supervised", {"text": "a"}, {"text": "  "}, {"text_field": "text"}, "the text is empty"),
+        ("supervised", {"text": "a"}, {"text": f"a {LONE}"}, {"text_field": "text"}, "half a character"),
+        ("supervised", {"text": "a"}, {"text": None}, {"text_field": "text"}, "must be text or a number, not NoneType"),
+        ("supervised", said("a"), said(LONE), CHAT, "message 2.content holds half a character"),
+        ("supervised", said("a"), {"messages": [{"role": "user", "content": "a"}]}, CHAT, "no assistant"),
+        ("supervised", called({"a": 1}), called({"a": {"b": [float("nan")]}}), TOOLS, "arguments.a.b is nan"),
+        ("supervised", called({"a": 1}), called({LONE: 1}), TOOLS, "half a character"),
+        ("supervised", said("a"), {**said("a"), "tools": [{"name": LONE}]}, CHAT, "tools.name holds half a character"),
+        ("supervised", said("a"), {"messages": "hi"}, CHAT, "must be a list of messages"),
+        (
+            "supervised",
+            called({"a": 1}),
+            called(3) | {"tools": "[1"},
+            TOOLS,
+            "the tools of a conversation are not JSON",
+        ),
+        ("supervised", GOOD, {"question": "two", "answer": float("-inf")}, {}, "field 'answer' is -inf"),
+        (
+            "prompts",
+            GOOD,
+            {"question": "two", "answer": float("nan")},
+            {},
+            "field 'answer' is nan: fill in the missing",
+        ),
+        ("prompts", GOOD, {"question": float("inf"), "answer": 1}, {}, "field 'question' is inf"),
+        ("prompts", GOOD, {"question": "two", "answer": None}, {}, "not NoneType: fill in the missing value"),
+        ("prompts", GOOD, {"question": "two", "answer": LONE}, {}, "field 'answer' holds half a character"),
+        ("prompts", GOOD, {"question": LONE, "answer": ""}, {}, "field 'question' holds half a character"),
+        ("preferences", {"chosen": "ab", "rejected": "ac"}, {"chosen": "x", "rejected": "y"}, {}, "share no beginning"),
+        ("preferences", {"chosen": "ab", "rejected": "ac"}, {"chosen": "ab", "rejected": " "}, {}, "the text is empty"),
+        (
+            "preferences",
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+            {"prompt": "q", "chosen": "a", "rejected": float("nan")},
+            {},
+            "field 'rejected' is nan",
+        ),
+    ],
+)
+@pytest.mark.parametrize("form", ["rows", "jsonl"])
+def test_a_stored_row_that_cannot_be_trained_is_an_error_with_its_number(
+    jsonl, kind, good, bad, settings, message, form
+):
+    rows = [good] * 9 + [bad]
+    path = Rows(rows) if form == "rows" else jsonl(*rows)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_data(**{"tokenizer": TOKENIZER, "kind": kind, "path": path, **settings})
+    assert ", row 10: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [["a", None], ["a", float("nan")], ["a", ["b"]], [LONE, "a"], [float("inf"), 1.0]])
+def test_options_of_a_choice_are_values_as_all_others(options):
+    row = {"question": "which?", "options": options, "answer": "A"}
+    settings = {"choices_field": "options", "prompt_template": "{question} {choices}"}
+    with pytest.raises(ValueError, match=r"row 1: field 'options\[[01]\]'"):
+        PromptDataset(Rows([row]), tokenizer=TOKENIZER, **settings)
+
+
+@pytest.mark.parametrize("value", [np.float64("nan"), np.float32("inf"), Decimal("NaN"), Decimal("-Infinity")])
+def test_missing_values_of_other_libraries(value):
+    with pytest.raises(ValueError, match="row 2: field 'answer' is "):
+        PromptDataset(Rows([GOOD, {**GOOD, "answer": value}]), tokenizer=TOKENIZER)
+
+
+@pytest.mark.parametrize(("value", "text"), [(np.float32(0.5), "0.5"), (np.int64(3), "3"), (Decimal("1.20"), "1.20")])
+def test_numbers_of_other_libraries(value, text):
+    assert next(PromptDataset(Rows([{**GOOD, "answer": value}]), tokenizer=TOKENIZER)).target == text
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "null", "None", "NaT", "NA"])
+def test_words_that_stand_for_a_missing_value_elsewhere_are_words(text):
+    assert next(PromptDataset(Rows([{**GOOD, "answer": text}]), tokenizer=TOKENIZER)).target == text
+
+
+CALLED = [
+    called({"x": 1}, {"y": 2}),
+    called({"z": {"deep": [{"a": 1}, {"b": None, "c": "c"}]}}),
+    called({"x": 0, "flag": False}),
+]
+
+
+@pytest.mark.parametrize("form", ["parquet", "saved", "folder", "streamed", "dataset"])
+def test_keys_of_other_rows_are_absent_in_columns(offline, tmp_path, form):
+    from datasets import Dataset
+
+    columns = Dataset.from_list(CALLED)
+    if form == "saved":
+        columns.save_to_disk(tmp_path / "rows")
+    (tmp_path / "rows").mkdir(exist_ok=True)
+    if form in ("parquet", "folder", "streamed"):
+        columns.to_parquet(tmp_path / "rows" / "rows.parquet")
+    path = str(tmp_path / "rows" / ("" if form in ("saved", "folder") else "rows.parquet"))
+    settings = {**TOOLS, "shuffle": False, "streaming": form == "streamed"}
+    data = SupervisedDataset(Rows(columns) if form == "dataset" else path, **settings)
+    texts = [TOOLS["tokenizer"].decode(episode.tokens) for episode in islice(data, 3)]
+    assert '<call>f0 {"x": 1}</call><call>f1 {"y": 2}</call>' in texts[0]
+    assert '<call>f0 {"z": {"deep": [{"a": 1}, {"c": "c"}]}}</call>' in texts[1]
+    assert '<call>f0 {"flag": false, "x": 0}</call>' in texts[2].replace(
+        '{"x": 0, "flag": false}', '{"flag": false, "x": 0}'
+    )
+
+
+def test_a_null_that_an_author_wrote_in_json_stays(jsonl):
+    data = SupervisedDataset(jsonl(called({"x": None, "y": 2})), **TOOLS)
+    assert '{"x": null, "y": 2}' in TOOLS["tokenizer"].decode(next(data).tokens)
+
+
+def test_tools_in_columns_have_their_own_parameters_alone(tmp_path):
+    from datasets import Dataset
+
+    def tool(name, **properties):
+        return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+    rows = [
+        {**said("a"), "tools": [tool("f", x={"type": "integer"})]},
+        {**said("a"), "tools": [tool("g", y={"enum": ["a", "b"]})]},
+    ]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    template = "{{ tools | tojson }}" + CHATML
+    tokenizer = byte_pairs()
+    data = SupervisedDataset(str(tmp_path / "rows.parquet"), tokenizer=tokenizer, chat_template=template, shuffle=False)
+    text = tokenizer.decode(next(data).tokens)
+    assert '"x"' in text
+    assert "null" not in text
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """A stream of these rows, as from the hub."""
+
+    class Streamed(list):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state): ...
+
+    def open_stream(rows):
+        monkeypatch.setattr("forge.data.stream.open_stream", lambda path, **_: Streamed(rows))
+        return {"path": "some/set", "streaming": True, "shuffle": False, "tokenizer": TOKENIZER}
+
+    return open_stream
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"question": " ", "answer": 1}, {"question": "q", "answer": None}, {"q": 1}, {"question": LONE, "answer": 1}],
+)
+def test_a_bad_row_of_a_stream_is_left_out_counted_and_named(stream, caplog, bad):
+    data = PromptDataset(**stream([GOOD, GOOD, bad, GOOD]), epochs=2)
+    assert len(list(data)) == 6
+    assert (data.served, data.skipped) == (6, 2)
+    assert "left out: some/set, row 3: " in caplog.text
+
+
+def test_a_stream_that_begins_with_a_bad_row_goes_on(stream):
+    assert next(PromptDataset(**stream([{"question": "", "answer": ""}, GOOD]))).target == "1"
+
+
+def test_a_stream_of_bad_rows_is_an_error_at_once(stream):
+    with pytest.raises(ValueError, match="some/set, row 1: no field 'question': it has text"):
+        PromptDataset(**stream([{"text": "a"}] * 5))
+
+
+def test_a_stream_that_turns_bad_ends(stream):
+    data = PromptDataset(**stream([GOOD] * 5 + [{"text": "a"}] * 5000))
+    with pytest.raises(ValueError, match=r"some/set, row 1005: no field 'question'"):
+        list(data)
+
+
+def test_a_stream_keeps_too_long_as_an_error(stream):
+    rows = [GOOD] * 200 + [{"question": "a long one", "answer": 1}]
+    data = PromptDataset(**stream(rows), max_prompt_tokens=5, too_long="error")
+    with pytest.raises(ValueError, match="some/set, row 201: the prompt has 10 tokens, max_prompt_tokens is 5"):
+        list(islice(data, 201))
+
+
+def test_rows_left_out_are_told_with_the_first(jsonl, caplog):
+    rows = [GOOD, {"question": "a longer one", "answer": 1}, GOOD, {"question": "the longest", "answer": 2}]
+    PromptDataset(jsonl(*rows), tokenizer=TOKENIZER, max_prompt_tokens=5)
+    assert "2 of 4 prompts are left out, for they are longer than max_prompt_tokens=5 (first: row 2)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "letters"),
+    [
+        (
+            [{"question": "ab", "answer": "a"}, {"question": "añb", "answer": "a"}],
+            "1 of 2 prompts hold .first: row 2, 'ñ'",
+        ),
+        ([{"question": "ab", "answer": "z"}], "1 of 1 prompts hold .first: row 1, 'z'"),
+        ([{"question": "XY", "answer": "a"}] * 3, "3 of 3 prompts hold .first: row 1, 'X', 'Y'"),
+        ([{"question": "a b", "answer": "a"}], "1 of 1 prompts hold .first: row 1, ' '"),
+        ([{"question": "a\n", "answer": "a"}], r"1 of 1 prompts hold .first: row 1, '\n'"),
+    ],
+)
+def test_letters_without_a_token_are_told_in_one_line(caplog, rows, letters):
+    PromptDataset(Rows(rows), tokenizer=character_tokenizer("ab"))
+    [record] = [record for record in caplog.records if "no token" in record.message]
+    assert record.levelno == logging.WARNING
+    assert f"the tokenizer has no token for what {letters.split(' hold ')[0]}" in record.message
+    assert letters.split(".first: ")[1] in record.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("supervised", {"question": "ab", "answer": "ax"}),
+        ("preferences", {"prompt": "ab", "chosen": "a", "rejected": "x"}),
+    ],
+)
+def test_letters_of_what_is_trained_as_well(caplog, kind, row):
+    load_data(character_tokenizer("ab"), kind=kind, path=Rows([row]))
+    assert "first: row 1, 'x'" in caplog.text
+
+
+def test_no_line_where_all_letters_have_tokens(caplog):
+    PromptDataset(Rows([GOOD]), tokenizer=TOKENIZER)
+    SupervisedDataset(Rows([said("ÄÖ 漢字 🙂")]), **CHAT)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_byte_order_mark_is_no_text(offline, tmp_path, encoding, name, streaming):
+    rows = [{"question": "größer", "answer": "ß"}, GOOD]
+    text = json.dumps(rows) if name == "rows.json" else "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
+    (tmp_path / name).write_text(text, encoding=encoding)
+    data = PromptDataset(str(tmp_path / name), tokenizer=TOKENIZER, shuffle=False, streaming=streaming)
+    assert [sample.target for sample in islice(data, 2)] == ["ß", "1"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize(
+    ("encoding", "fault"),
+    [
+        ("latin-1", "the byte 0xf6 is not UTF-8"),
+        ("cp1252", "the byte 0xf6 is not UTF-8"),
+        ("utf-16", "it is in UTF-16"),
+        ("shift_jis", "the byte 0x8a is not UTF-8"),
+        ("utf-32", "it is in UTF-16"),
+    ],
+)
+def test_another_encoding_is_told_with_its_line(tmp_path, name, encoding, fault):
+    word = "漢" if encoding == "shift_jis" else "größer"
+    (tmp_path / name).write_text(f'{json.dumps(GOOD)}\n{{"question": "{word}", "answer": ""}}\n', encoding=encoding)
+    line = 1 if encoding in ("utf-16", "utf-32") else 2
+    with pytest.raises(ValueError, match=rf"{name}, line {line}: {fault}: save the file as UTF-8"):
+        PromptDataset(str(tmp_path / name), tokenizer=TOKENIZER)
+
+
+def test_a_template_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "chat.jinja").write_text(CHATML, encoding="utf-8-sig")
+    settings = {"tokenizer": byte_pairs(), "chat_template": str(tmp_path / "chat.jinja")}
+    assert next(PromptDataset(Rows([GOOD]), **settings)).prompt.text.startswith("<|im_start|>")
+    (tmp_path / "chat.jinja").write_text("ö" + CHATML, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"chat.jinja, line 1: the byte 0xf6 is not UTF-8"):
+        PromptDataset(Rows([GOOD]), **settings)
+
+
+def test_how_many_items_epochs_have(jsonl):
+    rows = jsonl(*[{"question": f"q{i}", "answer": i, "share": i % 2} for i in range(7)])
+    learn = {"tokenizer": TOKENIZER, "epochs": 3}
+    assert SupervisedDataset(rows, **learn).size == 21
+    assert SupervisedDataset(rows, weight_field="share", **learn).size == 9
+    assert SupervisedDataset(rows, tokenizer=TOKENIZER).size is None
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert PreferenceDataset(Rows([pair, {**pair, "rejected": "a"}]), tokenizer=TOKENIZER, epochs=2).size == 2
+    for weights in ([3, 1], [1, 1], [1, 2.5]):
+        sources = [{"path": rows, "weight": weights[0]}, {"path": Rows([GOOD] * 4), "weight": weights[1]}]
+        mixture = load_data(TOKENIZER, kind="supervised", sources=sources, epochs=1)
+        assert mixture.size == len(list(mixture))
+
+
+def test_rows_beyond_those_that_are_checked_are_left_out(jsonl, monkeypatch, caplog):
+    monkeypatch.setattr("forge.data.stream._CHECKED", 3)
+    rows = jsonl(GOOD, GOOD, GOOD, {"question": "two", "answer": None}, GOOD)
+    data = PromptDataset(rows, tokenizer=TOKENIZER, shuffle=False)
+    assert [next(data).target for _ in range(5)] == ["1"] * 5
+    assert data.skipped == 1
+    assert "left out: " in caplog.text
+    assert ", row 4: field 'answer'" in caplog.text
+    with pytest.raises(ValueError, match="row 4"):
+        PromptDataset(rows, tokenizer=TOKENIZER, epochs=1)
+
+
+def test_rows_that_another_process_has_checked_are_not_made_again(jsonl):
+    rows = jsonl(GOOD, {"question": "two", "answer": None})
+    data = PromptDataset(rows, tokenizer=TOKENIZER, shuffle=False, checked=True)
+    assert [next(data).target for _ in range(2)] == ["1"] * 2
+    assert data.skipped == 1

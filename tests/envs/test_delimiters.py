@@ -1,0 +1,203 @@
+"""Delimiters of calls within the values of arguments."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.envs import read_action, schema_of
+
+
+def write(path: str, text: str, tags: list[str] | None = None) -> str:
+    """Write a file."""
+    return path
+
+
+TOOLS = (schema_of(write),)
+TAGS = [
+    *("<tool_call>", "</tool_call>", "<function=write>", "</function>", "<parameter=text>", "</parameter>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "</think>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|call|>", "<|end|>", "<|message|>", ";", ")"),
+    *("<|start|>assistant", "<|return|>", "```", "\n```json\n", '"', "'", "\\", "{", "}", "\n"),
+]
+
+
+def hermes(arguments):
+    return f"<tool_call>\n{json.dumps({'name': 'write', 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+def llama3(arguments):
+    return json.dumps({"name": "write", "parameters": arguments}, ensure_ascii=False)
+
+
+def mistral(arguments):
+    return f"[TOOL_CALLS][{json.dumps({'name': 'write', 'arguments': arguments}, ensure_ascii=False)}]"
+
+
+def mistral_named(arguments):
+    return f"[TOOL_CALLS]write[CALL_ID]abc[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
+
+
+def deepseek(arguments):
+    body = json.dumps(arguments, ensure_ascii=False)
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>write\n```json\n{body}\n```<｜tool▁call▁end｜>"
+
+
+def deepseek_v31(arguments):
+    return f"<｜tool▁call▁begin｜>write<｜tool▁sep｜>{json.dumps(arguments, ensure_ascii=False)}<｜tool▁call▁end｜>"
+
+
+def harmony(arguments):
+    body = json.dumps(arguments, ensure_ascii=False)
+    return f"<|channel|>commentary to=functions.write <|constrain|>json<|message|>{body}<|call|>"
+
+
+def plain(arguments):
+    return f"write({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+
+
+def shown(value):
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def qwen_xml(arguments):
+    pairs = (f"<parameter={name}>\n{shown(value)}\n</parameter>\n" for name, value in arguments.items())
+    return f"<tool_call>\n<function=write>\n{''.join(pairs)}</function>\n</tool_call>"
+
+
+def glm(arguments):
+    pairs = (f"<arg_key>{name}</arg_key>\n<arg_value>{shown(value)}</arg_value>\n" for name, value in arguments.items())
+    return f"<tool_call>write\n{''.join(pairs)}</tool_call>"
+
+
+IN_JSON = [hermes, llama3, mistral, mistral_named, deepseek, deepseek_v31, harmony, plain]
+IN_XML = [qwen_xml, glm]
+
+
+def read(form, text):
+    syntax = {"mistral_named": "mistral", "deepseek_v31": "deepseek"}.get(form.__name__, form.__name__)
+    return read_action(text, syntax, TOOLS)
+
+
+@pytest.mark.parametrize("form", IN_JSON, ids=lambda form: form.__name__)
+@given(st.lists(st.sampled_from(TAGS) | st.text(max_size=3), max_size=8).map("".join))
+def test_any_text_in_quotes_is_the_argument(form, text):
+    arguments = {"path": "a </tool_call>", "text": text, "tags": [text, "x"]}
+    action = read(form, form(arguments))
+    assert action.errors == ()
+    assert [dict(call.arguments) for call in action.calls] == [arguments]
+
+
+@pytest.mark.parametrize("form", [*IN_JSON, *IN_XML], ids=lambda form: form.__name__)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ends with </tool_call> here",
+        "a <tool_call> begins a call, </tool_call> ends it",
+        "print('</parameter></function></tool_call>')",
+        'print("</arg_value></tool_call>", "<arg_key>")',
+        "it's one </parameter> of many",
+        "one </arg_value> of many",
+        "the tag <parameter=x> or <arg_value> opens a value",
+        "<|call|> and <｜tool▁call▁end｜> and [TOOL_CALLS] and [ARGS]",
+        "thought </think> and more",
+        's = """\n</parameter>\n</function>\n</tool_call>\n"""',
+        "```xml\n</arg_value>\n</tool_call>\n```\nis how it ends",
+        qwen_xml({"path": "inner", "text": "1"}),
+        glm({"path": "inner", "text": "1"}),
+        hermes({"path": "inner", "text": "1"}),
+        "don't",
+        "",
+    ],
+)
+def test_a_delimiter_in_a_value_does_not_end_the_call(form, text):
+    arguments = {"path": "p", "text": text, "tags": ["</tool_call>", "</parameter>\n</function>", "</arg_value>"]}
+    action = read(form, "so " + form(arguments) if form is not llama3 else form(arguments))
+    assert action.errors == ()
+    assert [dict(call.arguments) for call in action.calls] == [arguments]
+    assert action.content in ("so", "")
+
+
+@pytest.mark.parametrize("form", [*IN_JSON, *IN_XML], ids=lambda form: form.__name__)
+def test_calls_with_delimiters_follow_each_other(form):
+    if form is llama3:
+        pytest.skip("the whole answer is a call")
+    first, second = {"path": "don't </tool_call>", "text": "a"}, {"path": "b", "text": "won't <tool_call>"}
+    action = read(form, form(first) + "\n" + form(second))
+    assert [dict(call.arguments) for call in action.calls] == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "calls", "fault"),
+    [
+        ("hermes", '<tool_call>{"name": "write", "arguments": {"path": "a\n' + hermes({}), 1, "not closed"),
+        ("hermes", "<tool_call>" + hermes({}), 1, "not closed"),
+        ("hermes", hermes({})[:-1], 0, "not closed"),
+        ("qwen_xml", "<tool_call><function=write><parameter=path>a\n" + qwen_xml({"path": "b"}), 1, "not closed"),
+        ("qwen_xml", "<tool_call><function=write>\n" + qwen_xml({"path": "b"}), 1, "not closed"),
+        ("qwen_xml", qwen_xml({"path": "b"})[:-1], 0, "not closed"),
+        ("glm", "<tool_call>write<arg_key>path</arg_key><arg_value>a\n" + glm({"path": "b"}), 1, "not closed"),
+        ("glm", glm({"path": "b"})[:-2], 0, "not closed"),
+        ("deepseek", deepseek({})[:-1], 0, "not closed"),
+    ],
+)
+def test_a_call_that_is_not_closed_is_an_error_and_the_next_one_is_read(syntax, text, calls, fault):
+    action = read_action(text, syntax, TOOLS)
+    assert len(action.calls) == calls
+    assert len(action.errors) == 1
+    assert fault in action.errors[0]
+
+
+@pytest.mark.parametrize("syntax", ["hermes", "glm", "qwen_xml", "mistral", "deepseek", "harmony"])
+@pytest.mark.parametrize("unit", TAGS)
+def test_a_tag_without_end_is_read_in_time(syntax, unit):
+    action = read_action(unit * (200_000 // len(unit)), syntax, TOOLS)
+    assert len(action.calls) <= 64
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "arguments"),
+    [
+        ("hermes", '{"name": "now", "arguments": null}', {}),
+        ("hermes", '{"name": "now"}', {}),
+        ("hermes", '{"name": "now", "parameters": {"path": "a"}}', {"path": "a"}),
+        ("qwen_xml", "<function=now>\n</function>", {}),
+        ("qwen_xml", "<function=now>", {}),
+        (
+            "qwen_xml",
+            "<function=now><parameter=path>    two  spaces\n</parameter></function>",
+            {"path": "    two  spaces"},
+        ),
+        (
+            "qwen_xml",
+            "<function=now>\n<parameter=path>\n\n  x<5 && y>3\n\n</parameter>\n</function>",
+            {"path": "\n  x<5 && y>3\n"},
+        ),
+        ("glm", "now", {}),
+        ("glm", "now\n<arg_key> path </arg_key>\n<arg_value> a </arg_value>", {"path": " a "}),
+    ],
+)
+def test_calls_as_models_write_them(form, text, arguments):
+    action = read_action(f"<tool_call>\n{text}\n</tool_call>", form, TOOLS)
+    assert [dict(call.arguments) for call in action.calls] == [arguments]
+    assert action.errors == ()
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("qwen_xml", "<function=write>\n<parameter=path\na\n</parameter>\n</function>"),
+        ("qwen_xml", "<function=write>\n<parameter=path>\na\n</parameter>\n<parameter=text\nb</function>"),
+        ("qwen_xml", "write(path=1)"),
+        ("glm", "write\n<arg_value>a</arg_value>"),
+        ("hermes", '{"name": "write", "arguments": []}'),
+    ],
+)
+def test_a_malformed_argument_is_an_error_and_the_next_call_is_read(form, text):
+    good = {"hermes": hermes, "qwen_xml": qwen_xml, "glm": glm}[form]({"path": "b"})
+    action = read_action(f"<tool_call>{text}</tool_call>\n{good}", form, TOOLS)
+    assert [dict(call.arguments) for call in action.calls] == [{"path": "b"}]
+    assert len(action.errors) == 1

@@ -1,0 +1,237 @@
+"""Parameters of tools as JSON Schema, and values that are written as text."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import pytest
+
+from forge.envs import Action, Toolbox, ToolCall, read_action, schema_of
+from forge.envs.schemas import Parameters
+
+TREE = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "children": {"type": "array", "items": {"$ref": "#/$defs/Tree"}}},
+    "required": ["name"],
+}
+
+
+def tool(name: str, **schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **schema}}}
+
+
+def one(schema: Any, **more: Any) -> dict[str, Any]:
+    return tool("f", properties={"x": schema}, **more)["function"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "fault"),
+    [
+        ({"type": ["string", "null"]}, "a", ""),
+        ({"type": ["string", "null"]}, None, ""),
+        ({"type": ["string", "null"]}, 3, "x must be of type string or null, got 3"),
+        ({"type": ["integer", "boolean"]}, True, ""),
+        ({"type": "integer"}, True, "x must be of type integer, got True"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, [1], "x must be of type string or null, got [1]"),
+        ({"anyOf": [{"type": "integer", "minimum": 3}, {"const": "all"}]}, "all", ""),
+        ({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, 6, "x: 6 is valid under each of"),
+        ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "a", "x: 'a' is too short"),
+        ({"not": {"type": "string"}}, "a", "x: 'a' should not be valid under"),
+        ({"const": {"a": 1}}, {"a": 1}, ""),
+        ({"const": 4}, 5, "x: 4 was expected"),
+        ({"enum": ["C", None]}, None, ""),
+        ({"enum": ["C", 1]}, True, "x must be one of 'C', 1, got True"),
+        (True, {"any": ["thing"]}, ""),
+        ({}, "thing", ""),
+        (False, 1, "False schema does not allow 1"),
+        ({"type": "array", "items": {"type": "integer"}}, [1, "2"], "x[1] must be of type integer, got '2'"),
+        ({"prefixItems": [{"type": "string"}], "items": False}, ["a", 1], "x: "),
+        ({"type": "object", "additionalProperties": {"type": "number"}}, {"k": "v"}, "x.k must be of type number"),
+        ({"$ref": "#/$defs/Tree"}, {"name": "a", "children": [{"name": "b"}]}, ""),
+        (
+            {"$ref": "#/$defs/Tree"},
+            {"name": "a", "children": [{"children": []}]},
+            "x.children[0]: 'name' is a required",
+        ),
+        ({"$ref": "https://example.org/elsewhere.json"}, 1, ""),  # is not fetched: the tool decides
+        ({"$ref": "#/nowhere"}, 1, ""),
+        ({"type": "string", "pattern": "^\\p{L}+$"}, "a", ""),  # JavaScript's: the tool decides
+        ({"type": "string", "pattern": "^[a-z]+$"}, "A", "x: 'A' does not match"),
+        ({"type": "string", "format": "date"}, "no date", ""),  # an annotation
+    ],
+)
+def test_a_schema_means_what_json_schema_says(schema, value, fault):
+    found = Parameters(one(schema, required=["x"], **{"$defs": {"Tree": TREE}})).mismatch({"x": value})
+    assert found.startswith(fault) if fault else found == ""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "fault"),
+    [
+        (None, {"a": 1}, ""),
+        (True, {"a": 1}, ""),
+        ({}, {"a": 1}, ""),
+        ({"type": "object"}, {"a": 1}, ""),
+        ({"type": "object", "properties": {}}, {"a": 1}, "no parameter 'a': it has none"),
+        ({"properties": {"b": {}}, "additionalProperties": True}, {"a": 1}, ""),
+        ({"properties": {"b": {}}, "additionalProperties": {"type": "string"}}, {"a": 1}, "a must be of type string"),
+        ({"properties": {"b": {}}, "patternProperties": {"^a": {"type": "string"}}}, {"a": 1}, "a must be of type str"),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"const": 1}}}}}, {"a": 1}, ""),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"const": 1}}}}}, {"b": 1}, "no parameter 'b'"),
+        ({"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, {"b": 1}, ""),
+        ({"properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}}, {"a": 1}, "'b' is a dependency of 'a'"),
+        ({"properties": {"a": {"type": "integer"}}}, {"a": None}, ""),  # optional: as if it was left out
+        ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"a": None}, "a must be of type integer"),
+    ],
+)
+def test_parameters_of_every_form(parameters, arguments, fault):
+    found = Parameters({"name": "f", "parameters": parameters}).mismatch(arguments)
+    assert found.startswith(fault) if fault else found == ""
+
+
+def test_a_schema_that_is_none_is_an_error_before_any_call():
+    class Server:
+        def schemas(self):
+            return [tool("broken", properties={"x": {"type": "text"}})]
+
+        async def call(self, name, arguments):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="the parameters of broken are no JSON Schema: 'text' is not valid"):
+        Toolbox(servers=[Server()])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "text"},
+        {"$schema": []},
+        {"properties": []},
+        {"required": "x"},
+        {"anyOf": {}},
+        [1],
+        "object",
+        3,
+        pytest.param(functools.reduce(lambda schema, _: {"anyOf": [schema]}, range(3000), {}), id="deep"),
+    ],
+)
+def test_what_is_no_schema_ends_no_turn(parameters):
+    function = {"name": "f", "parameters": parameters}
+    with pytest.raises(ValueError, match="the parameters of f are no JSON Schema"):
+        Parameters(function)
+    text = "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"
+    assert read_action(text, "glm", [{"type": "function", "function": function}]).calls[0].arguments == {"x": 1}
+
+
+def test_remote_tools_whose_schemas_have_several_types_are_called():
+    class Server:
+        def schemas(self):
+            return [tool("ask", properties={"q": {"type": ["string", "null"]}, "n": {"$ref": "#/$defs/N"}})]
+
+        async def call(self, name, arguments):
+            return f"{name} {dict(arguments)}"
+
+    calls = [ToolCall("ask", {"q": None, "n": 2}), ToolCall("ask", {"q": 5}), ToolCall("ask", {"q": "a", "m": 1})]
+    messages = asyncio.run(Toolbox(servers=[Server()]).answer(Action("", "", tuple(calls))))
+    assert [message["content"] for message in messages] == [
+        "ask {'q': None, 'n': 2}",
+        "error: ask: q must be of type string or null, got 5",
+        "error: ask: no parameter 'm': it has q, n",
+    ]
+
+
+def test_a_required_parameter_may_be_null_where_its_annotation_says_so():
+    def f(a: int | None, b: list[int | None] | None = None) -> None: ...
+
+    parameters = Parameters(schema_of(f)["function"])
+    assert parameters.mismatch({"a": None, "b": [1, None]}) == ""
+    assert parameters.mismatch({"a": "1"}) == "a must be of type integer or null, got '1'"
+
+
+def test_a_function_gets_integers_where_json_has_whole_numbers():
+    def repeat(text: str, times: int, scale: float = 1.0) -> str:
+        return f"{text * times} {scale}"
+
+    async def later(times: int) -> list[int]:
+        return list(range(times))
+
+    calls = [
+        ToolCall("repeat", {"text": "a", "times": 2.0, "scale": 2.0}),
+        ToolCall("later", {"times": 3.0}),
+        ToolCall("later", {"times": 2.5}),
+    ]
+    messages = asyncio.run(Toolbox(repeat, later).answer(Action("", "", tuple(calls))))
+    assert [message["content"] for message in messages] == [
+        "aa 2.0",
+        "[0, 1, 2]",
+        "error: later: times must be of type integer, got 2.5",
+    ]
+
+
+BOTH = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (BOTH, "12345", "12345"),
+        (BOTH, "null", None),
+        ({"type": ["null", "string"]}, "[1, 2]", "[1, 2]"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, '"quoted"', '"quoted"'),
+        ({}, '"quoted"', '"quoted"'),
+        ({"enum": ["C", "F"]}, '"F"', "F"),
+        ({"type": "string", "maxLength": 3}, "12345", "12345"),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": "007"}, "007", "007"),
+        ({"allOf": [{"type": "string"}]}, "1.50", "1.50"),
+        ({"$ref": "#/$defs/Zip"}, "8001", "8001"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "7", 7),
+        ({"type": "integer"}, "seven", "seven"),
+        ({"type": "object"}, '{"a": null}', {"a": None}),
+        ({}, "[1, true]", [1, True]),
+        (True, "plain words", "plain words"),
+    ],
+)
+@pytest.mark.parametrize("python", [False, True])
+def test_a_text_is_read_as_the_value_that_its_schema_takes(schema, text, value, python):
+    parameters = Parameters(one(schema, **{"$defs": {"Zip": {"type": "string", "pattern": "^[0-9]+$"}}}))
+    found = parameters.value("x", text, python=python)
+    assert (found, type(found)) == (value, type(value))
+
+
+# What Qwen3-Coder's template does: objects and lists as JSON, all else as Python writes it; older ones write all so.
+@pytest.mark.parametrize("write", [str, repr])
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "boolean"}, True),
+        ({"type": "boolean"}, False),
+        ({"type": ["integer", "null"]}, None),
+        ({"type": "number"}, -1.5e-7),
+        ({"type": "object"}, {"on": True, "off": None, "name": "it's"}),
+        ({"type": "array"}, [True, [None, {"k": 'a "quote"'}], 3]),
+        ({"anyOf": [{"type": "boolean"}, {"type": "integer"}]}, True),
+        ({}, {"deep": [{"er": False}]}),
+    ],
+)
+def test_values_that_a_template_writes_as_python_are_read_back(schema, value, write):
+    text = "<tool_call>\n<function=f>\n<parameter=x>\n" + write(value) + "\n</parameter>\n</function>\n</tool_call>"
+    action = read_action(text, "qwen_xml", [tool("f", properties={"x": schema})])
+    assert action.errors == ()
+    assert action.calls[0].arguments == {"x": value}
+    assert type(action.calls[0].arguments["x"]) is type(value)
+
+
+@pytest.mark.parametrize("text", ["True", "None", "{'a': 1}", "'quoted'", "f(1)", "1 + 1", "[" * 500, "(1, 2"])
+def test_a_text_that_looks_like_python_stays_text(text):
+    assert Parameters(one({"type": "string"})).value("x", text, python=True) == text
+
+
+def test_the_argument_of_a_plain_call_is_what_its_schema_takes():
+    for schema, value in ((BOTH, "12"), ({"type": "integer"}, 12), ({"$ref": "#/$defs/S"}, "12")):
+        function = tool("look", properties={"x": schema}, **{"$defs": {"S": {"type": "string"}}})
+        assert read_action("look(12)", "plain", [function]).calls[0].arguments == {"x": value}
