@@ -145,7 +145,7 @@ class CodeVerifier:
         self._sandbox = runner
         self._credit, self._cases, self._program = credit, cases, program
         self._time_limit, self._concurrency = time_limit, concurrency
-        self.fingerprint = None if version is None else f"code 4 {credit} {time_limit} {version}"
+        self.fingerprint = None if version is None else f"code 5 {credit} {time_limit} {version}"
         self.progress = 0
         self._first: dict[str, dict[str, Any]] = {}
 

@@ -157,11 +157,13 @@ def test_any_mathematical_noise_gets_a_verdict(response, target):
     assert reward("", rf"\boxed{{{response}}}", target) in (0.0, 1.0)
 
 
+@pytest.mark.usefixtures("warm_helper")
 @given(st.text(max_size=80), st.text(max_size=20).filter(str.strip))
 def test_any_text_gets_a_verdict(response, target):
     assert reward("", response, target) in (0.0, 1.0)
 
 
+@pytest.mark.usefixtures("warm_helper")
 @given(st.fractions(max_denominator=999), st.sampled_from(["{}", r"\boxed{{{}}}", "#### {}", "The answer is {}."]))
 def test_a_fraction_equals_itself_and_no_neighbour(value, form):
     assert reward("", form.format(value), str(value)) == 1.0

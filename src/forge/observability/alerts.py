@@ -77,9 +77,8 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     special = mean(window, "generation/special_tokens")
     if special is not None and special > 0.02:
         hidden = f"{special:.0%} of the sampled tokens are special ones such as <pad>, which texts do not show"
-        found.append(
-            Alert(hidden, "Teach the form of answers first (forge.sft); a higher max_tokens makes more of them")
-        )
+        advice = "Teach the form of answers first (forge.sft); a higher max_tokens makes more of them"
+        found.append(Alert(hidden, advice))
     elif cut is not None and cut > 0.3 and spread:
         found.append(Alert(f"{cut:.0%} of the completions were cut at max_tokens", "Raise it, or shape the length"))
 

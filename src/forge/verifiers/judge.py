@@ -93,7 +93,7 @@ class LMJudge:
             self._no,
             how.frame,
         )
-        return f"judge {asked!r}"
+        return f"judge 2 {asked!r}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""

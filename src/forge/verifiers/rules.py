@@ -91,7 +91,7 @@ class MathVerifier(Rule):
                 raise Unscored("the target takes too long to compare")
             return float(right)
 
-        super().__init__(matches, name, time_limit=time_limit, version=f"4 {reward}")
+        super().__init__(matches, name, time_limit=time_limit, version=f"5 {reward}")
         self._turns = Turns(1)  # one process compares for all threads: waiting for it must not count for time_limit
 
 
@@ -124,7 +124,7 @@ class AnswerFrequency:
         by_default = (lambda a, b: bool(equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
         self.same: Callable[[str, str], bool] = same or by_default
         self.names: tuple[str, ...] = (name,)
-        known = version or ("default 2" if extract is final_answer and same is None else None)
+        known = version or ("default 3" if extract is final_answer and same is None else None)
         self.fingerprint = None if known is None else f"answer frequency {known}"
         self._turns = Turns()
 
