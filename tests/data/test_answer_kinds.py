@@ -15,6 +15,7 @@ from forge.data.rewards.compare import equal
 from forge.data.rewards.notation import same_text, tokens
 from forge.data.thoughts import without_thoughts
 from forge.verifiers import AnswerFrequency, MathVerifier
+from tests.data import answer_pairs
 
 TARGETS = Path(__file__).parents[2].parent / "shared" / "data" / "math_targets.json"
 
@@ -223,6 +224,15 @@ def test_values_that_differ_are_not_equal(kind):
 @pytest.mark.parametrize("kind", SAME)
 def test_values_that_are_the_same_are_equal(kind):
     assert [pair for pair in SAME[kind] if MathReward()("", rf"\boxed{{{pair[0]}}}", pair[1]) != 1.0] == []
+
+
+@pytest.mark.processes
+@pytest.mark.costly
+def test_pairs_of_answers():
+    reward = MathReward()
+    assert [pair for pair in answer_pairs.SAME if reward("", rf"\boxed{{{pair[0]}}}", pair[1]) != 1.0] == []
+    both_ways = [order for one, other in answer_pairs.DIFFERENT for order in ((one, other), (other, one))]
+    assert [pair for pair in both_ways if reward("", rf"\boxed{{{pair[0]}}}", pair[1]) != 0.0] == []
 
 
 @pytest.mark.processes

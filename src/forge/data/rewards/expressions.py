@@ -282,7 +282,7 @@ class Parser:
             end = closing(self._parts, self._at)
             inner = "".join(part.text for part in self._parts[self._at + 1 : end])
             self._at = end + 1
-            return f"{{{inner}}}" if len(inner) > 1 else inner
+            return inner if several or len(inner) < 2 else f"{{{inner}}}"
         text = self._take().text
         while several and self._at < len(self._parts) and self._parts[self._at].kind in ("letter", "word"):
             text += self._take().text

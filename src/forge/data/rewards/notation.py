@@ -178,7 +178,8 @@ def _plain(text: str) -> str:
     text = _ENVIRONMENT.sub(lambda name: f"\\{name[1]}\x00{name[2] or 'matrix'}\x00", text)
     text = _SPACES.sub(lambda space: space["row"] or (" " if space[0] != r"\!" else ""), text)
     text = re.sub(r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}", text)
-    text = re.sub(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}", text)
+    for infix, command in (("over", "frac"), ("choose", "binom")):
+        text = re.sub(rf"\{{([^{{}}]*)\\{infix}(?![A-Za-z])([^{{}}]*)\}}", rf"\\{command}{{\1}}{{\2}}", text)
     text = _ENDLESS.sub(r"\1\\bar{\2}", text)
     text = re.sub(r"\\degree(?![A-Za-z])", r"^\\circ ", text)
     return _unwrapped(text).replace("**", "^")

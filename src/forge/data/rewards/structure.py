@@ -235,6 +235,9 @@ def _expression(parts: tuple[Token, ...]) -> Value:
 def is_name(value: Value) -> bool:
     """Whether an equation with this side gives its value: x, f(2), P(A), but not 2x."""
     parts = value.parts
+    inverse = [token.text for token in parts[1:6]] == ["^", "{", "-", "1", "}"]
+    if inverse and (parts[0].text.isupper() or (parts[6:7] and parts[6].text == "(")):  # of a function or a matrix
+        return True
     depth = 0
     for token in parts:
         depth -= token.text in (")", "}", "]")

@@ -147,7 +147,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
             elif lower == "per" and last:
                 sign = -1
             elif lower not in _FILLERS or (text == "in" and not following.isalpha()):
-                last = _NAMES.get(text) or _NAMES.get(lower) or _singular(lower)
+                last = _NAMES.get(text) or _NAMES.get(lower if len(text) > 2 else text) or _singular(text)
                 powers[last] = powers.get(last, 0) + sign * coming
                 coming = 1
         elif text == "^" and following == r"\circ":
@@ -173,4 +173,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
 
 
 def _singular(word: str) -> str:
-    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
+    """A free word without its plural; short ones keep their case, in which prefixes differ."""
+    if len(word) < 3:
+        return word
+    return word.lower().removesuffix("s") if len(word) > 3 and not word.endswith("ss") else word.lower()
