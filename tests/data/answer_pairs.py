@@ -140,7 +140,7 @@ S = 12 | 12
 \frac{x}{7}+\frac{2}{7} | \frac{x+2}{7}
 \sec^2(y) | \tan^2(y)+1
 \begin{pmatrix}-\frac{7}{4}&-2\\4&2\end{pmatrix} | (\begin{pmatrix}-\frac{7}{4}&-2\\4&2\\\end{pmatrix})
-\begin{pmatrix}\frac{1}{3x^{2/3}}&0\\-\sin(x)&0\end{pmatrix} | (\begin{pmatrix}\frac{1}{3\sqrt[3]{x}^2}&0\\-\sin(x)&0\\\end{pmatrix})
+\begin{pmatrix}\frac{1}{3x^{2/3}}&0\\0&1\end{pmatrix} | (\begin{pmatrix}\frac{1}{3\sqrt[3]{x}^2}&0\\0&1\\\end{pmatrix})
 -\frac{8x^2}{9(x^2-2)^{5/3}}+\frac{2}{3(x^2-2)^{2/3}} | -\frac{2(x^2+6)}{9(x^2-2)\sqrt[3]{x^2-2}^2}
 -34x-45y+20z-100=0 | 34x+45y-20z+100=0
 a=1 \text{ or } a=-2 | a=-2 \text{ or } a=1
