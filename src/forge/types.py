@@ -328,7 +328,9 @@ class Batch:
     `values` by a critic, `returns` is what that critic should have said. `experts`, [tokens, layers, k], are those of
     the engine, `UNKNOWN_EXPERT` where they are not known; a policy in training takes them instead of its routers' own.
     `recorded` numbers the tokens of which a trainer records what it computes, from 0; -1 for the others. `groups` is
-    [sequences]: those of one prompt have the same number.
+    [sequences]: those of one prompt have the same number. So is `episodes`, where some have branches, which are
+    neighbours: those of one episode have the same number; `branch_shares` then says how much of its episode's trained
+    tokens each sequence has.
 
     `unit` neighbouring sequences belong together (2: the pairs of preference data) and are never separated.
     """
@@ -348,9 +350,12 @@ class Batch:
     experts: np.ndarray | None = None
     recorded: np.ndarray | None = None
     groups: np.ndarray | None = None
+    episodes: np.ndarray | None = None
+    branch_shares: np.ndarray | None = None
     origins: frozenset[Origin] = frozenset()
     unit: int = 1
 
+    PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("groups", "episodes", "branch_shares")
     PER_TOKEN: ClassVar[tuple[str, ...]] = (
         *("tokens", "mask", "logprobs", "versions", "advantages", "weights"),
         *("ref_logprobs", "proximal_logprobs", "rewards", "values", "returns", "experts", "recorded"),
@@ -364,11 +369,20 @@ class Batch:
         """The batch of these sequences only (indices into `lengths`), in this order."""
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
-        arrays: dict[str, Any] = {
-            name: None if (values := getattr(self, name)) is None else values[index] for name in self.PER_TOKEN
+        of_tokens = {name: values[index] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}
+        of_sequences = {
+            name: values[sequences] for name in self.PER_SEQUENCE if (values := getattr(self, name)) is not None
         }
-        groups = None if self.groups is None else self.groups[sequences]
-        return Batch(lengths=self.lengths[sequences], groups=groups, origins=self.origins, unit=self.unit, **arrays)
+        lengths = self.lengths[sequences]
+        return Batch(lengths=lengths, origins=self.origins, unit=self.unit, **of_tokens, **of_sequences)
+
+    def trained_counts(self) -> np.ndarray:
+        """[episodes]: the trained tokens of each episode, over all of its branches that are in the batch."""
+        counts = np.add.reduceat(self.mask, np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
+        if self.episodes is None:
+            return counts
+        first = np.flatnonzero(np.diff(self.episodes, prepend=self.episodes[0] - 1))
+        return np.add.reduceat(counts, first)
 
 
 class Pair(NamedTuple):

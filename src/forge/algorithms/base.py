@@ -20,7 +20,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
 # The tensors that a loss may take by name, see `forge.algorithms`.
 TENSORS = (
     *("logprobs", "entropy", "behaviour_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values"),
-    *("old_values", "returns", "weights", "padding_mask", "sequences"),
+    *("old_values", "returns", "weights", "padding_mask", "sequences", "branch_shares"),
 )
 
 
@@ -196,6 +196,11 @@ class OwnLoss(Algorithm):
         self._requires_reference = ref is not None and ref.default is ref.empty and beta is None
         # Shown as `forward`, so that the trainer passes the tensors that the function itself names.
         self.forward = partial(call, **self.settings) if self.settings else call
+
+    @property
+    def aggregation(self) -> Aggregation:  # type: ignore[override]
+        """The function's own `aggregation`, where it has one."""
+        return getattr(self.function, "aggregation", Algorithm.aggregation)
 
     @property
     def needs_reference(self) -> bool:

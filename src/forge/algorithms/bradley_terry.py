@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .base import Aggregation
 from .terms import in_order, pairs, sequence_sums, weighted_sum, where_trained
 
 
@@ -30,6 +31,7 @@ class BradleyTerryLoss:
 
     center: float = 0.0
 
+    aggregation: ClassVar[Aggregation] = "sequence_mean"
     unit: ClassVar[int] = 2  # sequences that belong together
 
     def __post_init__(self) -> None:

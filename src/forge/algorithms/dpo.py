@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .base import Aggregation
 from .terms import in_order, log_ratio, pairs, weighted_sum, where_trained
 
 
@@ -33,6 +34,7 @@ class DPOLoss:
     beta: float = 0.1
     label_smoothing: float = 0.0
 
+    aggregation: ClassVar[Aggregation] = "sequence_mean"
     unit: ClassVar[int] = 2  # sequences that belong together
 
     def __post_init__(self) -> None:
