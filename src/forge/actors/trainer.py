@@ -160,7 +160,7 @@ class Trainer(ForgeActor):
     ) -> dict[str, float] | float:
         """One step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
 
-        Episodes and groups are packed here, with the branches of each episode; an episode without an advantage trains on
+        Episodes and groups are packed here, with the branches of each episode; one without an advantage trains on
         all that it earned (REINFORCE without a baseline). `train_step(inputs, targets)` takes dicts of tensors, see
         `forge.data.packing.pack_tensors`, and returns the loss.
 
