@@ -6,6 +6,7 @@ rewards, training only ever reads token ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -59,7 +60,10 @@ class Sampling:
             (not flags, f"{', '.join(flags)} must be a number, not true or false"),
             (self.n >= 1, f"n must be at least 1, got {self.n}"),
             (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
-            (self.temperature >= 0, f"temperature must be 0 (greedy) or positive, got {self.temperature}"),
+            (
+                0 <= self.temperature < math.inf,
+                f"temperature must be 0 (greedy), or finite and positive, got {self.temperature}",
+            ),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
             (self.top_k >= 0, f"top_k must be 0 (off) or positive, got {self.top_k}"),
             (
@@ -73,6 +77,11 @@ class Sampling:
         ):
             if not ok:
                 raise ValueError(message)
+
+
+def oldest(versions: Iterable[int]) -> int:
+    """The oldest of some policy versions, of which -1 stands for an unknown one; -1 if none is known."""
+    return min((version for version in versions if version >= 0), default=-1)
 
 
 @dataclass(slots=True)
@@ -116,8 +125,8 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """The oldest policy version that contributed a token; -1 where it is not known."""
-        return min(self.versions, default=-1)
+        """The oldest known policy version that contributed a token; -1 where none is known."""
+        return oldest(self.versions)
 
 
 class Origin(NamedTuple):
@@ -277,9 +286,9 @@ class Episode:
 
     @property
     def version(self) -> int:
-        """The oldest policy version among the tokens the policy wrote; -1 where it is not known."""
-        own = [v for v, own in zip(self.versions, self.mask, strict=True) if own]
-        return min([*own, *(branch.version for branch in self.branches)], default=-1)
+        """The oldest known version among the tokens the policy wrote, in all branches; -1 where none is known."""
+        own = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
+        return oldest([*own, *(branch.version for branch in self.branches)])
 
     @property
     def outcome(self) -> float | None:
@@ -302,8 +311,8 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest policy version among the group's episodes."""
-        return min(episode.version for episode in self.episodes)
+        """The oldest known policy version among the group's episodes; -1 where none is known."""
+        return oldest(episode.version for episode in self.episodes)
 
     @property
     def rewards(self) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -79,8 +80,10 @@ class Algorithm:
     dynamic_sampling = 0
 
     def __post_init__(self) -> None:
-        if self.beta < 0 or self.entropy_coef < 0:
-            raise ValueError(f"beta and entropy_coef must be at least 0, got {self.beta} and {self.entropy_coef}")
+        if not (0 <= self.beta < math.inf and 0 <= self.entropy_coef < math.inf):
+            raise ValueError(
+                f"beta and entropy_coef must be at least 0 and finite, got {self.beta} and {self.entropy_coef}"
+            )
         if not isinstance(self.correction, Correction | None):
             raise ValueError(f"correction must be a Correction (grpo.correction in the YAML), got {self.correction!r}")
         if self.kl not in ("k1", "k2", "k3"):

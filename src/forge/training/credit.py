@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..algorithms import Algorithm
-from ..algorithms.gae import gae, packed, padded, whiten
+from ..algorithms.gae import ROUNDING, gae, packed, padded, whiten
 from ..algorithms.terms import kl
 from ..data.packing import pack
 from ..observability import Reduce, phase, record_metric
@@ -137,8 +137,10 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
         advantages = packed(wide, counts)
         batch.returns = np.zeros(len(own), np.float32)
         batch.returns[own] = packed(returns, counts).numpy()
-        unexplained = np.var((batch.returns - batch.values)[own]) / max(1e-12, np.var(batch.returns[own]))  # type: ignore[operator]
-        record_metric("critic/explained_variance", 1.0 - float(unexplained))
+        spread = np.var(batch.returns[own], dtype=np.float64)
+        if spread > (ROUNDING * np.abs(batch.returns[own]).max()) ** 2:  # of equal returns there is nothing to explain
+            unexplained = np.var((batch.returns - batch.values)[own], dtype=np.float64) / spread  # type: ignore[operator]
+            record_metric("critic/explained_variance", 1.0 - float(unexplained))
     elif kl_in_reward:
         still_to_come, _ = gae(padded(cost, counts), torch.zeros_like(mask), mask)
         advantages = advantages - packed(still_to_come, counts)

@@ -63,6 +63,8 @@ class PolicyTrainer:
     ) -> None:
         self.ranks, self.settings, self.temperature = ranks, optimizer, temperature
         self.passes = passes = PassSettings(**settings)
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be finite and above 0, got {temperature}")
         self.dtype = resolve_dtype(passes.dtype, ranks.device)
         self.head, self.offloaded = head, False
         self.lora = None if lora is None else LoraSettings(**lora)
