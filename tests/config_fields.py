@@ -198,6 +198,7 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.25) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    model.tie_weights()
     return model.eval()
 
 
@@ -289,14 +290,50 @@ def sweep(families: Sequence[str], fields: Sequence[str] | None = None) -> Itera
             yield cell(family, field, settings)
 
 
+def summary(cells: Sequence[Cell]) -> str:
+    """What the values of a field gave in a family, in one mark each: see `LEGEND`."""
+    marks = []
+    for made in cells:
+        if not made.trainer:
+            marks.append("!")
+        elif made.trainer == "rejected":
+            marks.append("x")
+        elif made.engine == "rejected":
+            marks.append("t")
+        elif (made.trainer, made.engine) == ("equal", "equal"):
+            marks.append("=" if made.effect else "·")
+        else:
+            marks.append("FAULT")
+    return " ".join(sorted(set(marks), key="FAULT=tx·!".index))
+
+
+LEGEND = (
+    f"`=`: trainer and engine equal transformers within {TOLERANCE:g}; `t`: the trainer does, the embedded engine "
+    "rejects the model; `x`: both reject it; `·`: both equal transformers, where the value does nothing; "
+    "`!`: transformers itself raises. Several marks: of several values."
+)
+
+
+def table(cells: Sequence[Cell]) -> Iterator[str]:
+    """Markdown: a row for each field, a column for each family."""
+    families = list(dict.fromkeys(made.family for made in cells))
+    yield from (LEGEND, "", f"| field | {' | '.join(families)} |", "|---" * (len(families) + 1) + "|")
+    for field in dict.fromkeys(made.field for made in cells):
+        parts = ([made for made in cells if (made.field, made.family) == (field, family)] for family in families)
+        yield f"| `{field}` | {' | '.join(summary(part) for part in parts)} |"
+
+
 def main() -> None:
     """Print what every value gave, and the table of fields by family."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", default=FAMILIES)
     parser.add_argument("--fields", nargs="*")
     args = parser.parse_args()
+    cells = []
     for made in sweep(args.families, args.fields):
         print(*made, sep=" | ", flush=True)
+        cells.append(made)
+    print(*table(cells), sep="\n")
 
 
 if __name__ == "__main__":

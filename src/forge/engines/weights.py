@@ -34,7 +34,6 @@ def load_config(folder: Path) -> Any:
         ValueError: a model with an unsupported feature.
     """
     config = read_config(folder)
-    check_config(config)
     check_head(folder, config)
     family = config.model_type
     act = config.hidden_activation if family == "gemma3_text" else config.hidden_act
@@ -63,7 +62,7 @@ def read_config(folder: Path) -> Any:
 
     Raises:
         FileNotFoundError: no such folder, or no config.json in it.
-        ValueError: a family that is not in `FAMILIES`.
+        ValueError: a family that is not in `FAMILIES`, or a value that `check_config` rejects.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no model folder at {folder}")
@@ -74,7 +73,9 @@ def read_config(folder: Path) -> Any:
         raise ValueError(f"model_type {model_type!r} is not supported, but {', '.join(FAMILIES)}")
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    check_config(config)
+    return config
 
 
 def check_head(folder: Path, config: Any) -> None:
