@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -376,6 +377,21 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def precision(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """What a forward pass in `dtype` runs in: autocast in one process; FSDP2 has its own mixed precision."""
+    mixed = dtype != torch.float32 and ranks.mesh is None
+    return torch.autocast(ranks.device.type, dtype) if mixed else nullcontext()
+
+
+def round_products(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the matrices of linear layers in `dtype`, as autocast rounds them at every product: half the memory for the
+    same results. Embeddings (and a head that is tied to them), norms, biases and experts stay as they are."""
+    embedding = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight not in embedding:
+            module.weight.data = module.weight.data.to(dtype)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
