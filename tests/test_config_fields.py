@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from forge.architecture import check_config, longest
 from forge.config import Arguments
 from forge.engines import EmbeddedEngine
+from forge.engines.vllm_args import check_keys
 from forge.models import FAMILIES, check_family
 from forge.recipes.distill_config import DistillConfig
 from forge.recipes.dpo_config import DPOConfig
@@ -25,7 +26,7 @@ from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft_config import SFTConfig
 from forge.training.policy import Policy, ScalarModel
 from tests.apps.test_recipes import CONFIG
-from tests.config_fields import OTHERS, VALUES, Cell, cases, cell, fields_of, sweep
+from tests.config_fields import OTHERS, VALUES, Cell, cases, cell, config_of, fields_of, sweep
 from tests.training.cases import example, make_trainer, tiny_model, write_classifier, write_model
 
 # What was once accepted and not computed, and its neighbours.
@@ -256,3 +257,28 @@ def test_rows_are_no_longer_than_the_model_takes(
     cfg = read_config(schema, Arguments.parse(argv))
     prepare(cfg, Start())[2].close()
     assert cfg.dataset.max_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "stray"),
+    [
+        ("llama", {"logit_scale": 0.5}, "logit_scale"),
+        ("llama", {"sliding_window": 8}, "sliding_window"),
+        ("olmo2", {"sliding_window": 8}, "sliding_window"),
+        ("mistral", {"attention_bias": True}, "attention_bias"),
+        ("qwen2", {"qkv_bias": True}, "qkv_bias"),
+        ("qwen3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, None),
+        ("qwen3", {"sliding_window": 8, "use_sliding_window": True}, None),
+        ("llama", {"logit_scale": 1.0, "sliding_window": None}, None),
+        ("phi3", {"partial_rotary_factor": 0.5}, None),
+    ],
+)
+def test_keys_that_vllm_alone_would_compute(family: str, values: dict[str, Any], stray: str | None) -> None:
+    config = config_of(family, **values)
+    if stray is None:
+        check_keys(config)
+        return
+    with pytest.raises(ValueError, match=f"^{stray} in config.json would be computed by vLLM"):
+        check_keys(config)

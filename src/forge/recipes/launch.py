@@ -332,6 +332,7 @@ def check_model(cfg: Any, model: str) -> None:
     """
     from transformers import AutoConfig
 
+    from ..engines.vllm_args import check_keys
     from ..engines.weights import check_head, load_config
 
     config = AutoConfig.from_pretrained(model)
@@ -339,9 +340,12 @@ def check_model(cfg: Any, model: str) -> None:
     cfg.training.check(config)
     check_head(Path(model), config)
     generator = getattr(cfg, "generator", None)
-    if generator is not None and generator.engine == "embedded" and getattr(cfg.eval, "accuracy", True):
-        load_config(Path(model))
+    if generator is not None and getattr(cfg.eval, "accuracy", True):
         generator.check(config)
+        if generator.engine == "embedded":
+            load_config(Path(model))
+        else:
+            check_keys(config)
     cfg.parallelism.check(config)
     if cfg.trainer.backend == "titan":
         cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)
