@@ -210,7 +210,10 @@ class Parallelism(Section):
         """ValueError: a transformers config of an unsupported family, or with a size that is not a multiple."""
         tensor, context = self.tensor_parallel_degree, self.context_parallel_degree
         family = config.model_type
-        biased = (family in BIASES and config.attention_bias) or (family in MLP_BIASES and config.mlp_bias)
+        biased = any(
+            family in families and getattr(config, name, False)
+            for name, families in (("attention_bias", BIASES), ("mlp_bias", MLP_BIASES))
+        )
         if tensor > 1 and family not in SPLIT_BY_NAME:
             known = ", ".join(SPLIT_BY_NAME)
             raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {known}")
