@@ -239,7 +239,8 @@ def test_rows_are_no_longer_than_the_model_takes(
         raise AssertionError("started")
 
     model = write_model(tmp_path / "model", "qwen3")
-    write_classifier(tmp_path / "short", max_position_embeddings=32)
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    write_classifier(tmp_path / "short", max_position_embeddings=32, rope_parameters=rope)
     config: dict[str, Any] = {"training": {"seq_len": 256, "steps": 1, "batch_size": 2}, "eval": {"problems": 0}}
     config |= {"run": {"name": "test", "root": str(tmp_path / "runs")}, "model": str(model)}
     rows = [{"question": "ab" * n, "answer": "ba", "chosen": "ab" * n, "rejected": "b"} for n in (3, 31, 40, 100)]

@@ -20,7 +20,7 @@ from secrets import token_hex
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, TextIO
 
-from ..architecture import longest
+from ..architecture import longest, rotary_limit
 from ..cluster import REQUEUE
 from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
 from ..cluster.doctor import seen_by
@@ -374,10 +374,14 @@ def check_others(cfg: Any, model: str, others: dict[str, str]) -> None:
         check_vocabulary(key, other, model)
         config = AutoConfig.from_pretrained(other)
         check_head(Path(other), config)
-        if (most := longest(config)) < reach:
-            raise ValueError(
+        most, limit = longest(config), rotary_limit(config)
+        if most < reach:
+            message = (
                 f"{key}: {other} takes {most} tokens, and sequences may have {reach}: set training.seq_len to {most}"
             )
+            if limit is not None and limit[0] < reach:
+                raise ValueError(message)
+            log.warning("%s", message)  # transformers computes what its rotary embeddings extend to
         if reference is not None and reference.procs > 1:
             cfg.parallelism.check(config)
 
