@@ -158,6 +158,10 @@ def test_the_memory_that_a_run_states(config, tmp_path):
     halved = memory_report(read(config, "--training.weights_dtype", "bfloat16"), str(tmp_path))[1]
     assert halved.startswith("trainer: weights 0.2 MB, gradients 0.2 MB, AdamW 0.4 MB: 0.8 MB in bfloat16 in each of 1")
     assert memory_report(cfg, str(tmp_path / "nothing")) == []
+    layer = {"model.layers.0.mlp.up_proj.weight": torch.zeros(500, 100)}
+    save_file({"a": torch.zeros(500, 100), **layer}, tmp_path / "model.safetensors")
+    rounded = "ref_model: weights 0.3 MB in bfloat16 (matrices of layers) and float32 in each of 1 process(es)"
+    assert memory_report(read(config), str(tmp_path))[-1] == rounded
 
 
 @pytest.mark.parametrize(

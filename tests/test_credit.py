@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from forge.actors.staleness import Staleness
 from forge.algorithms.base import OwnLoss
 from forge.data.packing import pack
 from forge.losses import (
@@ -23,7 +24,7 @@ from forge.losses import (
     gae,
 )
 from forge.training import credit
-from forge.types import Batch, Episode, Group, Turn
+from forge.types import Batch, Completion, Episode, Group, Turn
 
 
 def episode(length: int, reward: float | None, seed: int = 0) -> Episode:
@@ -257,6 +258,26 @@ def test_the_age_of_an_episode_is_that_of_its_oldest_branch():
     assert new.version == 4
     new.branches = (old,)
     assert new.version == 0
+
+
+@pytest.mark.parametrize(
+    ("versions", "oldest"),
+    [
+        ([[3], [-1]], 3),
+        ([[-1], [-1]], -1),
+        ([[-1, 7], [9]], 7),
+        ([[-1], [0]], 0),
+        ([[5, -1, 4], [-1, -1], [6]], 4),
+    ],
+)
+def test_a_group_is_as_old_as_its_oldest_known_sampler(versions: list[list[int]], oldest: int):
+    samples = [Episode(prompt_ids=[1], response_ids=[2] * len(v), reward=1.0, versions=v) for v in versions]
+    assert Group(samples, 0).version == oldest
+    assert Completion(token_ids=[2] * len(versions[0]), versions=versions[0]).version == samples[0].version
+    assert Staleness(0).fresh(Group(samples, 0), oldest + 1) == (oldest == -1)
+    whole, *earlier = samples
+    whole.branches = tuple(earlier)
+    assert whole.version == oldest
 
 
 def test_an_episode_whose_arrays_disagree_is_refused():

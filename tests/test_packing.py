@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
+from forge.actors import Trainer
 from forge.data.packing import Aggregation, pack, pack_tensors, split
-from forge.losses import GRPOLoss
+from forge.losses import (
+    DPOLoss,
+    DrGRPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    ReinforceLoss,
+    RLOOLoss,
+    SAPOLoss,
+    SFTLoss,
+    SimpleGRPOLoss,
+    load_algorithm,
+)
 from forge.training.policy import Policy
+from forge.training.step import call_by_name
 from forge.types import Batch, Completion, Episode
 from tests.training.cases import episodes, example, tiny_model
 
@@ -236,6 +250,78 @@ def test_dicts_of_tensors_are_packed_without_their_padding():
     halves = [{name: value[i : i + 1] for name, value in inputs.items()} for i in range(2)]
     wanted = [{name: value[i : i + 1] for name, value in targets.items()} for i in range(2)]
     assert rows_of(pack_tensors(halves, wanted)) == rows_of(batch)
+
+
+@pytest.mark.parametrize("masked", [[0], [1], [0, 3], [1, 2, 3], [0, 2]])
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_that_are_masked_whole_count_as_in_the_loss_itself(masked: list[int], padded: bool):
+    """Against the losses of the documents, called on the tensors themselves."""
+    generator = torch.Generator().manual_seed(len(masked))
+    tokens = torch.randint(3, 20, (4, 7), generator=generator)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]])
+    mask[masked] = 0
+    given = {"tokens": tokens}
+    if padded:  # as a batch whose last rows are empty
+        given["mask"] = torch.ones_like(tokens).masked_fill(~mask.bool().any(1)[:, None], 0)
+    logprobs = torch.randn(4, 4, generator=generator)
+    targets = {
+        "response": tokens[:, 3:],
+        "padding_mask": mask,
+        "advantages": torch.randn(4, 1, generator=generator),
+        "ref_logprobs": torch.randn(4, 4, generator=generator),
+    }
+    for loss in (SimpleGRPOLoss(0.1), ReinforceLoss()):
+        trainer = Trainer("unused", loss=loss)
+        batch = trainer._pack([given], [targets])
+        kept = mask.bool()
+        sampled = {"behaviour_logprobs": targets["ref_logprobs"]} if isinstance(loss, ReinforceLoss) else {}
+        inputs = {"logprobs": logprobs, "padding_mask": mask, **targets, **sampled}
+        inputs["advantages"] = targets["advantages"].expand(4, 4)
+        expected = call_by_name(loss, inputs)
+        flat = {name: values[kept] for name, values in inputs.items() if name != "response"}
+        flat["weights"] = torch.from_numpy(batch.weights[batch.mask])
+        assert call_by_name(loss, flat).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregation"),
+    [
+        (GSPOLoss(), "sequence_mean"),
+        (RLOOLoss(), "sequence_mean"),
+        (SAPOLoss(), "sequence_mean"),
+        (SimpleGRPOLoss(), "sequence_mean"),
+        (DPOLoss(), "sequence_mean"),
+        (GRPOLoss(), "token_mean"),
+        (SFTLoss(), "token_mean"),
+        (load_algorithm(SimpleGRPOLoss), "sequence_mean"),
+        (load_algorithm(lambda logprobs, weights: (logprobs * weights).sum()), "token_mean"),
+    ],
+)
+def test_a_trainer_packs_under_its_losss_own_aggregation(loss: Any, aggregation: Aggregation):
+    items = episodes([(2, 5), (2, 1)])
+    expected = pack(items, aggregation=aggregation, unit=getattr(loss, "unit", 1))
+    np.testing.assert_array_equal(Trainer("unused", loss=loss)._pack(items, None).weights, expected.weights)
+    if not getattr(loss, "fixed_aggregation", False):
+        chosen = Trainer("unused", loss=loss, aggregation="token_mean")
+        np.testing.assert_array_equal(chosen._pack(items, None).weights, pack(items, unit=expected.unit).weights)
+
+
+def test_a_horizon_goes_with_its_aggregation():
+    items = episodes([(2, 5), (2, 1)])
+    batch = Trainer("unused", loss=DrGRPOLoss(), horizon=10)._pack(items, None)
+    assert batch.weights[batch.mask].tolist() == pytest.approx([1 / 20] * 6)
+    Trainer("unused", loss=DrGRPOLoss())  # for batches that are packed
+    for arguments in (
+        {"loss": GRPOLoss(), "aggregation": "fixed_horizon"},
+        {"loss": GRPOLoss(), "horizon": 3},
+        {"loss": DrGRPOLoss(), "horizon": 0},
+    ):
+        with pytest.raises(ValueError, match="needs a horizon of at least 1"):
+            Trainer("unused", **arguments)
+    with pytest.raises(ValueError, match="fixed_horizon, and nothing else, needs a horizon"):
+        Trainer("unused", loss=DrGRPOLoss())._pack(items, None)
+    with pytest.raises(ValueError, match="RLOO is only defined under aggregation sequence_mean, not token_mean"):
+        Trainer("unused", loss=RLOOLoss(), aggregation="token_mean")
 
 
 @pytest.mark.parametrize(

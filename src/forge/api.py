@@ -300,6 +300,11 @@ def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable
     """`await work(policy)` with a generator of this model, in a run of its own."""
     from .actors import Generator
     from .controller import run
+    from .engines import EngineSettings
+    from .engines.weights import load_config
+
+    if EngineSettings(**(generator or {})).engine == "embedded":
+        load_config(Path(model))
 
     async def main() -> Any:
         return await work(await Generator.as_service(model, **(generator or {})))

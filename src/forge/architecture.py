@@ -13,42 +13,90 @@ class Kind(NamedTuple):
     window: int | None
 
 
+# The model types that trainer and engines have; the last two are mixtures of experts.
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text", "qwen3_moe", "olmoe")
+# The families whose code in transformers reads a key; in another family's config.json it does nothing.
+WINDOWS = ("mistral", "phi3", "qwen3_moe")  # `sliding_window`, of all layers
+LAYER_WINDOWS = ("qwen2", "qwen3", "smollm3", "gemma3_text")  # `sliding_window`, of the layers that `layer_types` names
+BIASES = ("llama", "qwen3", "olmo2", "smollm3", "gemma3_text", "qwen3_moe", "olmoe")  # `attention_bias`
+MLP_BIASES = ("llama", "smollm3")  # `mlp_bias`
+
+
+def check_config(config: Any) -> None:
+    """Check that what transformers computes of a config is what trainer and engines compute.
+
+    Dropout is none of it: it is always off.
+
+    Raises:
+        ValueError: they differ in a value, which the message names, or do not have the family.
+    """
+    if config.model_type not in FAMILIES:  # may be another than in config.json: transformers reads some as a relative
+        raise ValueError(f"model_type {config.model_type!r} is not supported, but {', '.join(FAMILIES)}")
+    family, window = config.model_type, getattr(config, "sliding_window", None)
+    both_ways = family == "gemma3_text" and config.use_bidirectional_attention
+    caps = ("attn_logit_softcapping", "final_logit_softcapping") if family == "gemma3_text" else ()
+    capped = next((f"{name} = {getattr(config, name)}" for name in caps if getattr(config, name) is not None), None)
+    # Of these two transformers itself computes different things, depending on its implementation of attention.
+    unclear = family == "olmoe" and window is not None
+    if family == "smollm3" and not config.use_sliding_window and window is not None:
+        unclear = "sliding_attention" in config.layer_types
+    for fits, what in (
+        (getattr(config, "is_causal", True) and not both_ways, "attention in both directions"),
+        (capped is None, capped),
+        (not unclear, f"sliding_window = {window} of a model whose attention has none"),
+        (
+            getattr(config, "quantization_config", None) is None,
+            "quantization_config: take weights that are not quantised",
+        ),
+    ):
+        if not fits:
+            raise ValueError(f"{config.name_or_path or 'the model'} ({family}): not supported is {what}")
+
+
 def attention_kinds(config: Any) -> list[Kind]:
     """The kind of every layer of a transformers config."""
-    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    rotates = getattr(config, "no_rope_layers", None) or [1] * layers  # SmolLM3's name says the opposite
-    by_type = "" not in rotary_parameters(config)
+    layers, family = config.num_hidden_layers, config.model_type
+    windowed = [family in WINDOWS] * layers
+    if family in LAYER_WINDOWS:
+        windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    rotates = config.no_rope_layers if family == "smollm3" else [True] * layers  # the name says the opposite
+    keys = config.layer_types if family == "gemma3_text" else [""] * layers
     return [
-        Kind((kind if by_type else "") if rotates[i] else None, window if kind == "sliding_attention" else None)
-        for i, kind in enumerate(types)
+        Kind(keys[i] if rotates[i] else None, config.sliding_window if windowed[i] else None) for i in range(layers)
     ]
 
 
 def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     """The parameters of the rotary embeddings by type of layer, or under "" if all layers have the same."""
     rope = config.rope_parameters or {}
-    return rope if config.model_type == "gemma3_text" else {"": rope}
+    if config.model_type == "gemma3_text":
+        return {key: rope[key] for key in dict.fromkeys(config.layer_types)}
+    return {"": rope}
 
 
 def longest(config: Any) -> int:
-    """Most tokens of a sequence: `max_position_embeddings`, or `longrope_limit`."""
-    return min(config.max_position_embeddings, longrope_limit(config) or config.max_position_embeddings)
+    """Most tokens of a sequence: `max_position_embeddings`, or those of `rotary_limit`."""
+    limit = rotary_limit(config)
+    return config.max_position_embeddings if limit is None else min(config.max_position_embeddings, limit[0])
 
 
-def longrope_limit(config: Any) -> int | None:
-    """Most tokens that LongRoPE's short factors serve (Ding et al. 2024), None without it. Beyond, the frequencies of
-    a whole batch would depend on its longest sequence."""
-    ropes = rotary_parameters(config).values()
-    limits = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
+def rotary_limit(config: Any) -> tuple[int, str] | None:
+    """Most tokens of a sequence, and the `rope_type`, where the frequencies of a whole batch would depend on a longer
+    one: those that LongRoPE's short factors serve (Ding et al. 2024), or `max_position_embeddings` of dynamic ones.
+    None: any."""
+    limits = []
+    for rope in rotary_parameters(config).values():
+        if rope.get("rope_type") == "longrope":
+            limits.append((rope["original_max_position_embeddings"], "longrope"))
+        elif rope.get("rope_type") == "dynamic":
+            limits.append((config.max_position_embeddings, "dynamic rope"))
     return min(limits, default=None)
 
 
 def sparse_layers(config: Any) -> list[int]:
     """The layers that are mixtures of experts."""
-    if config.model_type not in ("qwen3_moe", "olmoe"):
-        return []
-    dense, step = getattr(config, "mlp_only_layers", None) or [], getattr(config, "decoder_sparse_step", 1)
-    return [i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0]
+    layers = range(config.num_hidden_layers)
+    if config.model_type == "qwen3_moe":
+        dense, step = config.mlp_only_layers, config.decoder_sparse_step
+        return [i for i in layers if i not in dense and (i + 1) % step == 0]
+    return list(layers) if config.model_type == "olmoe" else []

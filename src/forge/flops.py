@@ -40,7 +40,7 @@ def forward_flops(config: Any, tokens: float, attended: float, predicted: float)
     dense = (config.num_hidden_layers - sparse) * 3 * size * config.intermediate_size
     experts = 0
     if sparse:
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        width = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size
         experts = sparse * (config.num_experts_per_tok * 3 * size * width + size * config.num_experts)
     layers = config.num_hidden_layers * attention + dense + experts
     matrices = 2.0 * (layers * tokens + size * config.vocab_size * predicted)

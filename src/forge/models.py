@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .architecture import FAMILIES, check_config
 from .hub import is_hub_id, split_revision
 from .integrity import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
 
 log = logging.getLogger(__name__)
 
-# The model types that trainer and engines have; the last two are mixtures of experts.
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text", "qwen3_moe", "olmoe")
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -27,7 +26,8 @@ def check_family(name: str) -> None:
     """Check the architecture of a model before its weights are downloaded or read.
 
     Raises:
-        ValueError: it is not one of `FAMILIES`.
+        ValueError: it is not one of `FAMILIES`, or config.json has a value that is not supported (see
+            `forge.architecture.check_config`) or that transformers rejects.
     """
     path = Path(name) / "config.json"
     if is_hub_id(name):
@@ -41,6 +41,16 @@ def check_family(name: str) -> None:
     found = json.loads(path.read_text()).get("model_type") if path.is_file() else None
     if found is not None and found not in FAMILIES:
         raise ValueError(f"model {name} has model_type {found!r}, which is unsupported: use {_families()}")
+    if found is None:
+        return
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path.parent)
+    except Exception as error:  # its validation raises classes of its own
+        raise ValueError(f"model {name}: its config.json is invalid: {' '.join(str(error).split())}") from error
+    config.name_or_path = f"model {name}"
+    check_config(config)
 
 
 def _families() -> str:

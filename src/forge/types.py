@@ -6,6 +6,7 @@ rewards, training only ever reads token ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -59,7 +60,10 @@ class Sampling:
             (not flags, f"{', '.join(flags)} must be a number, not true or false"),
             (self.n >= 1, f"n must be at least 1, got {self.n}"),
             (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
-            (self.temperature >= 0, f"temperature must be 0 (greedy) or positive, got {self.temperature}"),
+            (
+                0 <= self.temperature < math.inf,
+                f"temperature must be 0 (greedy), or finite and positive, got {self.temperature}",
+            ),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
             (self.top_k >= 0, f"top_k must be 0 (off) or positive, got {self.top_k}"),
             (
@@ -73,6 +77,11 @@ class Sampling:
         ):
             if not ok:
                 raise ValueError(message)
+
+
+def oldest(versions: Iterable[int]) -> int:
+    """The oldest of some policy versions, of which -1 stands for an unknown one; -1 if none is known."""
+    return min((version for version in versions if version >= 0), default=-1)
 
 
 @dataclass(slots=True)
@@ -116,8 +125,8 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """The oldest policy version that contributed a token; -1 where it is not known."""
-        return min(self.versions, default=-1)
+        """The oldest known policy version that contributed a token; -1 where none is known."""
+        return oldest(self.versions)
 
 
 class Origin(NamedTuple):
@@ -277,9 +286,9 @@ class Episode:
 
     @property
     def version(self) -> int:
-        """The oldest policy version among the tokens the policy wrote; -1 where it is not known."""
-        own = [v for v, own in zip(self.versions, self.mask, strict=True) if own]
-        return min([*own, *(branch.version for branch in self.branches)], default=-1)
+        """The oldest known version among the tokens the policy wrote, in all branches; -1 where none is known."""
+        own = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
+        return oldest([*own, *(branch.version for branch in self.branches)])
 
     @property
     def outcome(self) -> float | None:
@@ -302,8 +311,8 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest policy version among the group's episodes."""
-        return min(episode.version for episode in self.episodes)
+        """The oldest known policy version among the group's episodes; -1 where none is known."""
+        return oldest(episode.version for episode in self.episodes)
 
     @property
     def rewards(self) -> list[float]:
@@ -328,7 +337,9 @@ class Batch:
     `values` by a critic, `returns` is what that critic should have said. `experts`, [tokens, layers, k], are those of
     the engine, `UNKNOWN_EXPERT` where they are not known; a policy in training takes them instead of its routers' own.
     `recorded` numbers the tokens of which a trainer records what it computes, from 0; -1 for the others. `groups` is
-    [sequences]: those of one prompt have the same number.
+    [sequences]: those of one prompt have the same number. So is `episodes`, where some have branches, which are
+    neighbours: those of one episode have the same number; `branch_shares` then says how much of its episode's trained
+    tokens each sequence has.
 
     `unit` neighbouring sequences belong together (2: the pairs of preference data) and are never separated.
     """
@@ -348,9 +359,12 @@ class Batch:
     experts: np.ndarray | None = None
     recorded: np.ndarray | None = None
     groups: np.ndarray | None = None
+    episodes: np.ndarray | None = None
+    branch_shares: np.ndarray | None = None
     origins: frozenset[Origin] = frozenset()
     unit: int = 1
 
+    PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("groups", "episodes", "branch_shares")
     PER_TOKEN: ClassVar[tuple[str, ...]] = (
         *("tokens", "mask", "logprobs", "versions", "advantages", "weights"),
         *("ref_logprobs", "proximal_logprobs", "rewards", "values", "returns", "experts", "recorded"),
@@ -364,11 +378,20 @@ class Batch:
         """The batch of these sequences only (indices into `lengths`), in this order."""
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
-        arrays: dict[str, Any] = {
-            name: None if (values := getattr(self, name)) is None else values[index] for name in self.PER_TOKEN
+        of_tokens = {name: values[index] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}
+        of_sequences = {
+            name: values[sequences] for name in self.PER_SEQUENCE if (values := getattr(self, name)) is not None
         }
-        groups = None if self.groups is None else self.groups[sequences]
-        return Batch(lengths=self.lengths[sequences], groups=groups, origins=self.origins, unit=self.unit, **arrays)
+        lengths = self.lengths[sequences]
+        return Batch(lengths=lengths, origins=self.origins, unit=self.unit, **of_tokens, **of_sequences)
+
+    def trained_counts(self) -> np.ndarray:
+        """[episodes]: the trained tokens of each episode, over all of its branches that are in the batch."""
+        counts = np.add.reduceat(self.mask, np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
+        if self.episodes is None:
+            return counts
+        first = np.flatnonzero(np.diff(self.episodes, prepend=self.episodes[0] - 1))
+        return np.add.reduceat(counts, first)
 
 
 class Pair(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .architecture import sparse_layers
+from .architecture import BIASES, sparse_layers
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # where embeddings are tied, another name for EMBEDDING
@@ -64,7 +64,7 @@ def layout(config: Any) -> dict[str, tuple[Part, ...]]:
     C, D = config.hidden_size, head_size(config)
     H, K = config.num_attention_heads, config.num_key_value_heads
     family = config.model_type
-    biased = family == "qwen2" or getattr(config, "attention_bias", False)
+    biased = family == "qwen2" or (family in BIASES and getattr(config, "attention_bias", False))
     table: dict[str, tuple[Part, ...]] = {"embed": (Part(EMBEDDING, config.vocab_size, (C,)),)}
     for i in range(config.num_hidden_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
@@ -104,7 +104,7 @@ def _dense(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
 def _experts(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
     """The experts' matrices one below the other."""
     C, each = config.hidden_size, range(config.num_experts)
-    I = getattr(config, "moe_intermediate_size", config.intermediate_size)  # noqa: E741
+    I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741
     halves = [f"{mlp}experts.{e}.{x}_proj.weight" for e in each for x in ("gate", "up")]
     return {
         ours + "router.weight": (Part(mlp + "gate.weight", len(each), (C,)),),

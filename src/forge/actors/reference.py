@@ -22,7 +22,9 @@ class ReferenceModel(ForgeActor):
         model: Hugging Face folder or hub id.
         temperature: that of the sampler, as in the trainer.
         parallelism: how several `procs` share the model, fields of `forge.training.settings.Parallelism`.
-        settings: `seq_len` and `dtype` of `forge.training.settings.PassSettings`.
+        sharded: the policy that it is compared with is sharded. In bfloat16 that decides what is rounded: FSDP2 rounds
+            all weights, autocast in one process the inputs of products alone.
+        settings: `seq_len`, `dtype` and `weights_dtype` of `forge.training.settings.PassSettings`, as of the policy.
     """
 
     def __init__(
@@ -31,9 +33,11 @@ class ReferenceModel(ForgeActor):
         *,
         temperature: float = 1.0,
         parallelism: Mapping[str, Any] | None = None,
+        sharded: bool = False,
         **settings: Any,
     ) -> None:
         self.model, self.temperature, self.passes = model, temperature, PassSettings(**settings)
+        self.sharded = sharded
         self.layout = Parallelism(**(parallelism or {}))
 
     @classmethod
@@ -45,17 +49,23 @@ class ReferenceModel(ForgeActor):
 
     def setup(self) -> None:
         """Load the frozen model; ranks of a replica join one process group."""
+        import torch
+
         from ..training.distributed import join
-        from ..training.policy import build, resolve_dtype
+        from ..training.policy import build, resolve_dtype, round_products
 
         place = self.context
         if place.world_size == 1:
             self.ranks = join(place.replica)  # several may see the devices of all
         else:
             self.ranks = join(place.rank, place.world_size, place.rendezvous, self.layout)
-        dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
-        built = build(self.model, "policy", self.ranks, seq_len=self.passes.seq_len, dtype=dtype, weights_dtype=dtype)
+        self.dtype = dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
+        self.rounded = self.sharded or self.ranks.mesh is not None
+        held = dtype if self.rounded else getattr(torch, self.passes.weights_dtype)
+        built = build(self.model, "policy", self.ranks, seq_len=self.passes.seq_len, dtype=dtype, weights_dtype=held)
         self.policy = built.requires_grad_(False).eval()
+        if dtype == torch.bfloat16 and not self.rounded:
+            round_products(self.policy, dtype)
 
     def teardown(self) -> None:
         """Leave the process group."""
@@ -67,16 +77,17 @@ class ReferenceModel(ForgeActor):
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
-        from ..training.policy import reshard
+        from ..training.policy import precision, reshard
         from ..training.step import score
 
         with phase("reference") if self.context.rank == 0 else nullcontext():
             batch = replace(batch, experts=None)  # those of another model
-            found = score(
-                lambda part: self.policy(part, self.temperature).logprobs,
-                batch,
-                max_tokens=self.passes.seq_len,
-                ranks=self.ranks,
-            )
+            with nullcontext() if self.rounded else precision(self.ranks, self.dtype):
+                found = score(
+                    lambda part: self.policy(part, self.temperature).logprobs,
+                    batch,
+                    max_tokens=self.passes.seq_len,
+                    ranks=self.ranks,
+                )
             reshard(self.policy)
             return found

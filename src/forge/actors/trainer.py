@@ -46,7 +46,9 @@ class Trainer(ForgeActor):
         store: where versions are published; None for a trainer that does not. `push_weights` publishes one, and so does
             a fanout of `Generator.update_weights` with the number of the trainer's step.
         optimizer: fields of `forge.training.settings.OptimizerSettings`.
-        aggregation: how tokens share the loss when a batch arrives as episodes, see `forge.data.packing.pack`.
+        aggregation: how tokens share the loss when a batch arrives as episodes or tensors, see
+            `forge.data.packing.pack`; None: the loss's own, or "token_mean" if it has none.
+        horizon: of aggregation "fixed_horizon".
         parallelism: fields of `forge.training.settings.Parallelism`; by default all ranks share the weights.
         recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
             share: it loads the checkpoint that was last saved there, or restored, and trains the batches since then
@@ -67,7 +69,8 @@ class Trainer(ForgeActor):
         loss: Callable[..., Any],
         store: Store | Reach | None = None,
         optimizer: Mapping[str, Any] | None = None,
-        aggregation: Aggregation = "token_mean",
+        aggregation: Aggregation | None = None,
+        horizon: int | None = None,
         parallelism: Mapping[str, Any] | None = None,
         recovery: str | None = None,
         report: str = "train",
@@ -75,13 +78,22 @@ class Trainer(ForgeActor):
         colocated: bool = False,
         **settings: Any,
     ) -> None:
-        self.model, self.loss, self.reach, self.aggregation = model, loss, store, aggregation
+        self.model, self.loss, self.reach, self.horizon = model, loss, store, horizon
+        own: Aggregation = getattr(loss, "aggregation", "token_mean")
+        self.aggregation: Aggregation = aggregation or own
         self.optimizer, self.layout = OptimizerSettings(**(optimizer or {})), Parallelism(**(parallelism or {}))
         self.settings = settings
         self.staleness, self.report, self.colocated = Staleness(max_policy_age), report, colocated
         self.unit = getattr(loss, "unit", 1)
-        if aggregation == "fixed_horizon":
-            raise ValueError("fixed_horizon needs a horizon: pack batches with it, and leave aggregation out here")
+        if self.aggregation != own and getattr(loss, "fixed_aggregation", False):
+            raise ValueError(f"{type(loss).__name__} is only defined under aggregation {own}, not {aggregation}")
+        if (aggregation == "fixed_horizon" or horizon is not None) and not (
+            self.aggregation == "fixed_horizon" and (horizon or 0) > 0
+        ):
+            raise ValueError(
+                f"aggregation fixed_horizon, and no other, needs a horizon of at least 1: got {self.aggregation} and "
+                f"{horizon}"
+            )
         self.recovery = None if recovery is None else Path(recovery).resolve()
         lost = "what it had learned is lost: set checkpoint.every, or give Trainer a recovery= folder"
         journal = None if self.recovery is None else str(self.recovery / JOURNAL)
@@ -148,9 +160,9 @@ class Trainer(ForgeActor):
     ) -> dict[str, float] | float:
         """One step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
 
-        Episodes and groups are packed here; an episode without an advantage trains on its reward (REINFORCE without
-        a baseline). `train_step(inputs, targets)` takes dicts of tensors, see `forge.data.packing.pack_tensors`, and
-        returns the loss.
+        Episodes and groups are packed here, with the branches of each episode; one without an advantage trains on
+        all that it earned (REINFORCE without a baseline). `train_step(inputs, targets)` takes dicts of tensors, see
+        `forge.data.packing.pack_tensors`, and returns the loss.
 
         Raises:
             ValueError: the batch does not fit the loss, or has nothing to train on.
@@ -309,17 +321,18 @@ class Trainer(ForgeActor):
             checkpoint.prune(write.folder, write.keep, path)
 
     def _pack(self, items: Any, targets: Sequence[Mapping[str, Any]] | None) -> Batch:
+        shares: dict[str, Any] = {"aggregation": self.aggregation, "horizon": self.horizon, "unit": self.unit}
         if targets is not None:
-            return pack_tensors(items, targets, aggregation=self.aggregation, unit=self.unit)
+            return pack_tensors(items, targets, **shares)
         if isinstance(items, Batch):
             return items
         episodes = [e for item in items for e in (item.episodes if isinstance(item, Group) else [item])]
         for episode in episodes:
             if episode.advantage is None:
-                if episode.reward is None:
+                if episode.outcome is None:
                     raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
-                episode.advantage = episode.reward
-        return pack(episodes, aggregation=self.aggregation, unit=self.unit)
+                episode.advantage = episode.outcome
+        return pack(episodes, **shares)
 
 
 def _work(batch: Batch) -> tuple[float, float, float]:

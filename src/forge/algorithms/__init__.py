@@ -14,6 +14,8 @@ A loss is a callable that takes what it needs by name, each a tensor of one shap
     weights              each token's share of the loss (0 on padding); the loss is the weighted sum
     padding_mask         1 on trained tokens, 0 elsewhere
     sequences            of packed tokens, the number of each one's sequence, from 0
+    branch_shares        where episodes have branches, each a sequence: the share of its episode's trained tokens that
+                         a token's branch has
 
 and returns a scalar. With `weights` a loss is exact under any split into micro-batches and ranks.
 

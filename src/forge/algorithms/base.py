@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
 # The tensors that a loss may take by name, see `forge.algorithms`.
 TENSORS = (
     *("logprobs", "entropy", "behaviour_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values"),
-    *("old_values", "returns", "weights", "padding_mask", "sequences"),
+    *("old_values", "returns", "weights", "padding_mask", "sequences", "branch_shares"),
 )
 
 
@@ -79,8 +80,10 @@ class Algorithm:
     dynamic_sampling = 0
 
     def __post_init__(self) -> None:
-        if self.beta < 0 or self.entropy_coef < 0:
-            raise ValueError(f"beta and entropy_coef must be at least 0, got {self.beta} and {self.entropy_coef}")
+        if not (0 <= self.beta < math.inf and 0 <= self.entropy_coef < math.inf):
+            raise ValueError(
+                f"beta and entropy_coef must be at least 0 and finite, got {self.beta} and {self.entropy_coef}"
+            )
         if not isinstance(self.correction, Correction | None):
             raise ValueError(f"correction must be a Correction (grpo.correction in the YAML), got {self.correction!r}")
         if self.kl not in ("k1", "k2", "k3"):
@@ -196,6 +199,11 @@ class OwnLoss(Algorithm):
         self._requires_reference = ref is not None and ref.default is ref.empty and beta is None
         # Shown as `forward`, so that the trainer passes the tensors that the function itself names.
         self.forward = partial(call, **self.settings) if self.settings else call
+
+    @property
+    def aggregation(self) -> Aggregation:  # type: ignore[override]
+        """The function's own `aggregation`, where it has one."""
+        return getattr(self.function, "aggregation", Algorithm.aggregation)
 
     @property
     def needs_reference(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .base import Aggregation
 from .terms import in_order, pairs, sequence_sums, weighted_sum, where_trained
 
 
@@ -30,11 +32,12 @@ class BradleyTerryLoss:
 
     center: float = 0.0
 
+    aggregation: ClassVar[Aggregation] = "sequence_mean"
     unit: ClassVar[int] = 2  # sequences that belong together
 
     def __post_init__(self) -> None:
-        if self.center < 0:
-            raise ValueError(f"center must be at least 0, got {self.center}")
+        if not 0 <= self.center < math.inf:
+            raise ValueError(f"center must be at least 0 and finite, got {self.center}")
 
     def __call__(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> Tensor:
         """Both tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -38,9 +39,10 @@ class CISPO(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_std(self.std, self.std_epsilon)
-        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
+        if not (0 <= self.clip_low <= 1 and 0 <= self.clip_high < math.inf):
             raise ValueError(
-                f"clip_low must be in [0, 1] and clip_high at least 0, got {self.clip_low} and {self.clip_high}"
+                "clip_low must be in [0, 1], and clip_high at least 0 and finite, got "
+                f"{self.clip_low} and {self.clip_high}"
             )
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -28,7 +28,8 @@ class Correction:
             "mask" is the ratio within [low, high] and 0 outside: such tokens do not train (Ling team 2025, IcePop, by
             token; MIS by sequence). The loss's normaliser stays what it was.
         level: of the ratio. "token": each token's own. "sequence": the product over the sequence, the unbiased weight
-            of a whole sequence. "geometric": its geometric mean over tokens, which does not grow with length.
+            of a whole sequence. "geometric": its geometric mean over tokens, which does not grow with length. Each
+            branch of an episode is a sequence.
         low: the lower bound of "mask".
         high: the upper bound.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,8 +38,8 @@ class Distill(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.clip_high < 0:
-            raise ValueError(f"clip_high must be at least 0, got {self.clip_high}")
+        if not 0 <= self.clip_high < math.inf:
+            raise ValueError(f"clip_high must be at least 0 and finite, got {self.clip_high}")
         if self.beta or (self.kl, self.kl_in) != ("k3", "loss"):
             raise ValueError("distill has no KL besides its own to the teacher: leave beta, kl and kl_in out")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .base import Aggregation
 from .terms import in_order, log_ratio, pairs, weighted_sum, where_trained
 
 
@@ -33,12 +35,14 @@ class DPOLoss:
     beta: float = 0.1
     label_smoothing: float = 0.0
 
+    aggregation: ClassVar[Aggregation] = "sequence_mean"
     unit: ClassVar[int] = 2  # sequences that belong together
 
     def __post_init__(self) -> None:
-        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5:
+        if not (0 < self.beta < math.inf and 0 <= self.label_smoothing < 0.5):
             raise ValueError(
-                f"beta must be above 0 and label_smoothing in [0, 0.5), got {self.beta} and {self.label_smoothing}"
+                "beta must be above 0 and label_smoothing in [0, 0.5), both finite, got "
+                f"{self.beta} and {self.label_smoothing}"
             )
 
     def __call__(

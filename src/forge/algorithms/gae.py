@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+# Of a deviation, as a share of the largest value: float32's rounding, several times over.
+ROUNDING = 1e-6
+
 
 @torch.no_grad()
 def gae(
@@ -42,10 +45,12 @@ def gae(
 
 
 def whiten(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """`(values - mean) / sqrt(variance + epsilon)`, [tokens], with the variance of a sample (n - 1)."""
-    if len(values) < 2:
-        return values - values.mean() if len(values) else values
-    return (values - values.mean()) * torch.rsqrt(values.var() + epsilon)
+    """`(values - mean) / sqrt(variance + epsilon)`, [tokens], with the variance of a sample (n - 1); 0 where the values
+    differ by rounding alone."""
+    wide = values.double()
+    if len(values) < 2 or wide.std() <= ROUNDING * wide.abs().max():
+        return torch.zeros_like(values)
+    return ((wide - wide.mean()) * torch.rsqrt(wide.var() + epsilon)).to(values.dtype)
 
 
 def padded(values: Tensor, counts: list[int]) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .advantages import Std, check_std, group_relative
-from .base import Algorithm
+from .base import Aggregation, Algorithm
 from .terms import beyond_clip, check_clip, clipped_surrogate, kl_k3, sequence_mean_weights, weighted_sum, where_trained
 
 
@@ -65,6 +66,8 @@ class SimpleGRPOLoss(nn.Module):
 
     averaged over the tokens of each sequence, then over sequences.
     """
+
+    aggregation: ClassVar[Aggregation] = "sequence_mean"
 
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()

@@ -33,6 +33,11 @@ class GSPO(Algorithm):
     value of `s` and the gradient of `s * log pi`, which is that of `s` where a sequence's tokens share one advantage
     and one weight. The bounds are much narrower than a token's, because a mean over tokens varies less.
 
+    Of an episode with branches each is a sequence: s is the mean over the tokens of one branch, which the clip keeps or
+    drops by itself, and its tokens have their share of the episode's weight. Branches of an episode may be in different
+    micro-batches, and a mean over all of them would tie what was written in one context to another. Where pi is the old
+    policy, splitting changes no gradient.
+
     Args:
         clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as of `GRPO`.
     """

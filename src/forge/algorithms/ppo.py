@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
@@ -76,8 +77,8 @@ class ValueLoss:
     clip: float | None = 0.2
 
     def __post_init__(self) -> None:
-        if self.clip is not None and self.clip <= 0:
-            raise ValueError(f"clip must be None or above 0, got {self.clip}")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"clip must be None or above 0, and finite, got {self.clip}")
 
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
         """All tensors of one shape, [batch, seq] or packed [tokens]. Returns a scalar."""

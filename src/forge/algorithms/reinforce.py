@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
@@ -38,8 +39,8 @@ class Reinforce(Algorithm):
         super().__post_init__()
         if self.baseline not in ("batch", "none"):
             raise ValueError(f"baseline must be batch or none, got {self.baseline!r}")
-        if self.clip_ratio is not None and self.clip_ratio < 0:
-            raise ValueError(f"clip_ratio must be None or at least 0, got {self.clip_ratio}")
+        if self.clip_ratio is not None and not 0 <= self.clip_ratio < math.inf:
+            raise ValueError(f"clip_ratio must be None or at least 0, and finite, got {self.clip_ratio}")
         self.on_policy = self.clip_ratio is None and self.correction is None
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:

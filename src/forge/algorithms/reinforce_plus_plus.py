@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from .advantages import against_batch
 from .base import Algorithm
 from .terms import Estimator, beyond_clip, check_clip, clipped_surrogate
 
@@ -48,8 +49,9 @@ class ReinforcePlusPlus(Algorithm):
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
         """Rewards, minus the mean of the group where `group_baseline` is set; whitened over the batch later."""
-        baselines = [sum(group) / len(group) if self.group_baseline else 0.0 for group in rewards]
-        return [[r - baseline for r in group] for group, baseline in zip(rewards, baselines, strict=True)]
+        if not self.group_baseline:
+            return [list(group) for group in rewards]
+        return [advantage for group in rewards for advantage in against_batch([group])]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""

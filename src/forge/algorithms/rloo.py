@@ -33,6 +33,9 @@ class RLOO(Algorithm):
     A completion is one action: where pi is the old policy the gradient is that of `-A * sum of log pi`, the mean over
     sequences of sums over tokens. KL and entropy are means over a sequence's tokens, as in the other losses.
 
+    Each branch of an episode is an action of its own: R is over its tokens, and its sum over tokens weighs as much as
+    that of an episode without branches. Where pi is the old policy, splitting an episode changes no gradient.
+
     Args:
         clip_low, clip_high: of the sequence's ratio. A product over tokens leaves the bounds sooner the longer it is:
             raise them for long answers, and watch `clip_fraction`.
@@ -62,6 +65,24 @@ class RLOO(Algorithm):
         """pi(y) / old(y) of the whole sequence, for each of its tokens."""
         logs = where_trained(log_ratio(logprobs, old_logprobs), weights)
         return over_tokens(sequence_sums(logs, sequences).clamp(-BOUND, BOUND), logs, sequences).exp()
+
+    def __call__(  # type: ignore[override]
+        self,
+        logprobs: Tensor,
+        behaviour_logprobs: Tensor,
+        advantages: Tensor,
+        weights: Tensor,
+        ref_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        proximal_logprobs: Tensor | None = None,
+        sequences: Tensor | None = None,
+        branch_shares: Tensor | None = None,
+    ) -> Tensor:
+        """As of `Algorithm`; of a branch, whose weights add up to its share of the episode, the sum is not a share."""
+        whole = advantages if branch_shares is None else advantages / branch_shares
+        return super().__call__(
+            logprobs, behaviour_logprobs, whole, weights, ref_logprobs, entropy, proximal_logprobs, sequences
+        )
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
@@ -40,9 +41,9 @@ class SAPO(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_std(self.std, self.std_epsilon)
-        if self.tau_positive <= 0 or self.tau_negative <= 0:
+        if not (0 < self.tau_positive < math.inf and 0 < self.tau_negative < math.inf):
             taus = f"{self.tau_positive} and {self.tau_negative}"
-            raise ValueError(f"tau_positive and tau_negative must be above 0, got {taus}")
+            raise ValueError(f"tau_positive and tau_negative must be above 0 and finite, got {taus}")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
         """A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`), without the division where

@@ -6,6 +6,7 @@ token's sequence from 0. A token is trained where its `weights` is not 0.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -67,10 +68,12 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float | None) -> No
     Raises:
         ValueError: the interval does not contain 1, or the dual clip lies inside it.
     """
-    if not 0 <= clip_low < 1 or clip_high < 0:
-        raise ValueError(f"clip_low must be in [0, 1) and clip_high at least 0, got {clip_low} and {clip_high}")
-    if dual_clip is not None and dual_clip <= 1 + clip_high:
-        raise ValueError(f"dual_clip must be above 1 + clip_high, got {dual_clip}")
+    if not (0 <= clip_low < 1 and 0 <= clip_high < math.inf):
+        raise ValueError(
+            f"clip_low must be in [0, 1), and clip_high at least 0 and finite, got {clip_low} and {clip_high}"
+        )
+    if dual_clip is not None and not 1 + clip_high < dual_clip < math.inf:
+        raise ValueError(f"dual_clip must be above 1 + clip_high and finite, or None, got {dual_clip}")
 
 
 def weighted_gradient(ratio: Tensor, logprobs: Tensor, advantages: Tensor, high: float, low: float = 0.0) -> Tensor:

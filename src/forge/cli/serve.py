@@ -45,6 +45,7 @@ def serve(args: argparse.Namespace) -> None:
     """Start the engines, then serve until interrupted. SystemExit: an error, in one line."""
     from ..controller import ForgeError, run
     from ..engines import EngineSettings
+    from ..engines.weights import load_config
     from ..models import check_family, resolve_model
 
     try:
@@ -53,9 +54,12 @@ def serve(args: argparse.Namespace) -> None:
         args.api_key = required_key(args.host, args.api_key)
         given = ("engine", "slots", "max_seq_len", "dtype")
         settings = {name: getattr(args, name) for name in given if hasattr(args, name)}
-        EngineSettings(**settings).check_installed()
+        engine = EngineSettings(**settings)
+        engine.check_installed()
         check_family(args.model)
         model = resolve_model(args.model)
+        if engine.engine == "embedded":
+            load_config(Path(model))
         with bind(args.host, args.port) as at:
             name = args.name or Path(args.model).resolve().name
             run(_serve(args, model, name, settings, at))

@@ -62,9 +62,11 @@ class RowsConfig(Section):
                 raise ValueError(f"{where}.weight must be a number above 0, got {weight!r}")
 
     def bound(self, key: str, most: int, message: str) -> None:
-        """Set `key` to `most` if it is None. ConfigError with `message`: it is larger, here or in a source."""
-        if getattr(self, key) is None:
-            setattr(self, key, most)
+        """Bound `key` by `most` where it is not set. ConfigError with `message`: it is set, here or in a source, to
+        more."""
+        length = getattr(self, key)
+        if length is None or key not in self.model_fields_set:
+            self.__dict__[key] = most if length is None else min(length, most)  # setattr would count as set
         lengths = (getattr(self, key), *(source.get(key) or 0 for source in self.sources or ()))
         if max(lengths) > most:
             raise ConfigError(message)

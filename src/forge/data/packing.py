@@ -17,49 +17,68 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
 def pack(
     episodes: Sequence[Episode], *, aggregation: Aggregation = "token_mean", horizon: int | None = None, unit: int = 1
 ) -> Batch:
-    """Lay scored episodes back to back.
+    """Lay scored episodes back to back, the earlier branches of each before its end.
 
     Args:
+        episodes: their branches need not be listed; those that are listed as well are laid once, with their episode. A
+            branch without an advantage has its episode's.
         aggregation: how tokens share the loss. `token_mean`: every trained token counts the same. `sequence_mean`:
-            every episode counts the same, its tokens share its part. `fixed_horizon`: every token counts
-            1 / (episodes * `horizon`), however long its episode is (Liu et al. 2025, Dr.GRPO). An episode's `weight`
-            multiplies its tokens' shares; in the two means they are taken over weighted tokens or episodes.
+            every episode counts the same, the tokens of all its branches share its part equally. `fixed_horizon`: every
+            token counts 1 / (episodes * `horizon`), however long its episode is (Liu et al. 2025, Dr.GRPO). An
+            episode's `weight` multiplies its tokens' shares; in the two means they are taken over weighted tokens or
+            episodes.
         horizon: a number of tokens, for `fixed_horizon` alone; 1 gives sums over tokens.
-        unit: number of neighbouring episodes that are never separated, such as the 2 of a preference pair.
+        unit: number of neighbouring sequences that are never separated, such as the 2 of a preference pair.
 
     Raises:
         ValueError: no episodes, an episode without an advantage, or one that trains its first token, which no context
-            predicts; weights that are negative, not finite or all 0; a number of episodes that is not a multiple of
+            predicts; weights that are negative, not finite or all 0; a number of sequences that is not a multiple of
             `unit`.
     """
     if not episodes:
         raise ValueError("cannot pack an empty list of episodes")
-    for number, episode in enumerate(episodes):
-        if episode.advantage is None:
-            raise ValueError(f"episode {number} has no advantage: compute advantages before packing")
-        if episode.mask[0]:
-            raise ValueError(f"episode {number} has no context before its first trained token")
-    if len(episodes) % unit:
-        raise ValueError(f"{len(episodes)} episodes cannot be packed in units of {unit}")
-    share = _shares(episodes, aggregation, horizon)
+    earlier = {id(branch) for episode in episodes for branch in episode.branches}
+    wholes = [episode for episode in episodes if id(episode) not in earlier]
+    rows: list[Episode] = []
+    advantages: list[float] = []
+    for number, whole in enumerate(wholes):
+        for row in (*whole.branches, whole):
+            advantage = whole.advantage if row.advantage is None else row.advantage
+            if advantage is None:
+                raise ValueError(f"episode {number} has no advantage: compute advantages before packing")
+            if row.mask[0]:
+                raise ValueError(f"episode {number} has no context before its first trained token")
+            rows.append(row)
+            advantages.append(advantage)
+    of_row = np.repeat(np.arange(len(wholes)), [len(whole.branches) + 1 for whole in wholes])
+    if len(rows) % unit:
+        raise ValueError(f"{len(rows)} episodes cannot be packed in units of {unit}")
+    counts = np.array([sum(row.mask) for row in rows])
+    in_episode = np.bincount(of_row, counts)
+    share = _shares(wholes, in_episode, aggregation, horizon)[of_row]
+    branched = len(rows) > len(wholes)
 
-    def flat(rows: Iterable[Sequence], dtype: type) -> np.ndarray:
-        return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
+    def flat(columns: Iterable[Sequence], dtype: type) -> np.ndarray:
+        return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])
 
-    mask = flat((e.mask for e in episodes), np.bool_)
-    lengths = np.array([len(e.tokens) for e in episodes])
-    unknown = ([math.nan if own else 0.0 for own in e.mask] if e.logprobs is None else e.logprobs for e in episodes)
+    mask = flat((row.mask for row in rows), np.bool_)
+    lengths = np.array([len(row.tokens) for row in rows])
+    logprobs = (
+        [math.nan if own else 0.0 for own in row.mask] if row.logprobs is None else row.logprobs for row in rows
+    )
     return Batch(
-        tokens=flat((e.tokens for e in episodes), np.int64),
+        tokens=flat((row.tokens for row in rows), np.int64),
         lengths=lengths,
         mask=mask,
-        logprobs=flat(unknown, np.float32),
-        versions=flat((e.versions for e in episodes), np.int64),
-        advantages=np.repeat(np.array([e.advantage for e in episodes], np.float32), lengths) * mask,
+        logprobs=flat(logprobs, np.float32),
+        versions=flat((row.versions for row in rows), np.int64),
+        advantages=np.repeat(np.array(advantages, np.float32), lengths) * mask,
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
-        rewards=_rewards(episodes),
-        experts=_experts(episodes),
-        origins=frozenset().union(*(episode.origins for episode in episodes)),
+        rewards=_rewards(wholes),
+        experts=_experts(rows),
+        episodes=of_row if branched else None,
+        branch_shares=(counts / np.maximum(1, in_episode[of_row])).astype(np.float32) if branched else None,
+        origins=frozenset().union(*(row.origins for row in rows)),
         unit=unit,
     )
 
@@ -69,11 +88,14 @@ def pack_tensors(
     targets: Sequence[Mapping[str, Any]],
     *,
     aggregation: Aggregation = "token_mean",
+    horizon: int | None = None,
     unit: int = 1,
 ) -> Batch:
-    """Pack dicts of tensors, as many `inputs` as `targets`; padding is removed.
+    """Pack dicts of tensors, as many `inputs` as `targets`; padding is removed, and rows without a trained token. Such
+    rows count as sequences of loss 0.
 
     Args:
+        aggregation, horizon, unit: as of `pack`.
         inputs: "tokens" [rows, prompt + response], and optionally "mask" of that shape, 0 where a row is padded
             (prompts of different lengths are padded on the left).
         targets: "response" [rows, response], the end of "tokens"; "padding_mask" of that shape, 1 where a token is
@@ -115,7 +137,9 @@ def pack_tensors(
                 wide = np.zeros(tokens.shape, np.float32)
                 wide[:, start:] = np.where(trained, np.asarray(wanted[name], np.float32), 0.0)
                 rows.append(wide[trained.any(1)][present[trained.any(1)]])
-    batch = pack(episodes, aggregation=aggregation, unit=unit)
+    batch = pack(episodes, aggregation=aggregation, horizon=horizon, unit=unit)
+    if aggregation != "token_mean":
+        batch.weights *= np.float32(len(episodes) / sum(len(wanted["response"]) for wanted in targets))
     for name, rows in columns.items():
         if rows and len(rows) < len(inputs):
             raise ValueError(f"some of the targets have {name!r}, and some have not")
@@ -167,11 +191,10 @@ def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> li
     return [micro_batches[rank::ranks] for rank in range(ranks)]
 
 
-def _shares(episodes: Sequence[Episode], aggregation: str, horizon: int | None) -> np.ndarray:
-    """[episodes]: the share of the loss of each token of an episode."""
+def _shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: str, horizon: int | None) -> np.ndarray:
+    """[episodes]: the share of the loss of each token of an episode, which has `counts` trained tokens."""
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
-    counts = np.array([sum(episode.mask) for episode in episodes])
     weights = np.array([episode.weight for episode in episodes], np.float64)
     if not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
         raise ValueError("episode weights must be finite and at least 0, and one of them above 0")
@@ -185,18 +208,23 @@ def _shares(episodes: Sequence[Episode], aggregation: str, horizon: int | None) 
 
 
 def _rewards(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """[tokens]: the reward of each turn and step at its last token, and the rest of the episode's reward at its last
-    trained token; None if an episode has no reward."""
-    rewards = [episode.reward for episode in episodes if episode.reward is not None]
-    if len(rewards) < len(episodes):
-        return None
-    rows = [np.zeros(len(episode.tokens), np.float32) for episode in episodes]
-    for row, episode, left in zip(rows, episodes, rewards, strict=True):
-        for end, reward in (*((turn.end, turn.reward) for turn in episode.turns), *episode.steps):
-            row[end - 1] += reward
-            left -= reward
-        if any(episode.mask):
-            row[max(i for i, own in enumerate(episode.mask) if own)] += left
+    """[tokens]: the reward of each turn and step at its last token, and the rest of what a branch earned at its last
+    trained token; None if an episode or a branch has no reward."""
+    rows: list[np.ndarray] = []
+    for episode in episodes:
+        branches = (*episode.branches, episode)
+        rewards = [branch.reward for branch in branches if branch.reward is not None]
+        if len(rewards) < len(branches):
+            return None
+        # The reward of a branch is what was still to come when it began: the next one has a part of it.
+        for branch, left in zip(branches, -np.diff([*rewards, 0.0]), strict=True):
+            row = np.zeros(len(branch.tokens), np.float32)
+            for end, reward in (*((turn.end, turn.reward) for turn in branch.turns), *branch.steps):
+                row[end - 1] += reward
+                left -= reward
+            if any(branch.mask):
+                row[max(i for i, own in enumerate(branch.mask) if own)] += left
+            rows.append(row)
     return np.concatenate(rows)
 
 

@@ -380,7 +380,7 @@ def rotary_tables(config: Any, key: str, length: int, dtype: torch.dtype, device
 
     rope, D = rotary_parameters(config)[key], head_size(config)
     if rope["rope_type"] == "default":
-        R = int(D * rope.get("partial_rotary_factor", 1.0))
+        R = int(D * rope.get("partial_rotary_factor", 1.0)) if config.model_type == "phi3" else D
         frequencies, scale = 1.0 / rope["rope_theta"] ** (torch.arange(0, R, 2).float() / R), 1.0
     else:
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=key or None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..types import Completion, Sampling
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .settings import EngineSettings
-from .vllm_args import OWNER, Request, engine_args, import_args, sampling_params, top_logprobs
+from .vllm_args import OWNER, Request, check_keys, engine_args, import_args, sampling_params, top_logprobs
 from .weights import Handover, load_eos, read_config
 
 # How vLLM pauses for an update: the mode for running sequences, and whether keys and values are dropped.
@@ -55,6 +55,7 @@ class VLLMEngine:
         folder = Path(model)
         import_args()
         self.config = config = read_config(folder)
+        check_keys(config)
         how = EngineSettings(**{"engine": "vllm", **settings})
         self.max_seq_len = check_length(config, how.max_seq_len)
         self.on_update, self.eos = how.on_update, load_eos(folder, config)

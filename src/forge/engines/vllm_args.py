@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..architecture import rotary_parameters
 from ..types import Completion, Sampling
 from ..weight_layouts import head_size
 from .interface import Listener
@@ -30,6 +31,11 @@ FIXED = (
     *("skip_tokenizer_init", "generation_config", "logprobs_mode", "scheduling_policy"),
     *("stream_interval", "worker_extension_cls", "quantization"),
 )
+# Keys of config.json that vLLM's models read whatever the family is, with the value that does nothing.
+BY_NAME: dict[str, Any] = {
+    **{"attention_bias": False, "bias": False, "mlp_bias": False, "qkv_bias": False, "logit_scale": 1.0},
+    **dict.fromkeys(("sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping")),
+}
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's attention has on a CPU
 CPU_BLOCK = 128  # tokens in a block of its cache there
 CPU_PREFILL = 2048  # prompt tokens in one step
@@ -61,6 +67,21 @@ def import_args() -> Any:
     from vllm import AsyncEngineArgs
 
     return AsyncEngineArgs
+
+
+def check_keys(config: Any) -> None:
+    """ValueError: config.json has a key that vLLM computes, and transformers' code of this family does not read."""
+    declared = {field.name for field in dataclasses.fields(type(config))}
+    others = {name: off for name, off in BY_NAME.items() if name not in declared}
+    stray = [name for name, off in others.items() if getattr(config, name, off) not in (off, None)]
+    if config.model_type != "phi3":
+        ropes = rotary_parameters(config).values()
+        stray += ["partial_rotary_factor"] * any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes)
+    if stray:
+        raise ValueError(
+            f"{stray[0]} in config.json would be computed by vLLM, and is not by transformers ({config.model_type}): "
+            "remove it"
+        )
 
 
 def check_options(options: Iterable[str]) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architecture import rotary_parameters
-from ..models import FAMILIES
+from ..architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
 from ..types import UNKNOWN_EXPERT
 from ..weight_layouts import EMBEDDING, HEAD, Part, follows, head_size, layout, split_experts
 from .experts import Experts
@@ -35,22 +34,23 @@ def load_config(folder: Path) -> Any:
         ValueError: a model with an unsupported feature.
     """
     config = read_config(folder)
-    family, act = config.model_type, getattr(config, "hidden_activation", None) or config.hidden_act
-    types = set(getattr(config, "layer_types", None) or [])
+    check_head(folder, config)
+    family = config.model_type
+    act = config.hidden_activation if family == "gemma3_text" else config.hidden_act
+    types = set(config.layer_types) if family in LAYER_WINDOWS else set[str]()
     ropes = rotary_parameters(config).values()
     rope_types = {rope.get("rope_type", "default") for rope in ropes} - set(ROPE_TYPES)
-    partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes)
+    scaled = [rope for rope in ropes if rope.get("rope_type", "default") != "default"]
+    partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in scaled)
+    experts = config.num_experts if sparse_layers(config) else 0
     for fits, what in (
         (types <= {"full_attention", "sliding_attention"}, f"layer_types {sorted(types)}"),
         (act == ACTIVATIONS.get(family, "silu"), f"hidden_act {act!r}"),
-        (not getattr(config, "mlp_bias", False), "mlp_bias"),
+        (not (family in MLP_BIASES and config.mlp_bias), "mlp_bias"),
         (not rope_types, f"rope_type {next(iter(rope_types), None)!r}"),
         (not partial, "a partial rotary embedding"),
-        (getattr(config, "clip_qkv", None) is None, "clip_qkv"),
-        (getattr(config, "num_experts", 0) <= UNKNOWN_EXPERT, f"{getattr(config, 'num_experts', 0)} experts"),
-        (not getattr(config, "use_bidirectional_attention", False), "attention in both directions"),
-        (not getattr(config, "attn_logit_softcapping", None), "attn_logit_softcapping"),
-        (not getattr(config, "final_logit_softcapping", None), "final_logit_softcapping"),
+        (not (family == "olmoe" and config.clip_qkv is not None), "clip_qkv"),
+        (experts <= UNKNOWN_EXPERT, f"{experts} experts"),
     ):
         if not fits:
             raise ValueError(f"{folder}: the embedded engine does not support {what}")
@@ -62,7 +62,7 @@ def read_config(folder: Path) -> Any:
 
     Raises:
         FileNotFoundError: no such folder, or no config.json in it.
-        ValueError: a family that is not in `FAMILIES`.
+        ValueError: a family that is not in `FAMILIES`, or a value that `check_config` rejects.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no model folder at {folder}")
@@ -73,7 +73,32 @@ def read_config(folder: Path) -> Any:
         raise ValueError(f"model_type {model_type!r} is not supported, but {', '.join(FAMILIES)}")
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    check_config(config)
+    return config
+
+
+def check_head(folder: Path, config: Any) -> None:
+    """ValueError: embeddings and head are one by the config, and two in the checkpoint: transformers takes both, an
+    engine the embeddings alone."""
+    if not config.tie_word_embeddings:
+        return
+    from safetensors import safe_open
+
+    places: dict[str, Path] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            places |= dict.fromkeys({EMBEDDING, HEAD} & {*tensors.keys()}, file)
+    if len(places) < 2:
+        return
+    both = []
+    for name, file in places.items():
+        with safe_open(file, framework="pt") as tensors:
+            both.append(tensors.get_tensor(name))
+    if not torch.equal(*both):
+        raise ValueError(
+            f"{folder}: {HEAD} is not {EMBEDDING}, though tie_word_embeddings is true: set it to false in config.json"
+        )
 
 
 def load_eos(folder: Path, config: Any) -> tuple[int, ...]:

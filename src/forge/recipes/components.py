@@ -244,7 +244,8 @@ async def reward(cfg: Any) -> Handle:
 
 async def reference(cfg: Any, model: str, temperature: float = 1.0) -> Handle:
     """A frozen model that scores batches."""
-    passes = {"seq_len": cfg.training.seq_len, "dtype": cfg.training.dtype}
+    passes = {name: cfg.training[name] for name in ("seq_len", "dtype", "weights_dtype")}
+    sharded = cfg.placement("trainer")["procs"] > 1
     return await ReferenceModel.options(**cfg.placement("ref_model")).as_service(
-        model, temperature=temperature, parallelism={**cfg.layout("ref_model")}, **passes
+        model, temperature=temperature, parallelism={**cfg.layout("ref_model")}, sharded=sharded, **passes
     )

@@ -51,6 +51,10 @@ class DistillConfig(RecipeConfig):
         """The teacher."""
         return {"distill.teacher": self.distill.teacher}
 
+    def bound_lengths(self, config: Any) -> int:
+        """As the base, of prompts."""
+        return self.bound_prompts(config)
+
     @property
     def shares(self) -> dict[str, Any]:
         """How tokens share the loss, for `forge.data.packing.pack`."""

@@ -21,6 +21,7 @@ from secrets import token_hex
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, TextIO
 
+from ..architecture import longest, rotary_limit
 from ..cluster import REQUEUE
 from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
 from ..cluster.doctor import seen_by
@@ -212,13 +213,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         check_origin(folder, [model, *others], local(cfg.files))
     check_model(cfg, model)
     check_shared(cfg, model)
-    reference = getattr(cfg.services, "ref_model", None)
-    for key, other in zip(cfg.others(), others, strict=True):
-        check_vocabulary(key, other, model)
-        if reference is not None and reference.procs > 1:
-            from transformers import AutoConfig
-
-            cfg.parallelism.check(AutoConfig.from_pretrained(other))
+    check_others(cfg, model, dict(zip(cfg.others(), others, strict=True)))
     cfg.check_tokenizer(model)
     cfg.check_reward()
     items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
@@ -373,15 +368,20 @@ def check_model(cfg: Any, model: str) -> None:
     """
     from transformers import AutoConfig
 
-    from ..engines.weights import load_config
+    from ..engines.vllm_args import check_keys
+    from ..engines.weights import check_head, load_config
 
     config = AutoConfig.from_pretrained(model)
     cfg.trainer.check_model(config)
     cfg.training.check(config)
+    check_head(Path(model), config)
     generator = getattr(cfg, "generator", None)
-    if generator is not None and generator.engine == "embedded" and getattr(cfg.eval, "accuracy", True):
-        load_config(Path(model))
+    if generator is not None and getattr(cfg.eval, "accuracy", True):
         generator.check(config)
+        if generator.engine == "embedded":
+            load_config(Path(model))
+        else:
+            check_keys(config)
     cfg.parallelism.check(config)
     if cfg.trainer.backend == "titan":
         cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)
@@ -389,6 +389,37 @@ def check_model(cfg: Any, model: str) -> None:
         config = AutoConfig.from_pretrained(resolve_model(scalar))
         check_classifier(config)
         cfg.parallelism.check(config)
+
+
+def check_others(cfg: Any, model: str, others: dict[str, str]) -> None:
+    """Bound the lengths of the data by the model, and reject further models that do not go with it.
+
+    Args:
+        others: folders, by the key that names them.
+
+    Raises:
+        ValueError: names what does not fit.
+    """
+    from transformers import AutoConfig
+
+    from ..engines.weights import check_head
+
+    reach = cfg.bound_lengths(AutoConfig.from_pretrained(model))
+    reference = getattr(cfg.services, "ref_model", None)
+    for key, other in others.items():
+        check_vocabulary(key, other, model)
+        config = AutoConfig.from_pretrained(other)
+        check_head(Path(other), config)
+        most, limit = longest(config), rotary_limit(config)
+        if most < reach:
+            message = (
+                f"{key}: {other} takes {most} tokens, and sequences may have {reach}: set training.seq_len to {most}"
+            )
+            if limit is not None and limit[0] < reach:
+                raise ValueError(message)
+            log.warning("%s", message)  # transformers computes what its rotary embeddings extend to
+        if reference is not None and reference.procs > 1:
+            cfg.parallelism.check(config)
 
 
 def local(paths: list[str]) -> list[str]:

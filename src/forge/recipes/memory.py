@@ -12,9 +12,9 @@ BYTES = {"float32": 4, "bfloat16": 2}
 NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW", "adamw8bit": "AdamW"}
 
 
-def count_parameters(model: str, matrices: bool = False) -> int:
-    """Parameters in the safetensors files of a folder, by their headers, or those of decoder layers' matrices alone; 0
-    if there are none."""
+def count_parameters(model: str, matrices: bool = False, experts: bool = True) -> int:
+    """Parameters in the safetensors files of a folder, by their headers, or those of decoder layers' matrices alone,
+    with or without those of experts; 0 if there are none."""
     total = 0
     for path in Path(model).glob("*.safetensors"):
         with path.open("rb") as file:
@@ -23,6 +23,8 @@ def count_parameters(model: str, matrices: bool = False) -> int:
         shapes = {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
         if matrices:
             shapes = {name: shape for name, shape in shapes.items() if ".layers." in name and len(shape) >= 2}
+        if not experts:
+            shapes = {name: shape for name, shape in shapes.items() if ".experts." not in name}
         total += sum(map(math.prod, shapes.values()))
     return total
 
@@ -78,6 +80,9 @@ def memory_report(cfg: Any, model: str) -> list[str]:
         )
     if (placed := getattr(services, "ref_model", None)) is not None:
         shares = 1 if placed.procs == 1 else cfg.layout("ref_model").shares(placed.procs)
-        each, there = gb(count * BYTES[training.dtype] / shares), placed.num_replicas * placed.procs
-        lines.append(f"ref_model: weights {each} in {training.dtype} in each of {there} process(es)")
+        size, dtype, there = count * BYTES[training.dtype] / shares, training.dtype, placed.num_replicas * placed.procs
+        if dtype != held and placed.procs == services.trainer.procs == 1:
+            size = count * BYTES[held] - 2 * count_parameters(model, matrices=True, experts=False)
+            dtype = f"{dtype} (matrices of layers) and {held}"
+        lines.append(f"ref_model: weights {gb(size)} in {dtype} in each of {there} process(es)")
     return [f"{count:,} parameters", *lines]

@@ -303,6 +303,10 @@ class RLConfig(RecipeConfig):
         """Of an episode, for `forge.envs.MultiTurnEnv`."""
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
+    def bound_lengths(self, config: Any) -> int:
+        """As the base, of prompts."""
+        return self.bound_prompts(config)
+
     def check_tokenizer(self, model: str) -> None:
         """ConfigError: the chat template does not fit `episode`, or episodes are longer than generators take."""
         most = longest_sequence(self, model)

@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from ..architecture import longest
 from ..cluster.settings import ClusterConfig
 from ..config import ConfigError, Section
 from ..data.config import PreferencesConfig, RowsConfig
 from ..data.files import Rows
 from ..data.rewards import load_reward
+from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
 from ..plugin import load_plugin
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
@@ -287,6 +289,13 @@ class TrainingRecipe(Section):
     def check_reward(self) -> None:
         """ValueError: something that the recipe's reward names does not exist."""
 
+    def bound_lengths(self, config: Any) -> int:
+        """Bound rows by the tokens that a model of this transformers config takes; returns most tokens of a sequence.
+        ConfigError: their length is set to more."""
+        most = longest(config)
+        self.dataset.bound("max_tokens", most, f"dataset.max_tokens exceeds the {most} tokens that the model takes")
+        return min(most, self.training.seq_len)
+
     def check_tokenizer(self, model: str) -> None:
         """ValueError: the tokenizer in a model's folder lacks something that the recipe needs."""
 
@@ -377,6 +386,13 @@ class RecipeConfig(TrainingRecipe):
     colocated: bool = False
     """Generators, and critic and reference model where there are any, live in the trainer's processes and take turns
     with it on the same devices ([parallelism.md](parallelism.md)). `async.max_policy_age` must be 0."""
+
+    def bound_prompts(self, config: Any) -> int:
+        """As `bound_lengths`, of prompts alone, which leave the generator room for a token."""
+        most = check_length(config, self.generator.max_seq_len)
+        message = f"dataset.max_prompt_tokens leaves no room in the {most} tokens that the generator takes"
+        self.dataset.bound("max_prompt_tokens", most - 1, message)
+        return min(most, self.training.seq_len)
 
     def placement(self, name: str) -> dict[str, Any]:
         """Options of a service; with `colocated` in the trainer's processes."""

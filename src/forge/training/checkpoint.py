@@ -27,6 +27,7 @@ from ..integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
 from ..weight_layouts import split_experts
 from .checkpoint_reader import Planner, Reader, dump_plain, load_plain
 from .distributed import Ranks
+from .optimizers import begin
 from .trainer import PolicyTrainer
 from .weight_files import write_weights
 
@@ -278,6 +279,7 @@ def _check_together(checkpoint: Path, ranks: Ranks) -> None:
 
 def _state(trainer: PolicyTrainer) -> dict[str, Any]:
     """Trained weights and optimiser state; frozen weights are in the base model."""
+    begin(trainer.optimizer)
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     frozen = _frozen(trainer)
     return {"model": {name: values for name, values in weights.items() if name not in frozen}, "optimizer": optimizer}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..algorithms import Algorithm
-from ..algorithms.gae import gae, packed, padded, whiten
+from ..algorithms.gae import ROUNDING, gae, packed, padded, whiten
 from ..algorithms.terms import kl
 from ..data.packing import pack
 from ..observability import Reduce, phase, record_metric
@@ -64,8 +64,7 @@ def make_batch(
         recorded: the groups among these whose tokens are numbered in the batch's `recorded`.
         shares: `aggregation` and `horizon` of `forge.data.packing.pack`.
     """
-    for group in groups:
-        age = version - group.version
+    for age in (version - group.version for group in groups if group.version >= 0):
         record_metric("policy_age", age)
         record_metric("policy_age", age, Reduce.MAX)
     batch = pack(episodes := learnable(groups, algorithm), **shares)
@@ -81,7 +80,8 @@ def make_batch(
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
-    """The groups' episodes with advantages, in the order of the data. The branches of an episode share one."""
+    """The groups' episodes with advantages, in the order of the data, each after its earlier branches, which share its
+    advantage."""
     for group, advantages in zip(groups, algorithm.advantages([group.rewards for group in groups]), strict=True):
         for episode, advantage in zip(group.episodes, advantages, strict=True):
             for branch in (*episode.branches, episode):
@@ -107,8 +107,9 @@ def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
 def assign(batch: Batch, algorithm: Algorithm) -> None:
     """Fill in token-level credit, in place: KL in the reward, GAE over a critic's values, whitening.
 
-    `batch.advantages` holds one number per episode. It becomes that number less the KL still to come in its sequence;
-    with a critic it is computed from `batch.rewards` and `batch.values` instead, and `batch.returns` is set.
+    `batch.advantages` holds one number per episode. It becomes that number less the KL still to come in its episode;
+    with a critic it is computed from `batch.rewards` and `batch.values` instead, and `batch.returns` is set. The
+    branches of an episode are one sequence here: what comes after a branch is the next one.
 
     Raises:
         ValueError: the batch lacks what the algorithm needs.
@@ -117,7 +118,7 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
     if not (kl_in_reward or algorithm.needs_critic or algorithm.whiten):
         return
     own = batch.mask
-    counts = [int(mask.sum()) for mask in np.split(own, np.cumsum(batch.lengths)[:-1])]
+    counts = batch.trained_counts().tolist()
 
     def trained(name: str) -> torch.Tensor:
         values = getattr(batch, name)
@@ -136,8 +137,10 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
         advantages = packed(wide, counts)
         batch.returns = np.zeros(len(own), np.float32)
         batch.returns[own] = packed(returns, counts).numpy()
-        unexplained = np.var((batch.returns - batch.values)[own]) / max(1e-12, np.var(batch.returns[own]))  # type: ignore[operator]
-        record_metric("critic/explained_variance", 1.0 - float(unexplained))
+        spread = np.var(batch.returns[own], dtype=np.float64)
+        if spread > (ROUNDING * np.abs(batch.returns[own]).max()) ** 2:  # of equal returns there is nothing to explain
+            unexplained = np.var((batch.returns - batch.values)[own], dtype=np.float64) / spread  # type: ignore[operator]
+            record_metric("critic/explained_variance", 1.0 - float(unexplained))
     elif kl_in_reward:
         still_to_come, _ = gae(padded(cost, counts), torch.zeros_like(mask), mask)
         advantages = advantages - packed(still_to_come, counts)

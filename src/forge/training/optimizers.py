@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
@@ -46,6 +47,21 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
         first = [p for name, p in named if name in inner]
         groups.insert(0, {"params": first, "weight_decay": settings.weight_decay, "muon": True})
     return MixedOptimizer(groups, state, **adam)
+
+
+@torch.no_grad()
+def begin(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that an optimiser has before its first step, where it has none. All ranks must call this.
+
+    torch's `get_state_dict` makes it by a step without gradient at rate 0, which is counted: the bias corrections of
+    the first real step would be those of the second.
+    """
+    if optimizer.state:
+        return
+    _init_optim_state(optimizer)
+    for state in optimizer.state.values():
+        if "step" in state:  # not of Muon
+            state["step"].zero_()
 
 
 class MixedOptimizer(torch.optim.Optimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..architecture import longrope_limit, sparse_layers
+from ..architecture import check_config, rotary_limit, sparse_layers
 from ..data.prefixes import find_prefixes, prefix_ids
 from ..models import check_classifier, quiet_loading
 from ..types import UNKNOWN_EXPERT, Batch
@@ -125,7 +126,12 @@ class PackedModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        check_config(model.config)
         model.config._attn_implementation = NAME
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                # Off in training as well: a ratio or a KL compares two scorings, which dropout would set apart.
+                module.p = 0.0
         speed_up(model)
         self.model = model
 
@@ -141,9 +147,11 @@ class PackedModel(nn.Module):
         """The backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
         ranks = self.ranks or Ranks(0, 1, next(self.model.parameters()).device, None)
         own = own_tokens(batch, lag, ranks)
-        limit, length = longrope_limit(self.model.config), int(batch.lengths.max())
-        if limit and length > limit:
-            raise ValueError(f"a sequence of {length} tokens: beyond {limit} this model's longrope is not supported")
+        limit, length = rotary_limit(self.model.config), int(batch.lengths.max())
+        if limit is not None and length > limit[0]:
+            raise ValueError(
+                f"a sequence of {length} tokens: beyond {limit[0]} this model's {limit[1]} is not supported"
+            )
         if self.routers is not None:
             self.routers.begin(own.experts, own.real)
         hidden = self.model.model(
@@ -162,6 +170,8 @@ class Policy(PackedModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         config: Any = model.config
+        if config.tie_word_embeddings and model.lm_head.weight is not model.model.embed_tokens.weight:
+            raise ValueError("the head is not the embedding, though tie_word_embeddings is true: set it to false")
         if sparse := sparse_layers(config):
             gates: dict[int, Any] = {i: model.model.layers[i].mlp.gate for i in sparse}
             self.routers = Routers(gates, config.num_experts_per_tok, config.norm_topk_prob)
@@ -367,6 +377,21 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def precision(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """What a forward pass in `dtype` runs in: autocast in one process; FSDP2 has its own mixed precision."""
+    mixed = dtype != torch.float32 and ranks.mesh is None
+    return torch.autocast(ranks.device.type, dtype) if mixed else nullcontext()
+
+
+def round_products(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the matrices of linear layers in `dtype`, as autocast rounds them at every product: half the memory for the
+    same results. Embeddings (and a head that is tied to them), norms, biases and experts stay as they are."""
+    embedding = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight not in embedding:
+            module.weight.data = module.weight.data.to(dtype)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

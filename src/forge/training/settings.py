@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from ..architecture import sparse_layers
+from ..architecture import BIASES, MLP_BIASES, sparse_layers
 from ..config import Section
 
 SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # those with tensor parallelism
@@ -209,11 +209,15 @@ class Parallelism(Section):
     def check(self, config: Any) -> None:
         """ValueError: a transformers config of an unsupported family, or with a size that is not a multiple."""
         tensor, context = self.tensor_parallel_degree, self.context_parallel_degree
-        family, biased = config.model_type, getattr(config, "attention_bias", False)
+        family = config.model_type
+        biased = any(
+            family in families and getattr(config, name, False)
+            for name, families in (("attention_bias", BIASES), ("mlp_bias", MLP_BIASES))
+        )
         if tensor > 1 and family not in SPLIT_BY_NAME:
             known = ", ".join(SPLIT_BY_NAME)
             raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {known}")
-        if tensor > 1 and (getattr(config, "mlp_bias", False) or (biased and family != "qwen2")):
+        if tensor > 1 and biased:
             raise ValueError("parallelism.tensor_parallel_degree: a bias of o_proj or down_proj is not supported")
         for name, degree, whose in (
             ("num_attention_heads", tensor * context, "tensor_parallel_degree * context_parallel_degree"),

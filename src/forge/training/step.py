@@ -25,7 +25,7 @@ Inputs = dict[str, Tensor | None]
 
 def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Batch]:
     """Split a batch at random into `parts` mini-batches of about the same number of units: the groups of a prompt,
-    whose prompt is then computed once, or sequences (or pairs) where there are fewer groups than parts.
+    whose prompt is then computed once, or episodes (or pairs) where there are fewer groups than parts.
 
     Weights are scaled by the batch's number of units over the part's, so that a part's loss estimates the batch's.
     Empty parts and parts of weight 0 are skipped: momentum and weight decay would move the parameters without a
@@ -40,6 +40,8 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
     if not batch.weights.any():
         raise ValueError("all weights of this batch are 0: there is nothing to train")
     unit_of = np.arange(len(batch)) // batch.unit
+    if batch.episodes is not None:
+        unit_of = np.unique(batch.episodes, return_inverse=True)[1]
     if batch.groups is not None and len(groups := np.unique(batch.groups)) >= parts:
         unit_of = np.searchsorted(groups, batch.groups)
     order = np.random.default_rng(seed).permutation(unit_of.max() + 1)
@@ -58,6 +60,7 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     def trained(values: np.ndarray | None) -> Tensor | None:
         return None if values is None else torch.from_numpy(values[micro.mask]).to(output[0].device)
 
+    branch_shares = None if micro.branch_shares is None else np.repeat(micro.branch_shares, micro.lengths)
     inputs: Inputs = {
         **output._asdict(),
         "ref_logprobs": trained(micro.ref_logprobs),
@@ -66,6 +69,7 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
         "advantages": trained(micro.advantages),
         "weights": trained(micro.weights),
         "sequences": trained(np.repeat(np.arange(len(micro)), micro.lengths)),
+        "branch_shares": trained(branch_shares),
         "padding_mask": torch.ones_like(output[0]),
     }
     if isinstance(output, TokenScores):
@@ -108,14 +112,15 @@ def call_by_name(loss: Callable[..., Any], inputs: Inputs) -> Any:
 def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScores | TokenValues) -> Tensor:
     """The micro-batch's share of the batch's loss, a scalar.
 
-    A loss without a `weights` parameter averages by itself: it gets right-padded tensors [sequences, width], and its
-    value is scaled by the micro-batch's weight, which is exact if its mean is the batch's aggregation.
+    A loss without a `weights` parameter averages by itself: it gets right-padded tensors [episodes, width], and its
+    value is scaled by the micro-batch's weight, which is exact if its mean is the batch's aggregation and no episode
+    has branches in two micro-batches.
     """
     if "weights" in parameters_of(loss):
         return call_by_name(loss, inputs)
     if not len(output[0]):
         return output[0].sum()
-    counts = [int(own.sum()) for own in np.split(micro.mask, np.cumsum(micro.lengths)[:-1])]
+    counts = micro.trained_counts().tolist()
     padded = {
         name: None if values is None else pad_sequence(values.split(counts), batch_first=True)
         for name, values in inputs.items()

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..architecture import BIASES, MLP_BIASES, attention_kinds, check_config
+
 VERSION = "0.3.0"
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
@@ -30,13 +32,12 @@ def check_model(config: Any) -> None:
     """Raises:
     ValueError: a transformers config with a feature that TorchTitan's models lack.
     """
+    check_config(config)
+    family = config.model_type
     for fits, what in (
-        (config.model_type in FAMILIES, f"model_type {config.model_type!r} (it has {', '.join(FAMILIES)})"),
-        (not getattr(config, "attention_bias", False) and not getattr(config, "mlp_bias", False), "biases"),
-        (
-            set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"},
-            "sliding-window layers",
-        ),
+        (family in FAMILIES, f"model_type {family!r} (it has {', '.join(FAMILIES)})"),
+        (not (family in BIASES and config.attention_bias) and not (family in MLP_BIASES and config.mlp_bias), "biases"),
+        (all(kind.window is None for kind in attention_kinds(config)), "sliding-window layers"),
         (getattr(config, "hidden_act", None) == "silu", f"hidden_act {getattr(config, 'hidden_act', None)!r}"),
     ):
         if not fits:

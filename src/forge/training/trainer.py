@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ..weight_layouts import adapters, merge_adapters
 from .distributed import Ranks
 from .experts import balance, load_metrics
 from .optimizers import build_optimizer
-from .policy import Backend, Head, TokenScores, TokenValues, build, reshard, resolve_dtype
+from .policy import Backend, Head, TokenScores, TokenValues, build, precision, reshard, resolve_dtype
 from .settings import LoraSettings, OptimizerSettings, PassSettings
 from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
 
@@ -63,6 +62,8 @@ class PolicyTrainer:
     ) -> None:
         self.ranks, self.settings, self.temperature = ranks, optimizer, temperature
         self.passes = passes = PassSettings(**settings)
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be finite and above 0, got {temperature}")
         self.dtype = resolve_dtype(passes.dtype, ranks.device)
         self.head, self.offloaded = head, False
         self.lora = None if lora is None else LoraSettings(**lora)
@@ -241,9 +242,7 @@ class PolicyTrainer:
         return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
 
     def _forward(self, batch: Batch) -> TokenScores | TokenValues:
-        # FSDP2 has its own mixed precision.
-        mixed = self.dtype != torch.float32 and self.ranks.mesh is None
-        with torch.autocast(self.ranks.device.type, self.dtype) if mixed else nullcontext():
+        with precision(self.ranks, self.dtype):
             return self.policy(batch, self.temperature)
 
     def _balance(self, micro: Batch, metrics: Metrics) -> Tensor:

@@ -1,0 +1,87 @@
+"""In bfloat16 the policy and the frozen reference compute alike: at equal weights no ratio, KL or margin is noise."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forge.actors import ReferenceModel, Trainer
+from forge.controller import run
+from forge.data.packing import pack
+from forge.losses import DPOLoss, GRPOLoss
+from forge.types import Batch
+from tests.training.cases import FAMILIES, episodes, make_trainer, write_model
+
+
+class Here(ReferenceModel):
+    """One in this process."""
+
+    context: Any = SimpleNamespace(world_size=1, rank=0, replica=0)
+
+
+def reference(model: Path, **settings: Any) -> ReferenceModel:
+    made = Here(str(model), seq_len=40, **settings)
+    made.setup()
+    return made
+
+
+def pairs() -> Batch:
+    lengths = [(3, 5), (3, 7), (1, 9), (1, 3), (6, 8), (6, 5), (2, 17), (2, 1)]
+    return pack(episodes(lengths), aggregation="sequence_mean", unit=2)
+
+
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_loss_of_dpo_is_that_of_a_coin(tmp_path: Path, family: str, weights_dtype: str) -> None:
+    settings = {"dtype": "bfloat16", "weights_dtype": weights_dtype}
+    write_model(tmp_path, family, tied=family not in ("llama", "olmo2"))
+    batch, trainer = pairs(), make_trainer(tmp_path, seq_len=40, **settings)
+    batch.ref_logprobs = reference(tmp_path, **settings).logprobs(batch)
+    np.testing.assert_array_equal(batch.ref_logprobs, trainer.logprobs(batch))
+    assert trainer.train_step(batch, DPOLoss())["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmoe"])
+def test_a_first_kl_is_nothing(tmp_path: Path, family: str) -> None:
+    write_model(tmp_path, family)
+    batch, trainer = pairs(), make_trainer(tmp_path, seq_len=40, dtype="bfloat16")
+    batch.unit, batch.ref_logprobs = 1, reference(tmp_path, dtype="bfloat16").logprobs(batch)
+    assert trainer.train_step(batch, GRPOLoss(beta=0.1))["kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_its_matrices_take_half_the_memory(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3", tied=False)
+    named = dict(reference(tmp_path, dtype="bfloat16").policy.named_weights())
+    if torch.cpu._is_avx512_bf16_supported():
+        rounded = {name for name, weight in named.items() if weight.dtype == torch.bfloat16}
+        assert rounded == {name for name in named if name.endswith(("_proj.weight", "lm_head.weight"))}
+    whole = dict(reference(tmp_path).policy.named_weights())
+    assert {weight.dtype for weight in whole.values()} == {torch.float32}
+    for name, weight in named.items():
+        assert torch.equal(weight, whole[name].to(weight.dtype))
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("procs", [(2, 1), (2, 2)], ids=["one reference process", "two"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe"])
+def test_a_sharded_policy_has_a_reference_that_rounds_as_it_does(
+    tmp_path: Path, family: str, procs: tuple[int, int]
+) -> None:
+    write_model(tmp_path, family)
+    batch = pairs()
+
+    async def main() -> dict[str, float]:
+        settings = {"seq_len": 40, "dtype": "bfloat16"}
+        trainer = await Trainer.options(procs=procs[0]).as_actor(str(tmp_path), loss=DPOLoss(), **settings)
+        frozen = await ReferenceModel.options(procs=procs[1]).as_service(str(tmp_path), sharded=True, **settings)
+        batch.ref_logprobs = await frozen.logprobs.route(batch)
+        return await trainer.train_step.route(batch)
+
+    assert run(main())["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
