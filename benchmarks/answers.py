@@ -230,7 +230,7 @@ def mutations(target: str) -> Iterator[str]:
             f"7 = {text}",
             f"{text} = 7",
             f"{text} + 7731",
-            f"2{text}",
+            f"7731 < {text}",
             f"{text} \\text{{ or }} x=7731",
         )
 

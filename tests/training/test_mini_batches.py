@@ -132,6 +132,26 @@ def test_diagnostics_are_those_of_the_start_where_that_is_known(model: Path):
     assert metrics["of_token"] == pytest.approx(once["of_token"], rel=1e-5)
 
 
+@pytest.mark.parametrize("across", [{0}, {1, 4}, {0, 1, 2, 3, 4, 5}, set()])
+def test_tokens_of_sequences_that_an_update_fell_into_are_apart(model: Path, across: set[int]):
+    """Their context was computed under older weights, which says nothing of the engine's numbers."""
+    rows = episodes(LENGTHS)
+    for number in across:
+        sampled = [position for position, trained in enumerate(rows[number].mask) if trained]
+        for position in sampled[: (len(sampled) + 1) // 2]:
+            rows[number].versions[position] = -1
+    batch = pack(rows)
+    trainer = make_trainer(model, mini_batches=2)
+    apart = np.abs(trainer.logprobs(batch) - batch.logprobs)
+    current, of_sequence = batch.mask & (batch.versions == 0), np.repeat(range(len(rows)), batch.lengths)
+    mixed = np.isin(of_sequence, [*across])
+    metrics = trainer.train_step(batch, Surrogate())
+    for name, tokens in (("", current & ~mixed), ("_across_updates", current & mixed)):
+        expected = apart[tokens].mean() if tokens.any() else None
+        found = metrics.get(f"engine_difference{name}")
+        assert found == (None if expected is None else pytest.approx(expected, rel=1e-5)), name
+
+
 def test_a_mean_is_over_what_the_loss_reported(model: Path):
     """One number a sequence: not one a token, however the batch is cut."""
     batch = example()

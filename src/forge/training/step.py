@@ -269,18 +269,26 @@ class Metrics:
 
     @torch.no_grad()
     def add_micro_batch(
-        self, loss: Loss, inputs: Inputs, current: Tensor | None, *, first_epoch: bool, scored_at_start: bool
+        self,
+        loss: Loss,
+        inputs: Inputs,
+        current: Tensor | None,
+        whole: Tensor | None,
+        *,
+        first_epoch: bool,
+        scored_at_start: bool,
     ) -> None:
         """Add what `loss.metrics` returns, if it exists, and the standard metrics of `PolicyTrainer.train_step`.
 
         Args:
             current: [trained] bool, tokens sampled by the version in training; None: not a policy.
+            whole: [trained] bool, tokens of sequences that the version in training sampled from beginning to end.
             scored_at_start: the proximal policy is known: its distance to the sampler is that of trainer and engine.
         """
         if hasattr(loss, "metrics"):
             for name, values in call_by_name(loss.metrics, inputs).items():
                 self.add(name, values)
-        if current is None:
+        if current is None or whole is None:
             return
         logprobs, proximal, behaviour, entropy, ref = (
             inputs[name] for name in ("logprobs", "proximal_logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
@@ -299,7 +307,10 @@ class Metrics:
         self._maxima["ratio_max_deviation"] = torch.maximum(self._maxima.get("ratio_max_deviation", largest), largest)
         self.add("on_policy", current)
         if scored_at_start:
-            self.add("engine_difference", (proximal - behaviour)[current].abs())
+            apart = (proximal - behaviour).abs()
+            self.add("engine_difference", apart[current & whole])
+            # Their context was computed under older weights, and the engine may have kept its keys and values.
+            self.add("engine_difference_across_updates", apart[current & ~whole])
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Means and maxima over all ranks; every rank must call this. Means over nothing are left out."""

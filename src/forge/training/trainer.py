@@ -102,8 +102,9 @@ class PolicyTrainer:
             updates, and the means of `loss.metrics`. For a policy also means over trained tokens: entropy and kl (to
             the reference, k3) of all updates; ratio and ratio_deviation (|ratio - 1|, its maximum is
             ratio_max_deviation) of the first epoch; on_policy, the share of tokens sampled by the version in training;
-            and engine_difference, the mean |log ratio| between engine and trainer on those, under equal weights. For a
-            mixture of experts also those of `experts.load_metrics`; its `router_aux_loss` is not a part of the loss.
+            and engine_difference, the mean |log ratio| between engine and trainer on those, under equal weights, in
+            sequences that this version sampled whole (engine_difference_across_updates: in the others). For a mixture
+            of experts also those of `experts.load_metrics`; its `router_aux_loss` is not a part of the loss.
 
         Raises:
             FloatingPointError: the loss or gradient of an update is not finite. That update is not applied; earlier
@@ -217,12 +218,18 @@ class PolicyTrainer:
                 tokens = sum(len(of_rank[turn].tokens) for of_rank in parts if of_rank[turn].mask.any())
                 value = value + how.router_aux_loss * tokens / len(part.tokens) * self._balance(micro, metrics)
             value.backward()
-            current = None
+            current = whole = None
             if isinstance(output, TokenScores):
-                current = torch.from_numpy(micro.versions[micro.mask] == self.step).to(self.ranks.device)
+                sampled_now = micro.versions == self.step
+                before = micro.mask & ~sampled_now
+                began_before = np.add.reduceat(before, np.cumsum(micro.lengths) - micro.lengths) > 0
+                in_whole = ~np.repeat(began_before, micro.lengths)
+                current, whole = (
+                    torch.from_numpy(tokens[micro.mask]).to(self.ranks.device) for tokens in (sampled_now, in_whole)
+                )
             # In the first update the current policy is the one at the start, scored or not.
             known = first or micro.proximal_logprobs is not None
-            metrics.add_micro_batch(loss, inputs, current, first_epoch=first_epoch, scored_at_start=known)
+            metrics.add_micro_batch(loss, inputs, current, whole, first_epoch=first_epoch, scored_at_start=known)
             if record is not None:
                 record.add(micro, loss, inputs, first_epoch=first_epoch)
         loss_value = float(self.ranks.sum(total))
