@@ -270,6 +270,10 @@ def test_the_case_of_symbols_is_never_lost(text):
         ("A) 1\nB) 2\nC) 3", "3"),  # the options again
         ("I count 3.\nSo the number is 7", "7"),
         ("**E**", "**E**"),
+        ("The correct option is **(B)**.", "(B)**"),
+        ("So the answer would be C.", "C"),
+        ("Since 3 > 2, option (B) is correct.", "B"),
+        ("Option A is wrong, so choice **D** is the right one of 4.", "D"),
     ],
 )
 def test_a_choice_needs_no_marker(response, answer):

@@ -10,7 +10,12 @@ from .compare import choice, equal, number
 from .notation import RAISED, same_text
 
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
-_PHRASE = re.compile(r"(?:\banswer\b[\s*_]*(?:is|was|:|=)|^[^\S\n]*A:)[\s*_:]*(?=[^\n])", re.IGNORECASE | re.MULTILINE)
+_PHRASE = re.compile(
+    r"(?:\b(?:answer|(?:correct|right|best)\s(?:option|choice))\b[\s*_]*(?:is|was|(?:would|should|must)\sbe|:|=)"
+    r"|^[^\S\n]*A:)[\s*_:]*(?=[^\n])",
+    re.IGNORECASE | re.MULTILINE,
+)
+_CHOSEN = re.compile(r"\b(?:[Oo]ption|[Cc]hoice)\s[*_(]{0,4}([A-J])[*_)]{0,4}\sis\s(?:the\s)?(?:correct|right|best)\b")
 _PHRASE_END = re.compile(r"[.!](?:\s|$)|[,;](?=\s)|\s\(|\s(?:because|since|as|so|which|when|if)\s", re.IGNORECASE)
 # After an answer: another one, or the first taken back.
 _INSTEAD = re.compile(r"[^\w\n]{0,8}(?:or|maybe|perhaps|possibly|alternatively|not)\b", re.IGNORECASE)
@@ -78,6 +83,8 @@ def final_answer(response: str) -> str | None:
         return hashes[-1].strip()
     if (stated := _stated(response)) is not None:
         return stated
+    if chosen := _CHOSEN.findall(response):
+        return chosen[-1]
     before, _, last_line = response.rpartition("\n")
     if choice(last_line)[0] and not _LABELLED.search(before):
         return last_line.strip()
@@ -158,6 +165,9 @@ class MathReward:
             hashes = _HASHES.findall(target)
             wanted = (hashes[-1] if hashes else target).strip()
         # A response that is the target needs no extraction, which would read "x + 2" as 2.
+        label, letter = choice(response)[0], choice(wanted)[0]
+        if label and letter:
+            return label == letter
         stated = None if boxed(response) else _stated(response, whole_line=True)
         if same_text(response, wanted) or same_text(stated or "", wanted):
             return True
