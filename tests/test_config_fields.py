@@ -52,7 +52,7 @@ SOME = [
 
 def faults(cells: list[Cell]) -> list[Cell]:
     """Those that are neither equal nor rejected; empty where transformers itself raises."""
-    return [made for made in cells if not {made.trainer, made.engine} <= {"equal", "rejected", ""}]
+    return [result for result in cells if not {result.trainer, result.engine} <= {"equal", "rejected", ""}]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,7 +66,7 @@ def test_every_field_of_a_family_is_tried(family: str) -> None:
 def test_a_value_is_computed_or_rejected(family: str, field: str) -> None:
     cells = list(sweep([family], [field]))
     assert faults(cells) == []
-    assert any(made.trainer for made in cells)
+    assert any(result.trainer for result in cells)
 
 
 @pytest.mark.full
@@ -74,8 +74,8 @@ def test_a_value_is_computed_or_rejected(family: str, field: str) -> None:
 def test_all_values_of_all_fields_are_computed_or_rejected(family: str) -> None:
     cells = list(sweep([family]))
     assert faults(cells) == []
-    assert sum(made.effect and made.engine == "equal" for made in cells) > 15
-    accepted = [made for made in cells if made.trainer]
+    assert sum(result.effect and result.engine == "equal" for result in cells) > 15
+    accepted = [result for result in cells if result.trainer]
     assert len(accepted) > 0.85 * len(cells)
 
 

@@ -95,7 +95,7 @@ class DatasetConfig(RowsConfig):
     target_pattern: str | None = None
     """Regular expression; its group 1, searched in the target, is the target."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longest prompt; null: what the completion leaves of `training.seq_len`."""
+    """Longest prompt; null: what the completion leaves of `training.seq_len`, and what the generator takes."""
     too_long: Literal["skip", "error"] = "skip"
     """Longer prompts are skipped and counted, or an error."""
 
@@ -123,7 +123,7 @@ class SupervisedConfig(RowsConfig):
     epochs: PositiveInt | None = None
     """Passes over the data; null: endless."""
     max_tokens: PositiveInt | None = None
-    """Longest row; null: `training.seq_len`."""
+    """Longest row; null: `training.seq_len`, or what the model takes if that is less."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
     """Longer rows are skipped and counted, cut, or an error."""
 
@@ -149,6 +149,7 @@ class PreferencesConfig(RowsConfig):
     epochs: PositiveInt | None = None
     """Passes over the data; null: endless."""
     max_tokens: PositiveInt | None = None
-    """Of the longer of a pair; null: half of `training.seq_len`, for both must fit."""
+    """Of the longer of a pair; null: half of `training.seq_len`, for both must fit, or what the model takes if that is
+    less."""
     too_long: Literal["skip", "error"] = "skip"
     """Longer pairs are skipped and counted, or an error."""

@@ -171,6 +171,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         ValueError, OSError, ImportError: the fault, in one line.
     """
     folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
+    stated = to_dict(cfg)  # a resume compares it with what it states itself, before a model bounds the data
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
     # It prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
@@ -213,7 +214,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         check_overwrite(cfg, model)
     record = Run(
         cfg.run.name,
-        to_dict(cfg),
+        stated,
         root=cfg.run.root,
         overwrite=overwrite,
         steps=cfg.training.steps,
