@@ -152,7 +152,7 @@ async def dataset(cfg: Any, job: Job, *, in_turn: bool = False) -> Handle:
         "kind": cfg.dataset.kind,
         "seed": cfg.seed,
         "remember": 0 if in_turn else cfg.checkpoint.remember,
-        **cfg.dataset,
+        **cfg.rows(job.model),
     }
     if cfg.services.dataset is None:
         return await DatasetActor.as_local(job.model, **settings)

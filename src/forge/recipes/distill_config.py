@@ -8,7 +8,8 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from ..config import ConfigError, Section
 from ..controller import Options
-from ..data.config import DatasetConfig
+from ..data.config import DatasetConfig, RowsConfig
+from ..engines.interface import check_length
 from .schema import RecipeConfig, RewardConfig
 
 
@@ -50,9 +51,13 @@ class DistillConfig(RecipeConfig):
         """The teacher."""
         return {"distill.teacher": self.distill.teacher}
 
-    def bound_lengths(self, config: Any) -> int:
-        """As the base, of prompts."""
-        return self.bound_prompts(config)
+    def reach(self, config: Any) -> int:
+        """As the base, of what the generator makes."""
+        return min(super().reach(config), check_length(config, self.generator.max_seq_len))
+
+    def rows(self, model: str) -> RowsConfig:
+        """The prompts."""
+        return self.prompts(model)
 
     @property
     def shares(self) -> dict[str, Any]:

@@ -171,7 +171,6 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         ValueError, OSError, ImportError: the fault, in one line.
     """
     folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
-    stated = to_dict(cfg)  # a resume compares it with what it states itself, before a model bounds the data
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
     # It prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
@@ -193,7 +192,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     check_others(cfg, model, dict(zip(cfg.others(), others, strict=True)))
     cfg.check_tokenizer(model)
     cfg.check_reward()
-    held_out = check_data(cfg.dataset, cfg.eval, model, cfg.seed, cfg.scorers)
+    held_out = check_data(cfg.rows(model), cfg.eval, model, cfg.seed, cfg.scorers)
     if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
         solutions = [sample.target for sample in held_out if re.search(r"####|\\boxed\{", sample.target or "")]
         if 2 * len(solutions) > len(held_out):
@@ -214,7 +213,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         check_overwrite(cfg, model)
     record = Run(
         cfg.run.name,
-        stated,
+        to_dict(cfg),
         root=cfg.run.root,
         overwrite=overwrite,
         steps=cfg.training.steps,
@@ -357,7 +356,7 @@ def check_model(cfg: Any, model: str) -> None:
 
 
 def check_others(cfg: Any, model: str, others: dict[str, str]) -> None:
-    """Bound the lengths of the data by the model, and reject further models that do not go with it.
+    """Reject further models that do not go with the one that is trained.
 
     Args:
         others: folders, by the key that names them.
@@ -369,7 +368,7 @@ def check_others(cfg: Any, model: str, others: dict[str, str]) -> None:
 
     from ..engines.weights import check_head
 
-    reach = cfg.bound_lengths(AutoConfig.from_pretrained(model))
+    reach = cfg.reach(AutoConfig.from_pretrained(model))
     reference = getattr(cfg.services, "ref_model", None)
     for key, other in others.items():
         check_vocabulary(key, other, model)

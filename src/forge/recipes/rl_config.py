@@ -11,8 +11,8 @@ from ..algorithms.base import OwnLoss
 from ..architecture import longest
 from ..config import ConfigError, Section
 from ..controller import Options
-from ..data.config import DatasetConfig
-from ..engines.interface import LONGEST
+from ..data.config import DatasetConfig, RowsConfig
+from ..engines.interface import LONGEST, check_length
 from ..envs.config import EpisodeConfig
 from ..plugin import resolve
 from .metrics_config import MetricsConfig
@@ -303,9 +303,13 @@ class RLConfig(RecipeConfig):
         """Of an episode, for `forge.envs.MultiTurnEnv`."""
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
-    def bound_lengths(self, config: Any) -> int:
-        """As the base, of prompts."""
-        return self.bound_prompts(config)
+    def reach(self, config: Any) -> int:
+        """As the base, of what the generator makes."""
+        return min(super().reach(config), check_length(config, self.generator.max_seq_len))
+
+    def rows(self, model: str) -> RowsConfig:
+        """The prompts."""
+        return self.prompts(model)
 
     def check_tokenizer(self, model: str) -> None:
         """ConfigError: the chat template does not fit `episode`, or episodes are longer than generators take."""
