@@ -302,15 +302,15 @@ def sweep(families: Sequence[str], fields: Sequence[str] | None = None) -> Itera
 def summary(cells: Sequence[Cell]) -> str:
     """What the values of a field gave in a family, in one mark each: see `LEGEND`."""
     marks = []
-    for made in cells:
-        if not made.trainer:
+    for result in cells:
+        if not result.trainer:
             marks.append("!")
-        elif made.trainer == "rejected":
+        elif result.trainer == "rejected":
             marks.append("x")
-        elif made.engine == "rejected":
+        elif result.engine == "rejected":
             marks.append("t")
-        elif (made.trainer, made.engine) == ("equal", "equal"):
-            marks.append("=" if made.effect else "·")
+        elif (result.trainer, result.engine) == ("equal", "equal"):
+            marks.append("=" if result.effect else "·")
         else:
             marks.append("FAULT")
     return " ".join(sorted(set(marks), key="FAULT=tx·!".index))
@@ -325,10 +325,12 @@ LEGEND = (
 
 def table(cells: Sequence[Cell]) -> Iterator[str]:
     """Markdown: a row for each field, a column for each family."""
-    families = list(dict.fromkeys(made.family for made in cells))
+    families = list(dict.fromkeys(result.family for result in cells))
     yield from (LEGEND, "", f"| field | {' | '.join(families)} |", "|---" * (len(families) + 1) + "|")
-    for field in dict.fromkeys(made.field for made in cells):
-        parts = ([made for made in cells if (made.field, made.family) == (field, family)] for family in families)
+    for field in dict.fromkeys(result.field for result in cells):
+        parts = (
+            [result for result in cells if (result.field, result.family) == (field, family)] for family in families
+        )
         yield f"| `{field}` | {' | '.join(summary(part) for part in parts)} |"
 
 
@@ -339,9 +341,9 @@ def main() -> None:
     parser.add_argument("--fields", nargs="*")
     args = parser.parse_args()
     cells = []
-    for made in sweep(args.families, args.fields):
-        print(*made, sep=" | ", flush=True)
-        cells.append(made)
+    for result in sweep(args.families, args.fields):
+        print(*result, sep=" | ", flush=True)
+        cells.append(result)
     print(*table(cells), sep="\n")
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from forge.architecture import check_config, longest
-from forge.config import Arguments
+from forge.config import Arguments, to_dict
 from forge.engines import EmbeddedEngine
 from forge.engines.vllm_args import check_keys
 from forge.models import FAMILIES, check_family
@@ -52,7 +52,7 @@ SOME = [
 
 def faults(cells: list[Cell]) -> list[Cell]:
     """Those that are neither equal nor rejected; empty where transformers itself raises."""
-    return [made for made in cells if not {made.trainer, made.engine} <= {"equal", "rejected", ""}]
+    return [result for result in cells if not {result.trainer, result.engine} <= {"equal", "rejected", ""}]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,7 +66,7 @@ def test_every_field_of_a_family_is_tried(family: str) -> None:
 def test_a_value_is_computed_or_rejected(family: str, field: str) -> None:
     cells = list(sweep([family], [field]))
     assert faults(cells) == []
-    assert any(made.trainer for made in cells)
+    assert any(result.trainer for result in cells)
 
 
 @pytest.mark.full
@@ -74,8 +74,8 @@ def test_a_value_is_computed_or_rejected(family: str, field: str) -> None:
 def test_all_values_of_all_fields_are_computed_or_rejected(family: str) -> None:
     cells = list(sweep([family]))
     assert faults(cells) == []
-    assert sum(made.effect and made.engine == "equal" for made in cells) > 15
-    accepted = [made for made in cells if made.trainer]
+    assert sum(result.effect and result.engine == "equal" for result in cells) > 15
+    accepted = [result for result in cells if result.trainer]
     assert len(accepted) > 0.85 * len(cells)
 
 
@@ -217,23 +217,26 @@ def test_known_good_configurations_pass() -> None:
         check_config(tiny_model(family).config)
 
 
-LENGTHS = [
-    (SFTConfig, [], None),
-    (SFTConfig, ["--dataset.max_tokens", "65"], "dataset.max_tokens exceeds the 64 tokens that the model takes"),
-    (DPOConfig, [], None),
-    (DPOConfig, ["--dataset.max_tokens", "100"], "dataset.max_tokens exceeds the 64 tokens that the model takes"),
-    (RewardModelConfig, ["--dataset.max_tokens", "128"], "dataset.max_tokens exceeds the 64 tokens"),
-    (RLConfig, ["--dataset.max_prompt_tokens", "64"], "leaves no room in the 64 tokens that the generator takes"),
+LENGTHS: list[tuple[Any, list[str], int | str]] = [
+    (SFTConfig, [], 64),
+    (SFTConfig, ["--dataset.max_tokens", "65"], 64),
+    (SFTConfig, ["--dataset.max_tokens", "50"], 50),
+    (SFTConfig, ["--training.seq_len", "40"], 40),
+    (DPOConfig, [], 64),
+    (DPOConfig, ["--dataset.max_tokens", "100"], 64),
+    (RewardModelConfig, ["--dataset.max_tokens", "128"], 64),
+    (RLConfig, [], 63),
+    (RLConfig, ["--dataset.max_prompt_tokens", "64"], 63),
+    (RLConfig, ["--generator.max_seq_len", "20"], 19),
     (RLConfig, ["--generator.max_seq_len", "65"], "max_seq_len must be 2 to 64 for this model"),
-    (RLConfig, ["--generator.max_seq_len", "20", "--dataset.max_prompt_tokens", "20"], "leaves no room in the 20"),
     (RLConfig, ["--grpo.beta", "1", "--grpo.reference", "{short}"], "takes 32 tokens, and sequences may have 64: set"),
     (RLConfig, ["--algorithm", "ppo", "--critic.model", "{short}"], "takes 32 tokens, and sequences may have 64: set"),
 ]
 
 
-@pytest.mark.parametrize(("schema", "words", "message"), LENGTHS)
+@pytest.mark.parametrize(("schema", "words", "most"), LENGTHS)
 def test_rows_are_no_longer_than_the_model_takes(
-    tmp_path: Path, schema: Any, words: list[str], message: str | None
+    tmp_path: Path, schema: Any, words: list[str], most: int | str
 ) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("started")
@@ -251,13 +254,16 @@ def test_rows_are_no_longer_than_the_model_takes(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     words = [word.replace("{short}", str(tmp_path / "short")) for word in words]
     argv = ["--config", str(tmp_path / "config.yaml"), *words]
-    if message is not None:
-        with pytest.raises(SystemExit, match=message):
+    if isinstance(most, str):
+        with pytest.raises(SystemExit, match=most):
             launch(never, schema, argv)
         return
     cfg = read_config(schema, Arguments.parse(argv))
+    before = to_dict(cfg)
     prepare(cfg, Start())[2].close()
-    assert cfg.dataset.max_tokens == 64
+    rows_config = cfg.rows(str(model))
+    assert getattr(rows_config, "max_prompt_tokens" if schema is RLConfig else "max_tokens") == most
+    assert to_dict(cfg) == before  # what a resumed run is compared with
 
 
 @pytest.mark.parametrize(

@@ -200,3 +200,24 @@ def test_a_second_adapter_is_named() -> None:
     named = tensors() | {f"{AT}.lora_A.other.weight": torch.randn(3, 5)}
     with pytest.raises(ValueError, match=r"lora_A\.other\.weight.* second"):
         adapters(named.items())
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("updates", [1, 40])
+def test_adapters_of_a_bfloat16_engine_are_rounded_once(scale: float, updates: int) -> None:
+    """Merged from the base at every update, what is rounded does not add up: half a step of bfloat16 at most."""
+    generator = torch.Generator().manual_seed(0)
+    base = {"layer.weight": torch.randn(24, 16, generator=generator).bfloat16()}
+    for _ in range(updates):
+        factors = {
+            "layer.lora_A.weight": torch.randn(3, 16, generator=generator),
+            "layer.lora_B.weight": torch.randn(24, 3, generator=generator) * scale,
+        }
+        merged = dict(merge_adapters(base.items(), factors))["layer.weight"]
+    exact = (
+        base["layer.weight"].double()
+        + factors["layer.lora_B.weight"].double() @ factors["layer.lora_A.weight"].double()
+    )
+    assert merged.dtype == torch.float32
+    torch.testing.assert_close(merged.double(), exact, rtol=1e-6, atol=1e-7)
+    assert ((merged.bfloat16().double() - exact).abs() <= exact.abs() / 256 + 1e-7).all()

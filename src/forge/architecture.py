@@ -36,21 +36,18 @@ def check_config(config: Any) -> None:
     both_ways = family == "gemma3_text" and config.use_bidirectional_attention
     caps = ("attn_logit_softcapping", "final_logit_softcapping") if family == "gemma3_text" else ()
     capped = next((f"{name} = {getattr(config, name)}" for name in caps if getattr(config, name) is not None), None)
-    # Of these two transformers itself computes different things, depending on its implementation of attention.
+    # In these two, transformers' implementations of attention disagree with one another.
     unclear = family == "olmoe" and window is not None
     if family == "smollm3" and not config.use_sliding_window and window is not None:
         unclear = "sliding_attention" in config.layer_types
     for fits, what in (
         (getattr(config, "is_causal", True) and not both_ways, "attention in both directions"),
         (capped is None, capped),
-        (not unclear, f"sliding_window = {window} of a model whose attention has none"),
-        (
-            getattr(config, "quantization_config", None) is None,
-            "quantization_config: take weights that are not quantised",
-        ),
+        (not unclear, f"sliding_window = {window}"),
+        (getattr(config, "quantization_config", None) is None, "quantization_config, which quantised weights have,"),
     ):
         if not fits:
-            raise ValueError(f"{config.name_or_path or 'the model'} ({family}): not supported is {what}")
+            raise ValueError(f"{config.name_or_path or 'the model'} ({family}): {what} is not supported")
 
 
 def attention_kinds(config: Any) -> list[Kind]:

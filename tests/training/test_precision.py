@@ -26,9 +26,9 @@ class Here(ReferenceModel):
 
 
 def reference(model: Path, **settings: Any) -> ReferenceModel:
-    made = Here(str(model), seq_len=40, **settings)
-    made.setup()
-    return made
+    result = Here(str(model), seq_len=40, **settings)
+    result.setup()
+    return result
 
 
 def pairs() -> Batch:

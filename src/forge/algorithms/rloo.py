@@ -79,9 +79,10 @@ class RLOO(Algorithm):
         branch_shares: Tensor | None = None,
     ) -> Tensor:
         """As of `Algorithm`; of a branch, whose weights add up to its share of the episode, the sum is not a share."""
-        whole = advantages if branch_shares is None else advantages / branch_shares
+        if branch_shares is not None:
+            advantages = advantages / branch_shares
         return super().__call__(
-            logprobs, behaviour_logprobs, whole, weights, ref_logprobs, entropy, proximal_logprobs, sequences
+            logprobs, behaviour_logprobs, advantages, weights, ref_logprobs, entropy, proximal_logprobs, sequences
         )
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 
@@ -62,14 +62,20 @@ class RowsConfig(Section):
                 raise ValueError(f"{where}.weight must be a number above 0, got {weight!r}")
 
     def bound(self, key: str, most: int, message: str) -> None:
-        """Bound `key` by `most` where it is not set. ConfigError with `message`: it is set, here or in a source, to
-        more."""
-        length = getattr(self, key)
-        if length is None or key not in self.model_fields_set:
-            self.__dict__[key] = most if length is None else min(length, most)  # setattr would count as set
+        """Set `key` to `most` if it is None. ConfigError with `message`: it is larger, here or in a source."""
+        if getattr(self, key) is None:
+            setattr(self, key, most)
         lengths = (getattr(self, key), *(source.get(key) or 0 for source in self.sources or ()))
         if max(lengths) > most:
             raise ConfigError(message)
+
+    def within(self, key: str, most: int) -> Self:
+        """A copy of which `key` is at most `most`, here and in every source."""
+        sources = self.sources and [
+            {**source, key: min(source[key], most)} if source.get(key) else source for source in self.sources
+        ]
+        length = getattr(self, key)
+        return self.model_copy(update={key: most if length is None else min(length, most), "sources": sources})
 
     @property
     def files(self) -> list[str]:
@@ -125,7 +131,7 @@ class SupervisedConfig(RowsConfig):
     """Passes over the data, after which the run ends, if `training.steps` is more; the last batch has the remaining
     rows. Null: endless. Not for streamed rows, whose number is unknown."""
     max_tokens: PositiveInt | None = None
-    """Longest row; null: `training.seq_len`."""
+    """Longest row; null: `training.seq_len`, or what the model takes if that is less."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
     """Longer rows are skipped and counted, cut, or an error."""
 
@@ -152,6 +158,7 @@ class PreferencesConfig(RowsConfig):
     """Passes over the data, after which the run ends, if `training.steps` is more; the last batch has the remaining
     rows. Null: endless. Not for streamed rows, whose number is unknown."""
     max_tokens: PositiveInt | None = None
-    """Of the longer of a pair; null: half of `training.seq_len`, for both must fit."""
+    """Of the longer of a pair; null: half of `training.seq_len`, for both must fit, or what the model takes if that is
+    less."""
     too_long: Literal["skip", "error"] = "skip"
     """Longer pairs are skipped and counted, or an error."""

@@ -91,11 +91,11 @@ def check_head(folder: Path, config: Any) -> None:
             places |= dict.fromkeys({EMBEDDING, HEAD} & {*tensors.keys()}, file)
     if len(places) < 2:
         return
-    both = []
+    weights = []
     for name, file in places.items():
         with safe_open(file, framework="pt") as tensors:
-            both.append(tensors.get_tensor(name))
-    if not torch.equal(*both):
+            weights.append(tensors.get_tensor(name))
+    if not torch.equal(*weights):
         raise ValueError(
             f"{folder}: {HEAD} is not {EMBEDDING}, though tie_word_embeddings is true: set it to false in config.json"
         )

@@ -245,7 +245,7 @@ async def reward(cfg: Any) -> Handle:
 async def reference(cfg: Any, model: str, temperature: float = 1.0) -> Handle:
     """A frozen model that scores batches."""
     passes = {name: cfg.training[name] for name in ("seq_len", "dtype", "weights_dtype")}
-    sharded = cfg.placement("trainer")["procs"] > 1
+    sharded = cfg.placement("trainer")["procs"] > 1 or cfg.trainer.backend == "titan"
     return await ReferenceModel.options(**cfg.placement("ref_model")).as_service(
         model, temperature=temperature, parallelism={**cfg.layout("ref_model")}, sharded=sharded, **passes
     )

@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from ..config import ConfigError, Section
 from ..controller import Options
 from ..data.config import DatasetConfig
+from ..engines.interface import check_length
 from .lengths import with_room
 from .schema import RecipeConfig, RewardConfig
 
@@ -51,9 +52,9 @@ class DistillConfig(RecipeConfig):
         """The teacher."""
         return {"distill.teacher": self.distill.teacher}
 
-    def bound_lengths(self, config: Any) -> int:
-        """As the base, of prompts."""
-        return self.bound_prompts(config)
+    def reach(self, config: Any) -> int:
+        """As the base, of what the generator makes."""
+        return min(super().reach(config), check_length(config, self.generator.max_seq_len))
 
     @property
     def shares(self) -> dict[str, Any]:

@@ -392,7 +392,7 @@ def check_model(cfg: Any, model: str) -> None:
 
 
 def check_others(cfg: Any, model: str, others: dict[str, str]) -> None:
-    """Bound the lengths of the data by the model, and reject further models that do not go with it.
+    """Reject further models that do not go with the one that is trained.
 
     Args:
         others: folders, by the key that names them.
@@ -404,7 +404,7 @@ def check_others(cfg: Any, model: str, others: dict[str, str]) -> None:
 
     from ..engines.weights import check_head
 
-    reach = cfg.bound_lengths(AutoConfig.from_pretrained(model))
+    reach = cfg.reach(AutoConfig.from_pretrained(model))
     reference = getattr(cfg.services, "ref_model", None)
     for key, other in others.items():
         check_vocabulary(key, other, model)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..architecture import longest
 from ..config import ConfigError
 from ..data.config import DatasetConfig
-from ..engines.interface import LONGEST
+from ..engines.interface import check_length
 
 
 def longest_sequence(cfg: Any, model: str) -> int:
     """Most tokens of a prompt and its completion."""
     from transformers import AutoConfig
 
-    return cfg.generator.max_seq_len or min(LONGEST, longest(AutoConfig.from_pretrained(model)))
+    return check_length(AutoConfig.from_pretrained(model), cfg.generator.max_seq_len)
 
 
 def with_room(cfg: Any, section: str, model: str) -> DatasetConfig:

@@ -10,7 +10,8 @@ from ..algorithms import Algorithm, Correction, load_algorithm
 from ..algorithms.base import OwnLoss
 from ..config import ConfigError, Section
 from ..controller import Options
-from ..data.config import DatasetConfig
+from ..data.config import DatasetConfig, RowsConfig
+from ..engines.interface import check_length
 from ..envs.config import EpisodeConfig
 from ..observability.console import log
 from ..plugin import resolve
@@ -303,9 +304,9 @@ class RLConfig(RecipeConfig):
         """Of an episode, for `forge.envs.MultiTurnEnv`."""
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
-    def bound_lengths(self, config: Any) -> int:
-        """As the base, of prompts."""
-        return self.bound_prompts(config)
+    def reach(self, config: Any) -> int:
+        """As the base, of what the generator makes."""
+        return min(super().reach(config), check_length(config, self.generator.max_seq_len))
 
     def check_tokenizer(self, model: str) -> None:
         """ConfigError: the chat template does not fit `episode`, or episodes are longer than generators take."""
@@ -323,9 +324,9 @@ class RLConfig(RecipeConfig):
                 "tokens that generators take: lower it, or raise generator.max_seq_len as far as the model allows"
             )
 
-    def data(self, model: str) -> DatasetConfig:
+    def data(self, model: str) -> RowsConfig:
         """The data, whose prompts leave room for a completion. ConfigError: there is none."""
-        return self.dataset if self.multi_turn else with_room(self, "grpo", model)
+        return self.prompts(model) if self.multi_turn else with_room(self, "grpo", model)
 
     def check_reward(self) -> None:
         """As the base; an environment scores by itself."""

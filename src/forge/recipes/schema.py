@@ -289,19 +289,18 @@ class TrainingRecipe(Section):
     def check_reward(self) -> None:
         """ValueError: something that the recipe's reward names does not exist."""
 
-    def bound_lengths(self, config: Any) -> int:
-        """Bound rows by the tokens that a model of this transformers config takes; returns most tokens of a sequence.
-        ConfigError: their length is set to more."""
-        most = longest(config)
-        self.dataset.bound("max_tokens", most, f"dataset.max_tokens exceeds the {most} tokens that the model takes")
-        return min(most, self.training.seq_len)
+    def reach(self, config: Any) -> int:
+        """Most tokens of a sequence that is trained, with a model of this transformers config."""
+        return min(self.training.seq_len, longest(config))
 
     def check_tokenizer(self, model: str) -> None:
         """ValueError: the tokenizer in a model's folder lacks something that the recipe needs."""
 
     def data(self, model: str) -> RowsConfig:
-        """The data, within the lengths that a model allows. ConfigError: they are set to more."""
-        return self.dataset
+        """The data, whose rows are no longer than the model in this folder takes. ConfigError: they are set to more."""
+        from transformers import AutoConfig
+
+        return self.dataset.within("max_tokens", longest(AutoConfig.from_pretrained(model)))
 
     def placement(self, name: str) -> dict[str, Any]:
         """Options of service `name`, see `forge.controller.Options`."""
@@ -387,12 +386,12 @@ class RecipeConfig(TrainingRecipe):
     """Generators, and critic and reference model where there are any, live in the trainer's processes and take turns
     with it on the same devices ([parallelism.md](parallelism.md)). `async.max_policy_age` must be 0."""
 
-    def bound_prompts(self, config: Any) -> int:
-        """As `bound_lengths`, of prompts alone, which leave the generator room for a token."""
-        most = check_length(config, self.generator.max_seq_len)
-        message = f"dataset.max_prompt_tokens leaves no room in the {most} tokens that the generator takes"
-        self.dataset.bound("max_prompt_tokens", most - 1, message)
-        return min(most, self.training.seq_len)
+    def prompts(self, model: str) -> RowsConfig:
+        """The dataset, whose prompts leave room for a token of the model in this folder."""
+        from transformers import AutoConfig
+
+        most = check_length(AutoConfig.from_pretrained(model), self.generator.max_seq_len)
+        return self.dataset.within("max_prompt_tokens", most - 1)
 
     def placement(self, name: str) -> dict[str, Any]:
         """Options of a service; with `colocated` in the trainer's processes."""
