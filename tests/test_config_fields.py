@@ -225,9 +225,9 @@ LENGTHS: list[tuple[Any, list[str], int | str]] = [
     (DPOConfig, [], 64),
     (DPOConfig, ["--dataset.max_tokens", "100"], 64),
     (RewardModelConfig, ["--dataset.max_tokens", "128"], 64),
-    (RLConfig, [], 63),
-    (RLConfig, ["--dataset.max_prompt_tokens", "64"], 63),
-    (RLConfig, ["--generator.max_seq_len", "20"], 19),
+    (RLConfig, [], 56),  # 8 are for the completion
+    (RLConfig, ["--dataset.max_prompt_tokens", "64"], "is more than the 56 tokens that grpo.max_tokens = 8 leaves"),
+    (RLConfig, ["--generator.max_seq_len", "20"], 12),
     (RLConfig, ["--generator.max_seq_len", "65"], "max_seq_len must be 2 to 64 for this model"),
     (RLConfig, ["--grpo.beta", "1", "--grpo.reference", "{short}"], "takes 32 tokens, and sequences may have 64: set"),
     (RLConfig, ["--algorithm", "ppo", "--critic.model", "{short}"], "takes 32 tokens, and sequences may have 64: set"),
@@ -261,7 +261,7 @@ def test_rows_are_no_longer_than_the_model_takes(
     cfg = read_config(schema, Arguments.parse(argv))
     before = to_dict(cfg)
     prepare(cfg, Start())[2].close()
-    rows_config = cfg.rows(str(model))
+    rows_config = cfg.data(str(model))
     assert getattr(rows_config, "max_prompt_tokens" if schema is RLConfig else "max_tokens") == most
     assert to_dict(cfg) == before  # what a resumed run is compared with
 

@@ -30,7 +30,7 @@ class RowsConfig(Section):
     subset: str | None = None
     """The configuration of a hub dataset that has several."""
     streaming: bool = False
-    """Read rows as they are needed; shuffles within blocks of 1000. A row that cannot be trained is left out, logged
+    """Read rows as they are needed; shuffles within blocks of 1000. An unusable row is left out, logged
     and counted in `data/skipped`; in stored data it is an error before the run starts."""
     shuffle: bool = True
     """A new order each epoch, by seed."""
