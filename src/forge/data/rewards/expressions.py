@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
-from .notation import FUNCTIONS, GREEK, PRODUCTS, Token, closing
+from .notation import FUNCTIONS, GREEK, Token, closing
 
 Tree = list[Any]
 
@@ -98,7 +98,8 @@ class Parser:
                     factors[-1] = mixed
                     continue
                 before = self._parts[self._at - 1].kind
-                if self._parts[self._at].kind == "number" and before in ("number", "letter"):
+                exponent = self._parts[self._at - 2].text == "^"  # 2^n 3^n
+                if self._parts[self._at].kind == "number" and before in ("number", "letter") and not exponent:
                     raise Unreadable("two numbers, or a number after a name")
                 factor = self._power()
                 self.computed = self.computed or (is_rational(factors[-1]) and is_rational(factor))
@@ -135,8 +136,6 @@ class Parser:
             return not self._bars
         if token.kind in ("number", "letter"):
             return True
-        if token.kind == "word":
-            return not token.upright and token.text in PRODUCTS
         if token.kind == "command":
             return token.text in _NAMES | _ACCENTS | _COMMANDS or token.text[1:] in FUNCTIONS
         return token.text in _BRACKETS
@@ -149,7 +148,7 @@ class Parser:
                 self._take()
                 if self._peek() == r"\circ":
                     self._take()
-                    tree = ["multiply", tree, ["divide", ["constant", "pi"], ["number", "180"]]]
+                    tree = ["degree", tree]
                 else:
                     tree = ["power", tree, self._exponent()]
             elif mark == "!":
@@ -256,8 +255,6 @@ class Parser:
 
     def _name(self, token: Token) -> Tree:
         text = token.text
-        if token.kind == "word" and not token.upright and text in PRODUCTS:
-            return ["multiply", *(self._constant_or_name(letter) for letter in text)]
         if text in _ACCENTS:
             text += self._spelled(several=text in (r"\angle", r"\triangle"))
         elif token.kind != "letter" and text not in _NAMES and text not in _CONSTANTS:
@@ -280,10 +277,10 @@ class Parser:
         """The text of an index or of what an accent is on: a token, a group, or several letters."""
         if self._peek() == "{":
             end = closing(self._parts, self._at)
-            inner = "".join(part.text for part in self._parts[self._at + 1 : end])
+            inner = "".join(_index(part) for part in self._parts[self._at + 1 : end])
             self._at = end + 1
             return inner if several or len(inner) < 2 else f"{{{inner}}}"
-        text = self._take().text
+        text = _index(self._take())
         while several and self._at < len(self._parts) and self._parts[self._at].kind in ("letter", "word"):
             text += self._take().text
         return text
@@ -302,6 +299,11 @@ def parse(parts: Sequence[Token]) -> tuple[Tree, bool]:
     if layer:
         raise Unreadable("operations nest too deeply")
     return tree, parser.computed
+
+
+def _index(token: Token) -> str:
+    """A token of an index: max is a word there, not a function."""
+    return token.text[1:] if token.text[1:] in FUNCTIONS else token.text
 
 
 def _multiplied(factors: list[Tree]) -> Tree:

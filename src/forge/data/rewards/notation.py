@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 DEEPEST = 40  # brackets
@@ -72,7 +73,12 @@ _SAME = {
     "[": "lbrack",
     "]": "rbrack",
     "%": "%",
-    "": "left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits nolimits hspace",
+    "": "left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits nolimits bf rm it large Large"
+    " therefore checkmark",
+    "(": "langle",
+    ")": "rangle",
+    r"\|": "lVert rVert Vert",
+    ":": "colon",
     " ": "quad qquad",
 }
 _KEPT = {f"\\{command}": kept for kept, commands in _SAME.items() for command in commands.split()}
@@ -93,7 +99,7 @@ _ENDLESS = re.compile(r"(\d*\.\d*?)(\d{1,6}?)\2+(?:\.{3}|\\[lc]?dots(?![A-Za-z])
 _GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d|,\d)(?:\.\d*)?")
 _TOKEN = re.compile(
     r"(?P<space>\s+)"
-    r"|(?P<repeating>\d*\.\d*\\(?:bar|overline)\s*(?:\{\d+\}|\d))"
+    r"|(?P<repeating>\d*\.\d*\\(?:bar|overline|dot)\s*(?:\{\d+\}|\d))"
     r"|(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+(?![\w.]))?)"
     r"|(?P<command>\\(?:[A-Za-z]+|.))"
     r"|(?P<word>\x00[^\x00]*\x00)"
@@ -102,10 +108,11 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 # Units with a prefix that changes their kind.
-PREFIXED = frozenset(f"{prefix}{unit}" for prefix in "nmckMG" for unit in [*"mgsLlNJWVA", "Pa", "Hz"]) - {"Gs"}
-# Runs of two letters that are words; the first may also be a product of variables, as in at + b.
-PRODUCTS = PREFIXED | words("at an am by mi")
-SHORT_WORDS = PRODUCTS | words("or no is of in on to if so it as be we he lb oz ft pm hr yd sq Hz Pa")
+PREFIXED = frozenset(f"{prefix}{unit}" for prefix in "nmckMG" for unit in [*"mgsLlNJWVA", "Pa", "Hz", "eV"]) - {"Gs"}
+# Units of two letters, words after a figure and a space; the second, also without the space.
+UNITS = PREFIXED | words("lb oz ft mi yd hr am pm Hz Pa eV dB Wb in")
+GLUED = words("cm mm km kg ml mL lb lbs oz ft in mph kmh min hrs am pm kHz MHz GHz degrees meters miles hours")
+SHORT_WORDS = words("or no is of in on to if so it as be we he")
 _CLOSED_BY = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
 
 
@@ -180,6 +187,8 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}", text)
     for infix, command in (("over", "frac"), ("choose", "binom")):
         text = re.sub(rf"\{{([^{{}}]*)\\{infix}(?![A-Za-z])([^{{}}]*)\}}", rf"\\{command}{{\1}}{{\2}}", text)
+    text = re.sub(r"\\tag\s*\{[^{}]*\}|\\>", " ", text)
+    text = re.sub(r"\\not\s*=", r"\\neq ", text)
     text = _ENDLESS.sub(r"\1\\bar{\2}", text)
     text = re.sub(r"\\degree(?![A-Za-z])", r"^\\circ ", text)
     return _unwrapped(text).replace("**", "^")
@@ -195,6 +204,7 @@ def _latex(text: str) -> str:
     text = re.sub("[¼-¾⅐-⅞]", lambda part: _vulgar(part[0]), text)
     text = re.sub("[①-⑳]", lambda circled: rf"\textcircled{{{unicodedata.numeric(circled[0]):.0f}}}", text)
     text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text)
+    text = text.replace("或", r" \text{or} ").replace("、", ", ").replace("º", "°")
     text = text.replace("°", r"^\circ ").replace("℃", r"^\circ C").replace("℉", r"^\circ F")
     text = _THOUSANDS.sub(lambda digits: re.sub(r"\D", "", digits[0]), text)
     text = "".join(f"\\{_COMMANDS[character]} " if character in _COMMANDS else character for character in text)
@@ -249,7 +259,8 @@ def _worded(content: str) -> str:
     """Text with its words between NULs."""
 
     def worded(run: re.Match[str]) -> str:
-        return f"\x00{run[0]}\x00" if len(run[0]) == 1 or _is_word(run[0]) else run[0]
+        worthy = len(run[0]) == 1 or is_word(run[0]) or run[0] in UNITS or re.search("[a-z]", run[0]) is not None
+        return f"\x00{run[0]}\x00" if worthy else run[0]
 
     return " " + re.sub(r"(?<![\\\x00A-Za-z])[A-Za-z]+(?![\x00A-Za-z])", worded, content) + " "
 
@@ -280,6 +291,7 @@ def _split(text: str) -> Iterator[Token]:
     """Tokens of text in one notation. In brackets a comma always separates; elsewhere it may group digits."""
     spaced = False
     depth = at = 0
+    last: Token | None = None
     while at < len(text):
         match = (not depth and _GROUPED.match(text, at)) or _TOKEN.match(text, at)
         assert match
@@ -290,25 +302,38 @@ def _split(text: str) -> Iterator[Token]:
             spaced = spaced or bool(piece)
             continue
         if kind == "letters":
-            yield from _letters(piece, spaced)
+            parts = list(
+                _letters(piece, spaced, last, text[at : at + 1] in ("^", "_", "(") or text[at : at + 1].isdigit())
+            )
         elif kind == "word":
-            yield Token(piece.strip("\x00"), "word", spaced, True)
+            parts = [Token(piece.strip("\x00"), "word", spaced, True)]
         elif kind == "repeating":
-            digits, period = re.split(r"\\(?:bar|overline)\s*", piece)
-            yield Token(f"{digits}({period.strip('{}')})", "number", spaced)
+            digits, period = re.split(r"\\(?:bar|overline|dot)\s*", piece)
+            parts = [Token(f"{digits}({period.strip('{}')})", "number", spaced)]
         elif kind == "number":
-            yield Token(piece.replace(",", "").rstrip("."), "number", spaced)
+            parts = [Token(piece.replace(",", "").rstrip("."), "number", spaced)]
         else:
-            yield Token(piece, "command" if re.match(r"\\[A-Za-z]", piece) else "symbol", spaced)
+            parts = [Token(piece, "command" if re.match(r"\\[A-Za-z]", piece) else "symbol", spaced)]
+        yield from parts
+        last = parts[-1]
         depth += (piece in "([") + (piece == r"\{") - (piece in ")]") - (piece == r"\}")
         spaced = False
 
 
-def _letters(run: str, spaced: bool) -> Iterator[Token]:
-    """A run of letters: a function, a word, or one variable after the other."""
+def _letters(run: str, spaced: bool, before: Token | None, glued_after: bool) -> Iterator[Token]:
+    """A run of letters: a function, a word, or one variable after the other.
+
+    Args:
+        before: the token before it.
+        glued_after: whether more mathematics follows without a space.
+    """
+    after_figure = before is not None and before.kind == "number"
+    glued = glued_after or (
+        before is not None and not spaced and before.text not in ("(", "-", "'", ",", "/", "|", '"')
+    )
     if run in FUNCTIONS or run == "pi":
         yield Token(f"\\{run}", "command", spaced)
-    elif _is_word(run):
+    elif (after_figure and (run in GLUED or (spaced and run in UNITS))) or (not glued and is_word(run)):
         yield Token(run, "word", spaced)
     else:
         for letter in run:
@@ -316,12 +341,16 @@ def _letters(run: str, spaced: bool) -> Iterator[Token]:
             spaced = False
 
 
-def _is_word(run: str) -> bool:
-    """Whether a run of letters is a word. One of neighbours in the alphabet, such as abc and zyx, is a product."""
+def is_word(run: str) -> bool:
+    """Whether a run of letters is a word rather than a product of variables: it has a vowel, three different letters,
+    no capital inside, and is not a run of the alphabet with at most single gaps, such as abd and CBA."""
     if len(run) < 3:
         return run in SHORT_WORDS or (run.istitle() and run.lower() in SHORT_WORDS)
-    codes = sorted(map(ord, run))
-    return len(run) > 6 or codes != list(range(codes[0], codes[0] + len(codes)))
+    if not (run.islower() or run.isupper() or run.istitle()) or not re.search("[aeiouyAEIOUY]|[^\x00-\x7f]", run):
+        return False
+    codes = sorted(map(ord, run.lower()))
+    steps = {later - code for code, later in pairwise(codes)}
+    return len(set(codes)) > 2 and not (len(run) < 7 and steps <= {1, 2})
 
 
 def _unbraced(parts: list[Token]) -> list[Token]:

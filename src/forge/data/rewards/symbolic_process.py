@@ -24,7 +24,7 @@ CPU_SECONDS = 0.75  # CPU time rather than wall time: a verdict must not depend 
 MEMORY_BYTES = 2 << 30
 DIGITS = 30
 EXACT = 10.0**-DIGITS
-POINTS = 4
+POINTS = 8
 _ENORMOUS = 10**5  # an exponent, or the argument of a factorial: unequal at once rather than after CPU_SECONDS
 
 
@@ -76,14 +76,22 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "negate": lambda x: -x,
     "multiply": lambda *factors: sympy.Mul(*factors),
     "divide": lambda x, y: x / y,
-    "power": lambda x, y: x**y,
-    "root": lambda x, degree: x ** (1 / degree),
+    "power": lambda x, exponent: _power(x, exponent),
+    "root": lambda x, degree: _power(x, 1 / degree),
+    "degree": lambda x: x * sympy.pi / 180,
     "factorial": lambda x: sympy.factorial(x),
     "binomial": lambda n, k: sympy.binomial(n, k),
     "abs": lambda x: sympy.Abs(x),
     "floor": lambda x: sympy.floor(x),
     "ceil": lambda x: sympy.ceiling(x),
 }
+
+
+def _power(x: Any, exponent: Any) -> Any:
+    """The real power, where there is one: with an odd denominator also that of a negative number."""
+    if exponent.is_Rational and exponent.q > 1 and exponent.q % 2 and not x.has(sympy.I):
+        return sympy.sign(x) ** exponent.p * sympy.Abs(x) ** exponent
+    return x**exponent
 
 
 def _called(name: str, operands: list[Any]) -> Any:
@@ -94,6 +102,8 @@ def _called(name: str, operands: list[Any]) -> Any:
         return sympy.log(operands[1]) / sympy.log(operands[0])
     if name == "det":
         raise _Different
+    if name in ("gcd", "lcm") and not all(operand.is_number for operand in operands):
+        return sympy.Function(name)(*sorted(operands, key=str))
     names = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log", "min": "Min", "max": "Max"}
     return getattr(sympy, names.get(name, name))(*operands)
 
@@ -109,8 +119,10 @@ def _equal(kind: str, answer: list[Any], target: list[Any], tolerance: float) ->
         return False
     if ours.has(sympy.nan, sympy.zoo) or theirs.has(sympy.nan, sympy.zoo):
         return False
-    if kind == "expression" and ours == theirs:
-        return True
+    if kind == "expression" and (ours == theirs or (ours.is_Rational and theirs.is_Rational)):
+        return bool(ours == theirs) or (
+            _has_decimal(answer) != _has_decimal(target) and abs(ours - theirs) <= tolerance
+        )
     exact = _has_decimal(answer) == _has_decimal(target)
     return _agree(kind, ours, theirs, EXACT if exact else max(EXACT, tolerance))
 
@@ -143,10 +155,13 @@ def _agree(kind: str, ours: Any, theirs: Any, margin: float) -> bool:
 
 
 def _coordinate(index: int, point: int) -> Any:
-    """A coordinate of a point: positive and negative ones in turn, of another sign than its neighbour's, so that
-    sqrt(x^2 y^2) is not xy."""
+    """A coordinate of a point: positive, negative, large and small ones in turn, of another sign than its neighbour's,
+    so that sqrt(x^2 y^2) is not xy; whole numbers at the last two, where (-1)^n is real."""
+    if point >= POINTS - 2:
+        return sympy.Integer((2, 3, 5, 4, 7, 6)[(index + point) % 6])
     value = sympy.Rational(7919 * (index + 3) * (point + 2) % 9973, 3001) + sympy.Rational(1, 7)
-    return (value, -value, value / 5, -value / 3)[(index + point) % 4]
+    exact = (value, -value, value * 997 + index, -value / 3, value / 5, -value * 131)[(index + point) % 6]
+    return sympy.Float(exact, DIGITS + 30)  # of a rational number sympy would look for the factors of powers
 
 
 def _serve() -> None:
