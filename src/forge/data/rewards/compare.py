@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
-from .expressions import Tree, arithmetic, is_numeric, literal
+from .expressions import Tree, arithmetic, has_names, is_numeric, literal
 from .notation import LONGEST, Token, same_text, spelling, tokens, words
 from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, ordered, read, same_spelling, value_of
 from .symbolic import equivalent
@@ -15,7 +15,8 @@ from .units import agree
 _MOST_ITEMS = 64  # of an unordered structure: each is compared with each
 _APPROXIMATE = Fraction(1, 100)  # how far the sides of "≈" may lie apart
 _CALCULUS = frozenset([r"\sum", r"\prod", r"\int", r"\lim"])
-# Words that make a letter a part of a sentence rather than the label of what follows.
+
+_SYMMETRIC = frozenset(["=", r"\neq", r"\perp", r"\parallel", r"\sim", r"\equiv", r"\approx"])
 _CONTINUED = words("and or nor not but is isn minus plus times divided squared cubed maybe perhaps wrong incorrect")
 _PERCENT = (("percent", 1),)
 
@@ -42,6 +43,8 @@ def equal(answer: str, target: str, tolerance: float) -> bool | None:
     be that of the target, if both have one. Expressions without a decimal point must be equal exactly. No text makes it
     raise.
     """
+    if not tokens(answer) or not tokens(target):
+        return False
     if same_text(answer, target):
         return True
     if max(len(answer), len(target)) > LONGEST:
@@ -93,11 +96,31 @@ def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
     calculus = _calculus(answer), _calculus(target)
     if None not in calculus and "text" in (answer.kind, target.kind):
         return _number(target) is None and equivalent("expression", *calculus, tolerance)  # type: ignore[arg-type]
-    if {answer.kind, target.kind} <= {"list", "set"} or answer.kind == target.kind == "union":
-        return _same_members(answer.items, target.items, tolerance)
+    if _is_assignment(answer) and not _is_assignment(target):
+        ordered_values = [item.items[1] for item in answer.items]
+        is_listed = target.kind == "list" or target.ends == ("(", ")")
+        return is_listed and _all_same(ordered_values, target.items, tolerance)
+    if {answer.kind, target.kind} <= {"list", "set"} or (answer.kind == target.kind == "union"):
+        joined = {"or", *answer.ends} == {"or", *target.ends} or not _has_order(answer, target)
+        return joined and _same_members(answer.items, target.items, tolerance)
     if answer.kind != target.kind or answer.kind == "text" or answer.ends != target.ends:
         return False
     return _all_same(answer.items, target.items, tolerance)
+
+
+def _is_assignment(value: Value) -> bool:
+    """Whether it gives values to several names: x = 1, y = 2."""
+    if value.kind != "list" or not all(item.kind == "relation" and item.ends == ("=",) for item in value.items):
+        return False
+    names = [spelling(item.items[0].parts) for item in value.items]
+    return len(set(names)) == len(names) > 1 and all(is_name(item.items[0]) for item in value.items)
+
+
+def _has_order(*values: Value) -> bool:
+    """Whether any member is an inequality, of which "or" and "and" are two things; also unions and intersections."""
+    return any(
+        item.kind == "relation" and set(item.ends) & ORDER.keys() for value in values for item in value.items
+    ) or (values[0].kind == "union")
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
@@ -157,7 +180,7 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
     verdict = _all_same(answer.items, target.items, tolerance)
     if verdict is not False or len(target.items) != 2:
         return verdict
-    if target.ends[0] in ("=", r"\neq") and _all_same(answer.items[::-1], target.items, tolerance):
+    if target.ends[0] in _SYMMETRIC and _all_same(answer.items[::-1], target.items, tolerance):
         return True
     kind = {"=": "equation", "<": "inequality", r"\leq": "inequality"}.get(target.ends[0])
     trees = [side.tree for side in (*answer.items, *target.items)]
@@ -217,7 +240,8 @@ def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | N
     assert target.tree is not None
     left, right = _number(answer), _number(target)
     # A calculation is not its result, and letters are variables.
-    if right is not None and (answer.computed or not is_numeric(answer.tree)):
+    is_value = is_numeric(answer.tree) or (target.tree[0] == "decimal" and not has_names(answer.tree))
+    if right is not None and (answer.computed or not is_value):
         return False
     if left is not None and right is not None:
         return _same_number(*left, *right, Fraction(str(tolerance)))

@@ -330,6 +330,13 @@ def is_numeric(tree: Tree) -> bool:
     return all(is_numeric(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
+def has_names(tree: Tree) -> bool:
+    """Whether it has variables, or the imaginary unit."""
+    if tree[0] in ("name", "apply") or tree == ["constant", "i"]:
+        return True
+    return any(has_names(argument) for argument in tree[1:] if isinstance(argument, list))
+
+
 def is_rational(tree: Tree) -> bool:
     """Whether it is a number, a fraction of numbers, or either with a sign."""
     if tree[0] in ("negate", "divide"):

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .expressions import Tree, Unreadable, literal, parse
-from .notation import FUNCTIONS, Token, closing, spelling, tokens
+from .notation import Token, closing, spelling, tokens, words
 from .units import Unit, with_unit
 
 EQUALITIES = frozenset(["=", r"\approx"])
@@ -17,10 +17,12 @@ _RELATIONS = frozenset(
     [*EQUALITIES, *ORDER, r"\neq", r"\in", r"\notin", r"\subset", r"\subseteq", r"\supset", r"\supseteq"]
 )
 _RELATIONS |= frozenset([r"\equiv", r"\sim", r"\perp", r"\parallel", r"\to", r"\Rightarrow"])
-_NO_NAME = frozenset(["+", "-", "*", "/", r"\div", "^", "|", r"\frac", r"\sqrt", r"\pm", "!", "%", ",", *_RELATIONS])
-_NO_NAME |= frozenset(f"\\{name}" for name in FUNCTIONS)
-_NEGATIONS = frozenset(["not", "no", "never", "isn", "neither"])
-_HEDGES = frozenset(["about", "approximately", "exactly", "only", "around", "roughly"])
+# Words that make of a name another value, or take it back.
+_CHANGES = words(
+    "not no never isn neither half twice double triple third quarter square squared cube cubed reciprocal inverse sum"
+    " product difference quotient times negative opposite root minus plus ratio twofold"
+)
+_HEDGES = words("about approximately exactly only around roughly therefore thus indeed simply just then")
 _NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _INFINITY = Token(r"\infty", "command")
@@ -126,7 +128,8 @@ def _union(parts: tuple[Token, ...]) -> Value | None:
         pieces, separators = split(parts, (sign,))
         if separators:
             items = tuple(map(value_of, pieces))
-            return Value("union" if sign == r"\cup" else "tuple", parts, items, () if sign == r"\cup" else (sign,))
+            ordered_sign = sign == r"\setminus"
+            return Value("tuple" if ordered_sign else "union", parts, items, (sign,))
     return None
 
 
@@ -233,20 +236,30 @@ def _expression(parts: tuple[Token, ...]) -> Value:
 
 
 def is_name(value: Value) -> bool:
-    """Whether an equation with this side gives its value: x, f(2), P(A), but not 2x."""
-    parts = value.parts
-    inverse = [token.text for token in parts[1:6]] == ["^", "{", "-", "1", "}"]
-    if inverse and (parts[0].text.isupper() or (parts[6:7] and parts[6].text == "(")):  # of a function or a matrix
-        return True
-    depth = 0
-    for token in parts:
-        depth -= token.text in (")", "}", "]")
-        if depth <= 0 and (token.text in _NO_NAME or (token.kind == "number" and token is parts[0])):
-            return False
-        depth += token.text in ("(", "{", "[")
-    if any(token.kind == "word" and token.text.lower() in _NEGATIONS for token in parts):
+    """Whether an equation with this side gives its value: x, a_n, f(2), P(A), AB, |AB|, (x, y), "the area"; but not 2x,
+    xy, x(x + 1), or "half of x"."""
+    texts = [token.text for token in value.parts]
+    if any(token.kind == "word" and token.text.lower() in _CHANGES for token in value.parts):
         return False
-    return any(token.kind in ("letter", "word") or token.kind == "command" for token in parts)
+    if len(texts) > 2 and texts[0] == "|" == texts[-1] and "".join(texts[1:-1]).isupper():
+        return True
+    if value.kind == "tuple" and value.ends in (("(", ")"), (r"\cap",)):
+        return all(map(is_name, value.items))
+    if value.kind == "union":
+        return all(map(is_name, value.items))
+    words_only = [token for token in value.parts if token.kind != "word"]
+    if len(words_only) < len(texts):  # a description, perhaps with the letter that it is of
+        return len(words_only) <= 4 and all(token.kind == "letter" or token.text in "()'-" for token in words_only)
+    tree = value.tree
+    if tree is None or value.computed:
+        return False
+    if tree[0] == "apply" or (tree[0] == "multiply" and "".join(texts).isalpha() and "".join(texts).isupper()):
+        return True
+    inverse = texts[1:6] == ["^", "{", "-", "1", "}"]  # of a function or a matrix
+    if inverse and (texts[0].isupper() or texts[6:7] == ["("]):
+        return True
+    called = re.fullmatch(r"([A-Z]\w*)\((.*)\)", "".join(texts))  # E(X), Var(X), S(n)
+    return tree[0] == "name" or (called is not None and called[1] not in called[2])
 
 
 def as_interval(value: Value) -> Value | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .notation import CURRENCIES, PREFIXED, Token, words
+from .notation import CURRENCIES, FUNCTIONS, PREFIXED, Token, words
 
 Unit = tuple[tuple[str, int], ...]  # names with their powers, sorted
 
@@ -42,7 +42,15 @@ _SPELLINGS = {
     "watt": "W",
     "volt": "V",
     "ampere": "A amp",
-    "ohm": "",
+    "ohm": "\\Omega",
+    "kohm": "k\\Omega",
+    "micrometer": "micron",
+    "angstrom": "\u00c5",
+    "tesla": "T",
+    "weber": "Wb",
+    "farad": "",
+    "decibel": "dB",
+    "electronvolt": "eV",
     "pascal": "Pa",
     "hertz": "Hz",
     "mole": "mol",
@@ -54,6 +62,7 @@ _SPELLINGS = {
     "dollar": "USD usd buck",
     "cent": "¢",
     "euro": "EUR",
+    "yuan": "\u5143 CNY RMB",
     "percent": "",
     "unit": "",
 }
@@ -64,21 +73,26 @@ _NAMES |= {
 }
 _NAMES |= {"lbs": "pound", "hrs": "hour", "yrs": "year", "secs": "second", "mins": "minute", "feets": "foot"}
 _COMPOUND = {"mph": (("hour", -1), ("mile", 1)), "kmh": (("hour", -1), ("km", 1)), "kph": (("hour", -1), ("km", 1))}
-# Units of one letter that need no text command after a figure and a space. The others, such as C and A, name points.
-_LONE = frozenset("m s g h L N J W V")
+# Units of one letter that need no text command after a figure and a space. The others, such as C, name points.
+_LONE = frozenset("m s g h L N J W V K A T")
 _MONEY = frozenset([*CURRENCIES.values(), "cent"])
-# Words that are no units: what follows changes the number, takes it back or gives another.
+# Words that are no units: what follows changes the number, takes it back, or gives another.
+_NUMERALS = (
+    r"zero|one|two|three|(?:four|six|seven|eight|nine)(?:teen|ty)?|five|ten|eleven|twelve|thirteen|fifteen|eighteen"
+    r"|eighty|twenty|thirty|forty|fifty|half|halves|quarter|dozen|score|gross|hundred|thousand|[mb]illion|trillion"
+    r"|quadrillion|lakh|crore|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|ten)"
+)
 _NOT_UNITS = re.compile(
-    r"and|n?or|but|to|pi|sqrt|sin|cos|tan|log|ln|exp|mod|frac|plus|minus|divided|multiplied|root|half|third"
-    r"|quarter|zero|one|two|three|(?:four|six|seven|eight|nine)(?:teen|ty)?|five|ten|eleven|twelve|thirteen|fifteen"
-    r"|eighteen|eighty|twenty|thirty|forty|fifty|twice|double|triple|dozen|hundred|thousand|[mb]illion|trillion|not?|never"
-    r"|wrong|incorrect|false|untrue|maybe|perhaps|possibly|probably|guess|unless|except|than|base|if"
+    rf"(?:{_NUMERALS})s?|infinity|infinite|alpha|beta|gamma|theta|lambda|omega|factorial|negative|positive|inverse"
+    r"|reciprocal|prime|repeating|recurring|and|n?or|but|to|pi|sqrt|sin|cos|tan|log|ln|exp|mod|frac|plus|minus|divided"
+    r"|multiplied|squared|cubed|root|twice|double|triple|not?|never|wrong|incorrect|false|untrue|impossible|invalid"
+    r"|excluded|rejected|extraneous|fails?|maybe|perhaps|possibly|probably|guess|unless|except|than|base|if"
 )
 _MOST_TOKENS = 12
 _MOST_WORDS = 6
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _AFTER_POWERS = {"squared": 2, "cubed": 3}
-_FILLERS = words("of in the a an per left over more long away old ago total altogether only is are")
+_FILLERS = words("of in the a an per long old total altogether only are")
 
 
 def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
@@ -92,71 +106,86 @@ def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
     for start in range(max(1, len(core) - _MOST_TOKENS), len(core)):
         unit = _read(core[start:]) if _begins(core, start) else None
         if unit is not None:
-            return core[:start], money or unit
+            return core[:start], tuple(sorted({*money, *unit}))
     return core, money
 
 
 def agree(unit: Unit, target: Unit) -> bool:
-    """Whether a unit is of the kind that the target has; a missing one is of any. Of free words one must be common."""
+    """Whether a unit is of the kind that the target has; a missing one is of any. Of free words those of one must be
+    among those of the other: 4 apples are 4 red apples, and 5 steps left are not 5 steps right."""
     if not unit or not target or unit == target:
         return True
     if {name for name, _ in (*unit, *target)} <= _NAMES.keys() | set(_NAMES.values()):
         degrees = {(("degree", 1),), (("celsius", 1), ("degree", 1)), (("degree", 1), ("fahrenheit", 1))}
         return {unit, target} <= degrees and (("degree", 1),) in (unit, target)
-    return any(part in target for part in unit if part[0] not in _NAMES)
+    return set(unit) <= set(target) or set(target) <= set(unit)
 
 
 def _begins(parts: Sequence[Token], start: int) -> bool:
     """Whether a unit can begin at this token."""
     token, before = parts[start], parts[start - 1]
+    following = [part.text for part in parts[start + 1 : start + 3]]
     if token.text == "^":
-        return start + 1 < len(parts) and parts[start + 1].text == r"\circ"
+        # Of a function the degrees are a part of its argument: sin 30 degrees.
+        return following[:1] == [r"\circ"] and not any(part.text[1:] in FUNCTIONS for part in parts[:start])
+    after_value = before.kind == "number" or before.text in (")", "}")
     if token.kind == "letter":
-        return token.spaced and token.text in _LONE and (before.kind == "number" or before.text in (")", "}"))
-    return token.kind == "word" or token.text == "%"
+        per = following[:1] == ["/"] and following[1:2] and following[1] in _LONE  # 10m/s
+        foreign = not token.text.isascii() and token.text in _NAMES
+        prefixed = token.text == "k" and following == [r"\Omega"]
+        return foreign or (after_value and ((token.spaced and token.text in _LONE) or bool(per) or prefixed))
+    return token.kind == "word" or token.text == "%" or (after_value and token.text in (r"\Omega", r"\mu"))
 
 
 def _read(parts: Sequence[Token]) -> Unit | None:
     """The unit that tokens spell; None: they spell none."""
     powers: dict[str, int] = {}
-    sign, coming, last = 1, 1, ""
-    words = 0
+    sign, coming, last, prefix = 1, 1, "", ""
+    spelled = 0
     index = 0
     while index < len(parts):
         token = parts[index]
-        text = token.text
+        text, lower = token.text, token.text.lower()
         following = parts[index + 1].text if index + 1 < len(parts) else ""
-        lower = text.lower()
-        if token.kind == "letter" and (
-            (text not in _NAMES and lower not in _FILLERS)
-            or (index and not token.spaced and parts[index - 1].kind == "letter")
-        ):
-            return None
-        if token.kind in ("word", "letter"):
-            words += 1
-            if _NOT_UNITS.fullmatch(lower):
+        is_letter = token.kind == "letter" and not (index and parts[index - 1].kind == "letter" and not prefix)
+        if text == r"\mu" or (text == "k" and following == r"\Omega"):
+            prefix = {"k": "k", r"\mu": "micro"}[text]
+        elif text == r"\Omega" or (token.kind == "word" and token.text.isalpha()) or (is_letter and text in _NAMES):
+            spelled += 1
+            if _NOT_UNITS.fullmatch(lower) or (len(text) == 1 and text.isascii() and text not in _NAMES):
                 return None
             if text in _COMPOUND:
                 powers |= dict(_COMPOUND[text])
             elif lower in _POWERS and following:
                 coming = _POWERS[lower]
-            elif lower in _AFTER_POWERS:
-                if not last:
-                    return None
+            elif lower in _AFTER_POWERS and last:
                 powers[last] *= _AFTER_POWERS[lower]
             elif lower == "per" and last:
                 sign = -1
-            elif lower not in _FILLERS or (text == "in" and not following.isalpha()):
-                last = _NAMES.get(text) or _NAMES.get(lower if len(text) > 2 else text) or _singular(text)
+            elif text not in _FILLERS or (text == "in" and not following.isalpha()):
+                last = prefix + (_NAMES.get(text) or _NAMES.get(lower if len(text) > 2 else text) or _singular(text))
                 powers[last] = powers.get(last, 0) + sign * coming
-                coming = 1
+                coming, prefix = 1, ""
+        elif text in _FILLERS and token.kind == "letter":
+            spelled += 1
         elif text == "^" and following == r"\circ":
             last = "degree"
             powers[last] = 1
             index += 1
-        elif text == "^" and last and re.fullmatch(r"-?\d", following):
+        elif text == "^" and last and re.fullmatch(r"\d", following):
             powers[last] *= int(following)
             index += 1
+        elif (
+            text == "^"
+            and last
+            and [part.text for part in parts[index + 1 : index + 5]]
+            in (
+                ["{", "-", "1", "}"],
+                ["{", "-", "2", "}"],
+            )
+        ):
+            powers[last] *= -int(parts[index + 3].text)
+            index += 4
         elif text == "/" and last:
             sign = -1
         elif text == "%" and not last:
@@ -164,16 +193,16 @@ def _read(parts: Sequence[Token]) -> Unit | None:
             powers[last] = 1
         elif text == "(" and following == "s":  # apple(s)
             index += 2
-        elif text not in ("-", "(", ")", "{", "}") or not last:
+        elif text not in ("-", "*", "(", ")", "{", "}") or not last:
             return None
         index += 1
-    if words > _MOST_WORDS or coming != 1 or (not powers and not words):
+    if spelled > _MOST_WORDS or coming != 1 or prefix or (not powers and not spelled):
         return None
     return tuple(sorted((name, power) for name, power in powers.items() if power))
 
 
 def _singular(word: str) -> str:
     """A free word without its plural; short ones keep their case, in which prefixes differ."""
-    if len(word) < 3:
+    if len(word) < 5 and not word.islower():
         return word
     return word.lower().removesuffix("s") if len(word) > 3 and not word.endswith("ss") else word.lower()
