@@ -225,7 +225,7 @@ def _value(text: str, hint: Any) -> Any:
         return text
     try:
         value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError is of a date that does not exist
         return text
     if object in kinds:
         return text if isinstance(value, dict) and value and ":" not in text else value
@@ -251,18 +251,64 @@ def _kinds(hint: Any) -> set[type]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: give the configuration file")
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        files = {file.stem: file for file in [*path.parent.glob("*.yml"), *path.parent.glob("*.yaml")]}
+        near = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.7)  # see `nearest`
+        hint = f"; did you mean {files[near[0]]}?" if near else ""
         raise ConfigError(f"configuration file {path} does not exist{hint}")
-    try:
-        values = yaml.load(read_text(path), Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    values = read_yaml(path)
     warn_of_code(path, values)
     return values or {}
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file. ConfigError: it has another encoding or is malformed; names the line."""
+    try:
+        text = read_text(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        fault = f"line {line}: the character U+{error.character:04X} is not allowed"
+    except yaml.MarkedYAMLError as error:
+        fault = _fault(error)
+    except RecursionError:
+        fault = "it is nested too deeply"
+    except ValueError as error:  # of a date that does not exist
+        fault = str(error)
+    raise ConfigError(f"{path} is not valid YAML: {fault}")
+
+
+# Of malformed YAML, by what PyYAML says about it.
+REMEDIES = {
+    "quoted scalar": "close the quote",
+    "flow (sequence|mapping)": "close the bracket, and separate its items with commas",
+    "alias|anchor": "quote text that begins with * or &",
+    "constructor for the tag": "quote text that begins with !",
+    "mapping values|block|simple key": "give the keys of a section the same indentation, and quote text that has ': '",
+}
+
+
+def _fault(error: yaml.MarkedYAMLError) -> str:
+    """What a parser found where, and what to do."""
+    mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or "malformed"
+    if mark is None:
+        return problem
+    rest = mark.buffer[mark.pointer :] if mark.buffer else ""
+    if rest.startswith("\t"):
+        problem = "a tab: indent with spaces"
+    elif "cannot start any token" in problem:
+        problem = f"quote text that begins with {rest[:1]}"
+    else:
+        if error.context_mark is not None and error.context_mark.line < mark.line:
+            problem += f" ({error.context}, from line {error.context_mark.line + 1})"
+        text = f"{error.context} {problem}"
+        problem += next((f": {remedy}" for fault, remedy in REMEDIES.items() if re.search(fault, text)), "")
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 class _Loader(yaml.SafeLoader):
@@ -348,10 +394,12 @@ def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
             where, hint = _join(where, item), keys[item].annotation
         elif section is not None and kind in unknown:
             name = value if kind == "invalid_key" else item
+            if not where and (places := _places(section, name)):
+                return f"unknown key {item!r}; did you mean {' or '.join(map(repr, places))}?"
             return f"unknown key {_join(where, item)!r}{nearest(name, keys_of(section))}"
         # All else names a member of a union.
     if kind == "missing":
-        return f"{where!r} must be set"
+        return f"{where!r} must be set{_form(where, hint)}"
     if kind == "value_error":
         text = str(error["ctx"]["error"])
         return text if text.startswith(where) else f"{where}: {text}"
@@ -368,7 +416,26 @@ def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
         known = choices_in(hint)
         near = nearest(value, known).partition("; known here")[0]  # they are named already
         return f"{where} must be one of {', '.join(map(str, known))}; got {value!r}{near}"
-    return f"{where or 'the configuration'} must be {wanted}, got {value!r:.80}"
+    form = _form(where, hint, value) if kind == "model_type" else ""
+    return f"{where or 'the configuration'} must be {wanted}, got {value!r:.80}{form}"
+
+
+def _places(section: type[Section], name: str) -> list[str]:
+    """The dotted names of a key in the sections of a configuration, those of services aside, which all have the
+    same."""
+    inner = {key: section_in(field.annotation) for key, field in keys_of(section).items() if key != "services"}
+    return [f"{key}.{name}" for key, part in inner.items() if part is not None and name in keys_of(part)]
+
+
+def _form(where: str, hint: Any, value: object = None) -> str:
+    """How a section is written, for errors: with the keys that it needs, or the first that it has."""
+    section = section_in(hint)
+    if section is None or not where or typing.get_origin(hint) is list:
+        return ""
+    keys = keys_of(section)
+    key = next((key for key, field in keys.items() if field.is_required()), next(iter(keys)))
+    text = value if isinstance(value, str) and str in _kinds(keys[key].annotation) else "..."
+    return f": write {where}: {{{key}: {text}}}, or --{where}.{key} {text} on the command line"
 
 
 def _join(where: str, name: str) -> str:

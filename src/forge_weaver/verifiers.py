@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from forge.config import build, to_dict
+from forge.config import build, read_yaml, to_dict
 from forge.observability import Reduce, record_metric
 from forge.plugin import warn_of_code
 from forge.verifiers.panel import Panel
@@ -49,11 +49,8 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     file = Path(folder) / VERIFIERS
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is no ensemble: it has no {VERIFIERS}")
-    try:
-        values = yaml.safe_load(file.read_text()) or {}
-        warn_of_code(file, values)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    values = read_yaml(file) or {}
+    warn_of_code(file, values)
     if isinstance(values, dict):  # migrate keys of earlier versions
         plugins = [{"use": "forge_weaver:Distilled", **one} for one in values.pop("distilled", None) or ()]
         if (code := values.pop("code", None)) is not None:

@@ -135,7 +135,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         closing.callback(record.close)
         closing.enter_context(forked_processes())
         log_to(internal := record.folder / "monarch.log")
-        log.info("Monarch's log is %s, whatever Monarch prints", internal)
+        log.info("Monarch's log is %s", internal)
         closing.callback(log_to, None)
         use(store := VersionStore.create())
         closing.callback(store.close)
@@ -201,6 +201,8 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     if cfg.checkpoint.push_to_hub is not None:
         check_upload(cfg.checkpoint.push_to_hub)
     check_hosts(cfg)
+    if hasattr(cfg, "serve") and (listening := cfg.serve.listening()) is not None:
+        listening.close()  # the generator listens there once it has started
     for name in filter(None, (cfg.model, *cfg.others().values())):
         check_family(name)
     others = [resolve_model(name) for name in cfg.others().values()]
@@ -361,7 +363,7 @@ def check_gpus(cfg: Any) -> None:
     colocated = "set colocated to true, " if len(needed) > 1 and "colocated" in type(cfg).model_fields else ""
     raise ValueError(
         f"{total} GPUs are needed ({each}) and this machine has {there}{limit}: lower procs or num_replicas, "
-        f"{colocated}or set with_gpus to false"
+        f"{colocated}or set with_gpus to false ({' '.join(f'--services.{name}.with_gpus false' for name in needed)})"
     )
 
 
