@@ -12,12 +12,15 @@ from types import SimpleNamespace
 import pytest
 
 from forge.actors import Trainer
+from forge.cli import main
 from forge.config import ConfigError, load, read_yaml
 from forge.controller import ForgeActor, endpoint, watchdog
 from forge.controller.options import Options
+from forge.observability import Run
 from forge.observability.lock import RunLock
+from forge.observability.metrics import Snapshot
 from forge.plugin import nearest
-from forge.recipes.launch import check_gpus
+from forge.recipes.launch import check_gpus, launch
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import ServeConfig
 from forge.web import bind
@@ -226,6 +229,29 @@ def test_missing_gpus_name_the_flags_to_do_without(overrides, flags):
 def test_an_action_of_another_schema_names_the_fields(action, fields):
     with pytest.raises(ValueError, match=rf"^an action has no field {fields}: its fields are text, "):
         action_from_json(action)
+
+
+@pytest.mark.parametrize("start", [lambda: main(["runs"]), lambda: launch(None, RLConfig, ["--config", TINY])])
+def test_an_interruption_without_a_handler_ends_quietly(monkeypatch, start):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("forge.cli.runs.list_runs", interrupt)
+    monkeypatch.setattr("forge.recipes.launch.execute", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        start()
+    assert ended.value.code == 130
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_only_a_report_that_exists_is_named(tmp_path, caplog, steps):
+    record = Run("one", {}, steps=2, root=str(tmp_path))
+    for step in range(steps):
+        record.log(step, Snapshot())
+    with caplog.at_level(logging.INFO):
+        record.close()
+    report = tmp_path / "one/report.html"
+    assert report.exists() == (str(report) in caplog.text) == bool(steps)
 
 
 class Lazy(ForgeActor):

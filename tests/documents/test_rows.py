@@ -112,7 +112,9 @@ def test_a_component_has_the_host_that_is_named(component, monkeypatch):
     cfg = read("tiny.yaml", *CPU, *hosts, f"--services.{component}.host", "node2:7070")
     assert cfg.placement(component)["host"] == "node2:7070"
     other = read("tiny.yaml", *CPU, *hosts, f"--services.{component}.host", "node3:7070")
-    with pytest.raises(ValueError, match=rf"services.{component}.host is node3:7070, which is none of the hosts: node1"):
+    with pytest.raises(
+        ValueError, match=rf"services.{component}.host is node3:7070, which is none of the hosts: node1"
+    ):
         check_hosts(other)
 
 

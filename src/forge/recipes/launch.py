@@ -67,6 +67,8 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     except Preempted as preempted:
         log.warning("%s", preempted)
         raise SystemExit(REQUEUE) from preempted
+    except KeyboardInterrupt:  # before the run has handlers, or once more while it is being closed
+        raise SystemExit(128 + signal.SIGINT) from None
     except (ConfigError, BadInput, ForgeError) as error:
         raise SystemExit(f"error: {error}") from error
     except BrokenPipeError as error:
