@@ -1,10 +1,9 @@
-"""docs/compatibility.md: the page is that of its rows, each names its tests, and rows without a block in the documents."""
+"""docs/compatibility.md is that of its rows, each of which names its tests; and tests of rows that no block shows."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 import subprocess
 from functools import cache
@@ -79,7 +78,7 @@ def test_the_gpus_of_the_recipe():
 @pytest.mark.parametrize("page", ["path: openai/gsm8k\nsplit: train\n", "n_samples: 8\nbeta: 0.1\n"])
 def test_a_page_that_lost_its_indentation(tmp_path, page):
     (tmp_path / "flat.yaml").write_text(f"model: m\n{page}")
-    with pytest.raises(ConfigError, match="^unknown key '(path|n_samples)'"):
+    with pytest.raises(ConfigError, match=r"^unknown key '(path|n_samples)'"):
         load(RLConfig, ["--config", str(tmp_path / "flat.yaml")])
 
 
@@ -88,7 +87,7 @@ def test_sapo_on_the_printed_configuration(tmp_path, algorithm):
     path = tmp_path / "grpo_math.yaml"
     path.write_text("model: m\ndataset: {path: rows.jsonl}\ngrpo: {clip_low: 0.2, clip_high: 0.28}\n")
     words = ["--config", str(path), "--algorithm", algorithm]
-    with pytest.raises(ConfigError, match="no setting 'clip_low': it is one of .*set grpo.clip_low to null"):
+    with pytest.raises(ConfigError, match=r"no setting 'clip_low': it is one of .*set grpo.clip_low to null"):
         load(RLConfig, words)
     load(RLConfig, [*words, "--grpo.clip_low", "null", "--grpo.clip_high", "null"]).load_algorithm()
 
@@ -98,9 +97,9 @@ def test_processes_of_references_and_rewards():
     for procs in (1, 2, 4):
         cfg = read("tiny.yaml", *CPU, *ranks, "--services.ref_model.procs", str(procs))
         assert cfg.services.ref_model.procs == procs
-    with pytest.raises(ConfigError, match="2 \\* 1 does not divide services.ref_model.procs = 3"):
+    with pytest.raises(ConfigError, match=r"2 \* 1 does not divide services.ref_model.procs = 3"):
         read("tiny.yaml", *CPU, *ranks, "--services.ref_model.procs", "3")
-    with pytest.raises(ConfigError, match="services.reward.procs must be 1: scale it with num_replicas"):
+    with pytest.raises(ConfigError, match=r"services.reward.procs must be 1: scale it with num_replicas"):
         read("tiny.yaml", *CPU, "--reward.procs", "2")
     assert read("tiny.yaml", *CPU, "--reward.num_replicas", "4").services.reward.num_replicas == 4
 
