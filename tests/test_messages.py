@@ -51,6 +51,18 @@ def error_of(*overrides: str, config: str = TINY) -> str:
         ("model: *x\n", "line 1", "quote text that begins with * or &"),
         ("dataset: {path: *.jsonl}\n", "line 1", "quote text that begins with * or &"),
         ("model: !x y\n", "line 1", "quote text that begins with !"),
+        ("model: *\n", "line 1, column 9", "quote text that begins with * or &"),
+        ('model: "C:\\data"\n', "line 1, column 12", r"write \\ for \, or single quotes"),
+        ("model: 'it's'\n", "line 1, column 12", "write a quote within it twice"),
+        ("model: - a\n", "line 1, column 8", "quote text that begins with -, ?, > or |"),
+        ("model: > a\n", "line 1, column 10", "quote text that begins with -, ?, > or |"),
+        (
+            "training: {steps: 3}\nseed: 1\ntraining: {batch_size: 2}\n",
+            "line 3, column 1",
+            "'training' is also in line 1",
+        ),
+        ("training:\n  steps: 3\n  steps: 4\n", "line 3, column 3", "'steps' is also in line 2: leave out one"),
+        ("training: {steps: 3, steps: 4}\n", "line 1, column 22", "'steps' is also in line 1"),
         ("model: a: b\n", "line 1", "quote text that has ': '"),
         ("training:\n  steps: 3\n batch_size: 4\n", "line 3, column 2", "the same indentation"),
         ("seed: 3\n  x: 4\n", "line 2", "the same indentation"),
@@ -74,6 +86,12 @@ def test_malformed_yaml(tmp_path, content, place, remedy):
     assert "  " not in text
     with pytest.raises(ConfigError, match=re.escape(text)):
         read_yaml(path)
+
+
+def test_sections_with_common_keys_may_differ_in_one(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\nc: [{x: 1}, {x: 2}]\n")
+    assert read_yaml(path)["b"] == {"x": 3, "y": 2}
 
 
 @pytest.mark.parametrize(

@@ -283,8 +283,12 @@ def read_yaml(path: Path) -> Any:
     raise ConfigError(f"{path} is not valid YAML: {fault}")
 
 
-# Of malformed YAML, by what PyYAML says about it.
+# Of malformed YAML, by what PyYAML says about it; the first that fits.
 REMEDIES = {
+    "is also in line": "leave out one",
+    "escape character": r"write \\ for \, or single quotes in place of double ones",
+    "found '<scalar>'": "quote the whole text, and write a quote within it twice",
+    "entries are not|keys are not|line break": "quote text that begins with -, ?, > or |",
     "quoted scalar": "close the quote",
     "flow (sequence|mapping)": "close the bracket, and separate its items with commas",
     "alias|anchor": "quote text that begins with * or &",
@@ -312,7 +316,21 @@ def _fault(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-6 as a number, which YAML 1.1 takes for text."""
+    """Reads 1e-6 as a number, which YAML 1.1 takes for text. A key that is there twice is an error: PyYAML keeps the
+    last of them alone."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        marks: dict[str, yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in marks:
+                first = marks[key.value].line + 1
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value!r} is also in line {first}", problem_mark=key.start_mark
+                )
+            marks[key.value] = key.start_mark
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
