@@ -13,7 +13,7 @@ import pytest
 
 from forge.actors import Trainer
 from forge.cli import main
-from forge.config import ConfigError, load, read_yaml
+from forge.config import ConfigError, load
 from forge.controller import ForgeActor, endpoint, watchdog
 from forge.controller.options import Options
 from forge.observability import Run
@@ -24,6 +24,7 @@ from forge.recipes.launch import check_gpus, launch
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import ServeConfig
 from forge.web import bind
+from forge.yaml_files import read_yaml
 from forge_envs.openenv.wire import action_from_json
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +86,7 @@ def test_malformed_yaml(tmp_path, content, place, remedy):
     assert "unicode string" not in text
     assert "^" not in text
     assert "  " not in text
-    with pytest.raises(ConfigError, match=re.escape(text)):
+    with pytest.raises(ValueError, match=re.escape(text)):
         read_yaml(path)
 
 

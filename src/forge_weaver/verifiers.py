@@ -12,13 +12,14 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from forge.config import build, read_yaml, to_dict
+from forge.config import build, to_dict
 from forge.observability import Reduce, record_metric
 from forge.plugin import warn_of_code
 from forge.verifiers.panel import Panel
 from forge.verifiers.reward import report_missing
 from forge.verifiers.spec import VerifiersConfig
 from forge.verifiers.verifier import Scores
+from forge.yaml_files import read_yaml
 
 from .aggregator import AGGREGATOR, Aggregator, load, restored
 from .binned import Online

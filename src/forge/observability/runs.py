@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..config import flat, read_yaml
+from ..config import flat
+from ..yaml_files import read_yaml
 from .run import CONFIG, ENDED, FINISHED, MARK
 
 SERVED = "serve.json"  # of a run that is served: {"url": ...}
