@@ -14,8 +14,9 @@ import pytest
 from forge.actors import Trainer
 from forge.cli import main
 from forge.config import ConfigError, load
-from forge.controller import ForgeActor, endpoint, watchdog
+from forge.controller import ForgeActor, ForgeError, endpoint, watchdog
 from forge.controller.options import Options
+from forge.controller.processes import take_gpus
 from forge.observability import Run
 from forge.observability.lock import RunLock
 from forge.observability.metrics import Snapshot
@@ -74,7 +75,7 @@ def error_of(*overrides: str, config: str = TINY) -> str:
         ("model: 'abc\nseed: 3\n", "line 3", "close the quote"),
         ("seed: 2\nmodel: \0\n", "line 2", "U+0000 is not allowed"),
         ("seed: 2020-99-99\n", None, "month must be in 1..12"),
-        ("[" * 5000, None, "nested too deeply"),
+        pytest.param("[" * 2000, None, "nested too deeply", id="2000 brackets"),
     ],
 )
 def test_malformed_yaml(tmp_path, content, place, remedy):
@@ -234,6 +235,13 @@ def test_missing_gpus_name_the_flags_to_do_without(overrides, flags):
     cfg = load(RLConfig, ["--config", TINY, *gpus, *overrides])
     with pytest.raises(ValueError, match=re.escape(f"set with_gpus to false ({flags})")):
         check_gpus(cfg)
+
+
+@pytest.mark.parametrize(("free", "count"), [([], 1), (["0"], 2), (["2", "5"], 8)])
+def test_a_host_without_free_gpus_names_the_flag(free, count):
+    flag = re.escape("set with_gpus to false (--services.generator.with_gpus false)")
+    with pytest.raises(ForgeError, match=rf"generator asks for {count} GPUs and {len(free)} are free .* {flag}$"):
+        take_gpus([*free], count, "generator")
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,11 @@ def joined(host: str, port: int) -> str:
 
 
 def listening_error(host: str, port: int, error: OSError | OverflowError, any_port: str) -> OSError:
-    """The error about an address that a server cannot have, with the remedy; `any_port` is
-    the option for a free one, such as `--port 0`."""
+    """The error about an address that a server cannot have, with the remedy.
+
+    Args:
+        any_port: the option that takes a free port, such as `--port 0`.
+    """
     number = error.errno if isinstance(error, OSError) else None
     # What asyncio and socket.create_server raise names the address once more; numbers of name resolution are negative.
     reason = os.strerror(number) if number and number > 0 else re.sub(r"\[Errno .*?\] | \(while .*|\.$", "", str(error))
