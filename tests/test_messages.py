@@ -21,7 +21,8 @@ from forge.observability import Run
 from forge.observability.lock import RunLock
 from forge.observability.metrics import Snapshot
 from forge.plugin import nearest
-from forge.recipes.launch import check_gpus, launch
+from forge.recipes.launch import launch
+from forge.recipes.placement import check_gpus
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import ServeConfig
 from forge.web import bind

@@ -17,7 +17,7 @@ from forge.config import ConfigError, load
 from forge.controller import run, shutdown
 from forge.losses import SimpleGRPOLoss
 from forge.models import build_small_model
-from forge.recipes.launch import check_hosts, gpus_needed
+from forge.recipes.placement import check_hosts, gpus_needed
 from forge.recipes.rl_config import RLConfig
 
 ROOT = Path(__file__).parents[2]
