@@ -164,7 +164,8 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     Raises:
         ConfigError: missing file, malformed YAML, or as `build`.
     """
-    values = _read(path)
+    values = read_file(path)
+    warn_of_code(path, values)
     for name, text in overrides:
         _set(values, cls, name, text)
     return build(cls, values)
@@ -250,7 +251,8 @@ def _kinds(hint: Any) -> set[type]:
     return {float, int} if kind is float else {kind}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of a configuration file. ConfigError: it is missing or malformed; says what to do."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: give the configuration file")
     if not path.is_file():
@@ -262,7 +264,8 @@ def _read(path: Path) -> dict[str, Any]:
         values = read_yaml(path)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    warn_of_code(path, values)
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path} must be a mapping of keys to values, got {values!r:.80}")
     return values or {}
 
 
