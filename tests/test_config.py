@@ -394,8 +394,8 @@ def test_lists_of_sections_are_checked_and_written_down():
     shelves = [{"name": "low", "width": 2.0}, {"name": "high", "width": 1.0}]
     assert plain == {"shelves": shelves, "names": ["a"], "spare": spare}
     assert build(Cupboard, yaml.safe_load(yaml.safe_dump(plain))) == cupboard
-    with pytest.raises(ConfigError, match=r"unknown key 'shelves\[1\].wide'; did you mean 'width'"):
-        build(Cupboard, {"shelves": [{"name": "low"}, {"name": "high", "wide": 3}]})
+    with pytest.raises(ConfigError, match=r"unknown key 'shelves\[1\].widht'; did you mean 'width'"):
+        build(Cupboard, {"shelves": [{"name": "low"}, {"name": "high", "widht": 3}]})
     with pytest.raises(ConfigError, match=r"'shelves\[0\].name' must be set"):
         build(Cupboard, {"shelves": [{}]})
     assert build(Cupboard, {"spare": {"name": "other"}}).spare == Shelf(name="other", width=9.0)

@@ -19,8 +19,9 @@ import pytest
 import yaml
 
 from forge.cli import clean, doctor, launch, recipes, runs, serve, table, watch, worker
-from forge.config import Arguments, ConfigError, _Loader, keys_of, read, section_in
+from forge.config import Arguments, ConfigError, keys_of, read, section_in
 from forge.verifiers.spec import VerifiersConfig
+from forge.yaml_files import Loader
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,7 +110,7 @@ def test_python_runs(block, tmp_path):
 
 @pytest.mark.parametrize("block", cases(YAML))
 def test_yaml_has_keys_that_exist(block):
-    values = yaml.load(block.code, Loader=_Loader)
+    values = yaml.load(block.code, Loader=Loader)
     sections = [*CONFIGS.values(), VerifiersConfig]
     if isinstance(values, dict) and values.keys() <= keys_of(VerifiersConfig).keys():
         sections = [VerifiersConfig]

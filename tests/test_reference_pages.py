@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from forge.config import _Loader, build
+from forge.config import build
 from forge.recipes.rl_config import RLConfig
+from forge.yaml_files import Loader
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -64,7 +65,7 @@ def test_each_cited_paper_is_listed():
 @pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", PAPERS, re.DOTALL))
 def test_the_configuration_of_a_paper_is_valid(text):
     needed = {"model": "m", "dataset": {"path": "rows.jsonl"}, "run": {"name": "x"}, "eval": {"problems": 0}}
-    config = build(RLConfig, needed | yaml.load(text, Loader=_Loader))
+    config = build(RLConfig, needed | yaml.load(text, Loader=Loader))
     assert config.load_algorithm()
 
 

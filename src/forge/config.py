@@ -21,8 +21,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .files import read_text
 from .plugin import nearest, warn_of_code
+from .yaml_files import Loader, read_yaml
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -164,7 +164,8 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     Raises:
         ConfigError: missing file, malformed YAML, or as `build`.
     """
-    values = _read(path)
+    values = read_file(path)
+    warn_of_code(path, values)
     for name, text in overrides:
         _set(values, cls, name, text)
     return build(cls, values)
@@ -224,8 +225,8 @@ def _value(text: str, hint: Any) -> Any:
     if re.search(r"(^|\s)#", text) and not quoted:
         return text
     try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+        value = yaml.load(text, Loader=Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError is of a date that does not exist
         return text
     if object in kinds:
         return text if isinstance(value, dict) and value and ":" not in text else value
@@ -250,28 +251,22 @@ def _kinds(hint: Any) -> set[type]:
     return {float, int} if kind is float else {kind}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of a configuration file. ConfigError: it is missing or malformed; says what to do."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: give the configuration file")
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        files = {file.stem: file for file in [*path.parent.glob("*.yml"), *path.parent.glob("*.yaml")]}
+        near = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.7)  # see `nearest`
+        hint = f"; did you mean {files[near[0]]}?" if near else ""
         raise ConfigError(f"configuration file {path} does not exist{hint}")
     try:
-        values = yaml.load(read_text(path), Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        values = read_yaml(path)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    warn_of_code(path, values)
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path} must be a mapping of keys to values, got {values!r:.80}")
     return values or {}
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads 1e-6 as a number, which YAML 1.1 takes for text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 
 
 def _set(values: dict[str, Any], cls: type, name: str, text: str) -> None:
@@ -348,10 +343,12 @@ def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
             where, hint = _join(where, item), keys[item].annotation
         elif section is not None and kind in unknown:
             name = value if kind == "invalid_key" else item
+            if not where and (places := _places(section, name)):
+                return f"unknown key {item!r}; did you mean {' or '.join(map(repr, places))}?"
             return f"unknown key {_join(where, item)!r}{nearest(name, keys_of(section))}"
         # All else names a member of a union.
     if kind == "missing":
-        return f"{where!r} must be set"
+        return f"{where!r} must be set{_form(where, hint)}"
     if kind == "value_error":
         text = str(error["ctx"]["error"])
         return text if text.startswith(where) else f"{where}: {text}"
@@ -368,7 +365,26 @@ def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
         known = choices_in(hint)
         near = nearest(value, known).partition("; known here")[0]  # they are named already
         return f"{where} must be one of {', '.join(map(str, known))}; got {value!r}{near}"
-    return f"{where or 'the configuration'} must be {wanted}, got {value!r:.80}"
+    form = _form(where, hint, value) if kind == "model_type" else ""
+    return f"{where or 'the configuration'} must be {wanted}, got {value!r:.80}{form}"
+
+
+def _places(section: type[Section], name: str) -> list[str]:
+    """The dotted names of a key in the sections of a configuration, those of services aside, which all have the
+    same."""
+    inner = {key: section_in(field.annotation) for key, field in keys_of(section).items() if key != "services"}
+    return [f"{key}.{name}" for key, part in inner.items() if part is not None and name in keys_of(part)]
+
+
+def _form(where: str, hint: Any, value: object = None) -> str:
+    """How a section is written, for errors: with the keys that it needs, or the first that it has."""
+    section = section_in(hint)
+    if section is None or not where or typing.get_origin(hint) is list:
+        return ""
+    keys = keys_of(section)
+    key = next((key for key, field in keys.items() if field.is_required()), next(iter(keys)))
+    text = value if isinstance(value, str) and str in _kinds(keys[key].annotation) else "..."
+    return f": write {where}: {{{key}: {text}}}, or --{where}.{key} {text} on the command line"
 
 
 def _join(where: str, name: str) -> str:

@@ -22,7 +22,10 @@ def nearest(name: object, known: Iterable[object]) -> str:
     if isinstance(name, bool):
         return "; YAML reads a bare yes, no, on or off as true or false: quote the key"
     options = [str(option) for option in known]
-    close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.6)
+    # At difflib's default, .6, `deepspeed` is close to `seed` and `lr` to `lora`; slips of one letter are above .8.
+    close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.7)
+    if len(str(name)) > 2:
+        close += [option for option in options if option.startswith(str(name))]  # algo, of algorithm
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(options) or 'none'}"
 
 

@@ -19,6 +19,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from .cluster.wire import listening_error
+
 try:
     from aiohttp import web
 except ImportError as error:
@@ -55,12 +57,19 @@ def required_key(host: str, given: str | None = None) -> str | None:
     return key
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free port. OSError: the address is not available; names it."""
+def bind(host: str, port: int, any_port: str = "--port 0") -> socket.socket:
+    """A listening socket; port 0 takes a free port.
+
+    Args:
+        any_port: the option for a free port, for the error.
+
+    Raises:
+        OSError: the address is not available; names it and the remedy.
+    """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise OSError(f"cannot listen at {host} port {port}: {error}") from None
+        raise listening_error(host, port, error, any_port) from None
 
 
 def guard(host: str, key: str | None) -> Any:

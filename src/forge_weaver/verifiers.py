@@ -19,6 +19,7 @@ from forge.verifiers.panel import Panel
 from forge.verifiers.reward import report_missing
 from forge.verifiers.spec import VerifiersConfig
 from forge.verifiers.verifier import Scores
+from forge.yaml_files import read_yaml
 
 from .aggregator import AGGREGATOR, Aggregator, load, restored
 from .binned import Online
@@ -49,11 +50,8 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     file = Path(folder) / VERIFIERS
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is no ensemble: it has no {VERIFIERS}")
-    try:
-        values = yaml.safe_load(file.read_text()) or {}
-        warn_of_code(file, values)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    values = read_yaml(file) or {}
+    warn_of_code(file, values)
     if isinstance(values, dict):  # migrate keys of earlier versions
         plugins = [{"use": "forge_weaver:Distilled", **one} for one in values.pop("distilled", None) or ()]
         if (code := values.pop("code", None)) is not None:

@@ -49,5 +49,8 @@ def test_it_stops_at_the_tokens_that_it_was_started_with(model):
         assert (completion.finish, len(completion.token_ids)) == ("stop", 1)
         several = await policy.generate.route("abc>", seed=1, temperature=5.0, stop_token_ids=())
         assert len(several.token_ids) > 1
+        for update in (policy.update_weights, policy.update):
+            with pytest.raises(ValueError, match=r"no weight store .*: start it with store=VersionStore\.create\(\)"):
+                await update.fanout(1)
 
     run(main())

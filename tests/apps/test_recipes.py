@@ -19,7 +19,8 @@ from forge.api import Result
 from forge.config import Arguments
 from forge.data.load import load_data
 from forge.models import build_small_model
-from forge.recipes.launch import check_gpus, gpus_needed, launch, prepare
+from forge.recipes.launch import launch, prepare
+from forge.recipes.placement import check_gpus, gpus_needed
 from forge.recipes.resume import Start, read_config
 from forge.recipes.rl_config import RLConfig as GRPOConfig
 from tests.trees import descendants

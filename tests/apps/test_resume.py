@@ -205,6 +205,7 @@ def test_what_would_be_another_run_is_refused_by_name(left):
         ([*auto, "--async.max_policy_age", "0"], "async.max_policy_age was 1 and is 0"),
         ([*run, "--training.learning_rate", "1"], "training.learning_rate was"),
         ([*run, "--from_scratch.layers", "3"], "from_scratch.layers was 2 and is 3"),
+        ([*run, "--from_scratch", "null", "--model", "other"], "model was None and is 'other'"),
         ([*run, "--training.steps", "3"], "it is at step 4 already, and training.steps is 3"),
         ([*run, "--training.lerning_rate", "1"], "did you mean 'learning_rate'"),
         ([*run, "--run.name", "y"], "leave out run.name and run.root"),

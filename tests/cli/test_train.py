@@ -18,3 +18,26 @@ def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="error: model folder nowhere does not exist"):
         main(["train", "run.yaml"])
     assert sys.path[0] == str(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "dpo", "reward-model", "distill"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tab.yaml"], "tab.yaml is not valid YAML: line 2, column 1: a tab: indent with spaces"),
+        (["list.yaml"], "list.yaml must be a mapping of keys to values, got ['a', 'b']"),
+        (["list.yaml", "--seed", "3"], "list.yaml must be a mapping of keys to values, got ['a', 'b']"),
+        (["text.yaml", "--run.name", "x"], "text.yaml must be a mapping of keys to values, got 'hello'"),
+        (["nope.yaml"], "configuration file nope.yaml does not exist"),
+        (["empty.yaml", "seed", "3"], "did not understand 'seed': overrides are written --section.key VALUE"),
+        (["empty.yaml", "--seed"], "--seed needs a value"),
+    ],
+)
+def test_a_file_that_cannot_be_read_costs_neither_imports_nor_processes(tmp_path, monkeypatch, command, words, message):
+    for name, text in {"tab": "a:\n\tb: 1\n", "list": "- a\n- b\n", "text": "hello\n", "empty": ""}.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.import_module", None)
+    with pytest.raises(SystemExit) as ended:
+        main([command, *words])
+    assert ended.value.code == f"error: {message}"

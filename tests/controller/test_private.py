@@ -162,6 +162,7 @@ def test_what_was_started_before_forge_is_a_warning():
         "every local user, and every container in this network namespace, can run code as you"
         in done.stdout + done.stderr
     )
+    assert "Monarch internal logs are being written to" in done.stderr  # and so they are
 
 
 def test_the_name_of_a_strangers_socket_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch):
@@ -206,6 +207,30 @@ def test_no_process_of_a_run_has_a_log_of_a_name_that_others_can_guess(a_run: su
                 continue
     assert [name for name in opened if name.endswith("(deleted)")]  # a file without a name
     assert not [name for name in opened if "monarch_log" in name]
+
+
+def test_only_the_log_that_is_written_is_announced(tmp_path: Path):
+    """Monarch's line names its usual log, which is another one in a run, on the controller's host and on its own."""
+    script = f"""
+        from pathlib import Path
+        from forge.controller import run
+        from forge.controller.private import log_to
+        from tests.controller.components import Counter
+        async def main():
+            log_to(Path({str(tmp_path)!r}, "monarch.log"))
+            print(await (await Counter.as_service()).add.route(1))
+            print(await (await Counter.options(hosts=1).as_service()).add.route(2))
+        run(main())
+        import os
+        os.write(2, b"Monarch internal logs are being written to /here\\n")
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n2\n"), done.stderr
+    assert [line for line in done.stderr.splitlines() if "onarch" in line] == [
+        "Monarch internal logs are being written to /here"  # of another library than Monarch's
+    ]
+    assert (tmp_path / "monarch.log").stat().st_size
 
 
 def test_a_page_stays_as_writable_as_it_was():

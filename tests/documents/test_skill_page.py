@@ -71,7 +71,7 @@ def test_the_math_configuration_trains(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "apps.grpo.main", "--config", str(path), *CPU, *small, "--ref_model.with_gpus", "false"],
         cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TORCHSTORE_USE_RDMA": "1"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -81,6 +81,7 @@ def test_the_math_configuration_trains(tmp_path):
     assert "trainer: weights" in output
     assert "which compute in bfloat16" in output
     assert "looks like a whole solution" in output
+    assert "TORCHSTORE_USE_RDMA: processes on one host share weights in memory" in output
     row = json.loads((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()[-1])
     assert {"train/entropy", "train/kl", "reward"} <= row.keys()
 

@@ -201,7 +201,9 @@ class Generator(ForgeActor):
             StaleWeights: the engine did not take it up.
         """
         if self.store is None:
-            raise ValueError("this generator has no weight store to update from")
+            raise ValueError(
+                "this generator has no weight store to update from: start it with store=VersionStore.create()"
+            )
         self.updating += 1
         self.asked += 1
         try:

@@ -219,7 +219,9 @@ class Trainer(ForgeActor):
             IncompleteVersion, VersionConflict, OSError: see `VersionStore.put`; nothing was published.
         """
         if self.store is None:
-            raise ValueError("this trainer has no weight store to publish to")
+            raise ValueError(
+                "this trainer has no weight store to publish to: start it with store=VersionStore.create()"
+            )
         with phase("push_weights") if self.context.rank == 0 else nullcontext():
             self.store.put(POLICY, self.trainer.weights(), version)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -21,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())  # as with `python -m`: a reward of one's own is named by its module
     words = sys.argv[1:] if argv is None else argv
     args = make_parser(words).parse_args(argv)
-    args.run(args)
+    try:
+        args.run(args)
+    except KeyboardInterrupt:  # of a command without handlers, or once more while it is being closed
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 class _Version(argparse.Action):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from pathlib import Path
 from typing import Any
 
 # Command -> the module of its loop, that of its configuration, the configuration, and what it does.
@@ -40,6 +41,14 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the recipe; bad input ends the program with one line."""
+    from ..config import Arguments, ConfigError, bundled, read_file
+
+    words = ["--config", args.config, *args.overrides]
+    try:
+        Arguments.parse(words)
+        read_file(bundled(Path(args.config)))  # before imports of seconds and the first process
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
     from ..controller import forked_processes
 
     loop, settings, config, _ = RECIPES[args.recipe]
@@ -48,4 +57,4 @@ def run(args: argparse.Namespace) -> None:
 
         module = importlib.import_module(f"..recipes.{loop}", __package__)
         config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), config)
-        launch(module.train, config_type, ["--config", args.config, *args.overrides])
+        launch(module.train, config_type, words)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     from ..cluster.credentials import SECRET, NoSecret, read_secret
     from ..cluster.host import Daemon, routable
     from ..cluster.inventory import count_gpus
-    from ..cluster.wire import PORT, joined, split
+    from ..cluster.wire import PORT, joined, listening_error, split
     from ..files import write_atomic
 
     try:
@@ -110,4 +110,4 @@ def run(args: argparse.Namespace) -> None:
     try:
         asyncio.run(serve())
     except OSError as error:
-        raise SystemExit(f"error: cannot listen at {joined(address, port)}: {error}") from error
+        raise SystemExit(f"error: {listening_error(address, port, error, f'--listen {joined(address, 0)}')}") from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ._monarch import EndpointProperty
 from .context import ActorContext
@@ -104,8 +104,22 @@ class ForgeActor:
         for name, value in [*vars(cls).items()]:
             if isinstance(value, EndpointProperty):
                 if value._explicit_response_port:
-                    raise TypeError(f"{cls.__name__}.{name}: explicit_response_port is unsupported: return the answer")
+                    raise TypeError(
+                        f"{cls.__name__}.{name} answers through a port (concurrent_endpoint, explicit_response_port), "
+                        "which is unsupported: mark it with @endpoint and return the answer; `async def` runs "
+                        "concurrently"
+                    )
                 setattr(cls, name, endpoint(value._method))
+
+    if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
+
+        def __getattr__(self, name: str) -> Any:
+            cls = type(self)
+            if hasattr(cls, name):  # a property that raised AttributeError raises it again
+                return object.__getattribute__(self, name)
+            code = getattr(cls.setup, "__code__", None)  # none of a callable object
+            hint = ": call setup() first, or start it with as_actor" if code and name in code.co_names else ""
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     @classmethod
     def options(cls, config: Options | None = None, **options: Any) -> Launcher:

@@ -25,7 +25,7 @@ from ..cluster.rendezvous import SCHEME
 from ..cluster.wire import HostError
 from ._monarch import HostMesh, attach_to_workers, end_at_exit, new_service_proc_id, run_worker_loop_forever, this_host
 from .errors import ReplicaDied
-from .private import sockets_in, warn_if_exposed
+from .private import hide_announcement, sockets_in, warn_if_exposed
 
 _attached = itertools.count()
 _SERVE = "import sys; from forge.controller.hosts import serve_host; serve_host(sys.stdin.readline(), int(sys.argv[1]))"
@@ -40,6 +40,7 @@ class Hosts:
 
     async def mesh(self) -> HostMesh:
         """The hosts as one mesh; started again first if one of them was lost."""
+        hide_announcement()
         mesh = this_host()
         end_at_exit()
         warn_if_exposed()
@@ -229,4 +230,5 @@ def serve_host(address: str, parent: int) -> None:
 def serve_forever(address: str, folder: Path) -> None:
     """Be a Monarch worker at `address`, with its sockets for this machine in a private folder."""
     sockets_in(folder)
+    hide_announcement()
     run_worker_loop_forever(address=address, ca="trust_all_connections")

@@ -52,7 +52,8 @@ class Options(Section):
     ping_timeout: PositiveFloat = 4.0
     """Seconds without an answer to a ping after which a replica counts as hung and is replaced."""
     stall_after: PositiveFloat = 60.0
-    """Seconds without an answer to any call after which it is logged who waits for whom, with stacks."""
+    """Seconds without an answer to any call after which it is logged who waits for whom, with stacks; a component that
+    is starting has a line without them until half of `setup_timeout`."""
     max_in_flight: PositiveInt = 1024
     """Most calls at one replica at a time; further callers wait."""
     max_restarts: NonNegativeInt = 5

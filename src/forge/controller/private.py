@@ -38,13 +38,16 @@ _FAMILY = struct.Struct("=H")
 _ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"
 _LOG_FOLDER = re.compile(rb"/tmp/[^/]+")
 _LOG_FILE = re.compile(rb"/tmp/[^/]+/monarch_log[^/]*")
+_ANNOUNCEMENT = b"Monarch internal logs are being written to"
 _LONGEST = 33  # a socket's path has at most 107 bytes, of which Monarch's names and ours take 67
 _Bind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
 _Open = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint32, use_errno=True)
+_Write = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, use_errno=True)
 _Mkdir = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32, use_errno=True)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.bind.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32]
+_libc.write.argtypes, _libc.write.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_ssize_t
 _folder: Path | None = None  # of sockets
 _log_handle: int | None = None
 
@@ -91,6 +94,29 @@ def log_to(path: Path | None) -> None:
         handle = _open_log()
         os.dup2(handle, _log_handle)  # Monarch keeps on writing to the number that it has
         os.close(handle)
+
+
+@cache
+def hide_announcement() -> object:
+    """Leave out the line in which Monarch, once its first host is up, names a log that `_open` has replaced."""
+    if _log_handle is None:
+        return None
+    hiding = False
+
+    @_Write
+    def write(handle: int, text: int, length: int) -> int:
+        nonlocal hiding
+        part = ctypes.string_at(text, length) if handle == 2 else b""
+        hiding = hiding or part.startswith(_ANNOUNCEMENT)
+        if handle != 2 or not hiding:
+            return _libc.write(handle, text, length)
+        if part.endswith(b"\n"):
+            hiding = False
+            restore()
+        return length
+
+    restore = replace(_LOADED, {"write": write})
+    return write  # in the cache, for another thread may still be in it after `restore`
 
 
 def _open_log() -> int:

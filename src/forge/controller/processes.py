@@ -222,7 +222,7 @@ def take_gpus(free: list[str], count: int, component: str) -> list[str]:
     if count > len(free):
         raise ForgeError(
             f"{component} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
-            f"or set services.{component}.with_gpus to false"
+            f"or set with_gpus to false (--services.{component}.with_gpus false)"
         )
     taken, free[:] = free[:count], free[count:]
     return taken

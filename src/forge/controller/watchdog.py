@@ -42,7 +42,10 @@ class Watchdog:
             for replica, since in list(self.starting.items()):
                 stalled = time.monotonic() - since
                 if self._is_due(replica, stalled, replica.options.stall_after):
-                    _report(f"{replica} has been starting for {stalled:.0f} s", await _stacks_of(replica))
+                    limit = replica.options.setup_timeout
+                    # A large model loads for minutes: its stacks say nothing before the start takes too long.
+                    lines = await _stacks_of(replica) if stalled > limit / 2 else []
+                    _report(f"{replica} has been starting for {stalled:.0f} s, of at most {limit:g}", lines)
             for service in list(self.services.values()):
                 for supervisor in service._supervisors:
                     if (busy := supervisor.replica) is None or not busy.requests:

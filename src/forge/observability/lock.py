@@ -20,6 +20,7 @@ class RunLock:
 
     Raises:
         BlockingIOError: another process runs it; says which.
+        OSError: the folder cannot be created or written; names the setting.
     """
 
     def __init__(self, folder: str | Path, patience: float = 20.0) -> None:
@@ -42,8 +43,14 @@ class RunLock:
         os.set_inheritable(handle, True)
 
     def _take(self) -> int | None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise OSError(
+                f"a run cannot be written to {self.path.parent} ({error.strerror}): set run.root to a folder that can "
+                "be written"
+            ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self.path.exists() and os.path.samestat(os.fstat(handle), self.path.stat()):

@@ -265,7 +265,8 @@ class Run:
             )
         for alert in alerts(self.history, self._settings)[:3]:
             log.info("alert: %s", alert)
-        log.info("look at it: forge watch %s, or %s", self.folder.parent, self.folder / "report.html")
+        if self.history:  # else there is no report
+            log.info("look at it: forge watch %s, or %s", self.folder.parent, self.folder / "report.html")
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..config import flat
+from ..yaml_files import read_yaml
 from .run import CONFIG, ENDED, FINISHED, MARK
 
 SERVED = "serve.json"  # of a run that is served: {"url": ...}
@@ -71,10 +70,7 @@ def _is_locked(folder: Path) -> bool:
 
 def settings(folder: Path) -> dict[str, Any]:
     """A run's configuration, by dotted keys."""
-    try:
-        nested = yaml.safe_load((folder / CONFIG).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{folder / CONFIG} cannot be read: {error}") from None
+    nested = read_yaml(folder / CONFIG)
     return flat(nested if isinstance(nested, dict) else {})
 
 

@@ -183,11 +183,7 @@ async def replay_buffer(cfg: Any, job: Job, algorithm: Algorithm) -> Handle:
 async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
     """The policy that samples, with what differs from the defaults of `forge.types.Sampling`; served to others as well
     where `serve` says so."""
-    options, at = Generator.options(**cfg.placement("generator")), None
-    if cfg.serve.port is not None:
-        from ..web import bind
-
-        at = bind(cfg.serve.host, cfg.serve.port)
+    options, at = Generator.options(**cfg.placement("generator")), cfg.serve.listening()
     if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
         from transformers import AutoTokenizer
 

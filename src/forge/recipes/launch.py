@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import locale
 import logging
@@ -17,21 +16,13 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from secrets import token_hex
-from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, TextIO
 
 from ..architecture import longest, rotary_limit
 from ..cluster import REQUEUE
-from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
-from ..cluster.doctor import seen_by
-from ..cluster.inventory import VISIBLE, visible_gpus
-from ..cluster.pool import NoRoom, addresses, check, survey
-from ..cluster.wire import joined, split
 from ..config import Arguments, ConfigError, to_dict
-from ..controller import ForgeError, Options, forked_processes, run
+from ..controller import ForgeError, forked_processes, run
 from ..controller.private import log_to
-from ..controller.runtime import demand_of
 from ..data.config import DatasetConfig, RowsConfig
 from ..flops import peak_tflops
 from ..hub import check_upload, upload, write_card
@@ -46,6 +37,7 @@ from ..observability.trackers import check_trackers
 from ..store import VersionStore, use
 from .components import Job
 from .memory import memory_report
+from .placement import check_hosts, check_shared
 from .preemption import Preempted, Preemption, deadline_of
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
@@ -68,6 +60,8 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     except Preempted as preempted:
         log.warning("%s", preempted)
         raise SystemExit(REQUEUE) from preempted
+    except KeyboardInterrupt:  # before the run has handlers, or once more while it is being closed
+        raise SystemExit(128 + signal.SIGINT) from None
     except (ConfigError, BadInput, ForgeError) as error:
         raise SystemExit(f"error: {error}") from error
     except BrokenPipeError as error:
@@ -136,7 +130,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         closing.callback(record.close)
         closing.enter_context(forked_processes())
         log_to(internal := record.folder / "monarch.log")
-        log.info("Monarch's log is %s, whatever Monarch prints", internal)
+        log.info("Monarch's log is %s", internal)
         closing.callback(log_to, None)
         use(store := VersionStore.create())
         closing.callback(store.close)
@@ -202,6 +196,8 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     if cfg.checkpoint.push_to_hub is not None:
         check_upload(cfg.checkpoint.push_to_hub)
     check_hosts(cfg)
+    if hasattr(cfg, "serve") and (listening := cfg.serve.listening()) is not None:
+        listening.close()  # the generator listens there once it has started
     for name in filter(None, (cfg.model, *cfg.others().values())):
         check_family(name)
     others = [resolve_model(name) for name in cfg.others().values()]
@@ -262,102 +258,6 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     else:
         log.info("resuming from %s", start.checkpoint)
     return model, held_out, record
-
-
-def check_hosts(cfg: Any) -> None:
-    """Reject services that do not fit on the hosts of the run, or on this machine.
-
-    Raises:
-        ValueError: lists the room of each host.
-    """
-    if cfg.cluster.given is None:
-        return check_gpus(cfg)
-    if (secret := read_secret()) is None:
-        raise NoSecret(f"cluster.hosts is set and {SECRET} is not: set it to the secret of their workers")
-    demands, shares = [], set()
-    for name in type(cfg.services).model_fields:
-        if cfg.services[name] is None:
-            continue
-        options = Options(**cfg.placement(name))
-        if options.host is not None and joined(*split(options.host)) not in addresses(cfg.cluster.given):
-            known = ", ".join(addresses(cfg.cluster.given))
-            raise ValueError(f"services.{name}.host is {options.host}, which is none of the hosts: {known}")
-        if options.share in shares or (options.hosts is None and not options.with_gpus):
-            continue
-        shares |= {options.share} - {None}
-        count = 1 if options.share else -(-options.num_replicas // options.per_process)
-        demands += [demand_of(f"services.{name}, replica {index}", options) for index in range(count)]
-    with TemporaryDirectory() as folder:
-        credentials = Credentials.make(secret, Path(folder))
-        failures: list[str] = []
-        try:
-            found, failures = asyncio.run(survey(cfg.cluster.given, credentials))
-            check(found, demands)
-        except NoRoom as error:
-            raise ValueError("; ".join([str(error), *failures])) from None
-
-
-def check_shared(cfg: Any, model: str) -> None:
-    """Reject hosts that do not see the model, or the folder of all runs where trainers on them write checkpoints.
-
-    Raises:
-        ValueError: names the host and the folder.
-    """
-    placed = {name: cfg.placement(name) for name in type(cfg.services).model_fields if cfg.services[name] is not None}
-    there = {name for name, one in placed.items() if one["host"] or one["hosts"] is not None or one["with_gpus"]}
-    if cfg.cluster.given is None or not there:
-        return
-    root, secret = Path(cfg.run.root).absolute(), read_secret()
-    assert secret is not None  # see check_hosts
-    root.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=root, prefix=".forge-", suffix=".tmp") as mark, TemporaryDirectory() as folder:
-        mark.write(token := token_hex(8))
-        mark.flush()
-        files = {Path(model) / "config.json": (Path(model) / "config.json").read_text()}
-        if there & {"trainer", "critic"}:
-            files[Path(mark.name)] = token
-        credentials = Credentials.make(secret, Path(folder))
-        for host in addresses(cfg.cluster.given):
-            for path, content in files.items():
-                seen = asyncio.run(seen_by(host, credentials, path.absolute(), content))
-                if not seen:
-                    raise ValueError(
-                        f"host {host} does not see {path.parent}: share it between the hosts, at the same path"
-                    )
-
-
-def gpus_needed(cfg: Any) -> dict[str, int]:
-    """How many GPUs each service of a configuration takes. Services that share processes share their GPUs, which count
-    for the first of them. Hosts are simulated on this machine and add none."""
-    needed: dict[str, int] = {}
-    shares: set[str] = set()
-    for name in type(cfg.services).model_fields:
-        if cfg.services[name] is None or not (placed := cfg.placement(name))["with_gpus"]:
-            continue
-        if (share := placed["share"]) is None:
-            needed[name] = placed["procs"] * placed["num_replicas"] * placed["gpus_per_proc"]
-        elif share not in shares:
-            shares.add(share)
-            needed[name] = placed["share_procs"] * placed["gpus_per_proc"]
-    return needed
-
-
-def check_gpus(cfg: Any) -> None:
-    """Reject services that take more GPUs than this machine has.
-
-    Raises:
-        ValueError: names the services and the settings to change.
-    """
-    needed = gpus_needed(cfg)
-    if not needed or (total := sum(needed.values())) <= (there := len(visible_gpus())):
-        return
-    each = ", ".join(f"services.{name} {count}" for name, count in needed.items())
-    limit = next((f" ({name}={os.environ[name]})" for name in VISIBLE if os.environ.get(name)), "")
-    colocated = "set colocated to true, " if len(needed) > 1 and "colocated" in type(cfg).model_fields else ""
-    raise ValueError(
-        f"{total} GPUs are needed ({each}) and this machine has {there}{limit}: lower procs or num_replicas, "
-        f"{colocated}or set with_gpus to false"
-    )
 
 
 def check_model(cfg: Any, model: str) -> None:

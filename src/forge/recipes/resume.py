@@ -120,8 +120,11 @@ def find_start(cfg: Any, resume: str | None) -> Start:
             f"--resume {folder} needs checkpoint.every: without checkpoints it could not be resumed again"
         )
     before = _previous(folder)
-    for name, was, now in changes(before, cfg):
+    changed = changes(before, cfg)
+    for name, was, now in changed:
         if not name.startswith(MAY_CHANGE):
+            if name.startswith("from_scratch."):  # which a model replaces: the user has set that one
+                name, was, now = next((change for change in changed if change[0] == "model"), (name, was, now))
             raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
     step = checkpoint.step_of(there[-1])
     if step > cfg.training.steps:

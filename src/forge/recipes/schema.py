@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -108,6 +109,14 @@ class ServeConfig(Section):
             from ..web import required_key
 
             required_key(self.host)
+
+    def listening(self) -> socket.socket | None:
+        """Listens at the address; None: not served. OSError: it is not available; names the remedy."""
+        if self.port is None:
+            return None
+        from ..web import bind
+
+        return bind(self.host, self.port, "--serve.port 0")
 
 
 class RewardConfig(Section):

@@ -83,7 +83,8 @@ def action_from_json(data: Any) -> Action:
             raise ValueError("call_tool needs a string tool_name and an object arguments")
         return Action("", calls=(ToolCall(name, dict(arguments)),))
     if unknown := set(data) - set(SCHEMA["action"]["properties"]):
-        raise ValueError(f"an action has no {', '.join(sorted(unknown))}")
+        known = ", ".join(SCHEMA["action"]["properties"])
+        raise ValueError(f"an action has no field {', '.join(map(repr, sorted(unknown)))}: its fields are {known}")
     text, calls, errors = data.get("text"), data.get("calls", ()), data.get("errors", ())
     if not isinstance(text, str) or not isinstance(data.get("content", ""), str):
         raise ValueError("an action needs a string text; its content must be a string too")

@@ -1,0 +1,82 @@
+"""YAML as people write it: malformed files are one line that says what to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .files import read_text
+
+# Of malformed YAML, by what PyYAML says about it; the first that fits.
+REMEDIES = {
+    "is also in line": "leave out one",
+    "escape character": r"write \\ for \, or single quotes in place of double ones",
+    "found '<scalar>'": "quote the whole text, and write a quote within it twice",
+    "entries are not|keys are not|line break": "quote text that begins with -, ?, > or |",
+    "quoted scalar": "close the quote",
+    "flow (sequence|mapping)": "close the bracket, and separate its items with commas",
+    "alias|anchor": "quote text that begins with * or &",
+    "constructor for the tag": "quote text that begins with !",
+    "mapping values|block|simple key": "give the keys of a section the same indentation, and quote text that has ': '",
+}
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file. ValueError: it has another encoding or is malformed; names the line."""
+    text = read_text(path)
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        fault = f"line {line}: the character U+{error.character:04X} is not allowed"
+    except yaml.MarkedYAMLError as error:
+        fault = _fault(error)
+    except RecursionError:
+        fault = "it is nested too deeply"
+    except ValueError as error:  # of a date that does not exist
+        fault = str(error)
+    raise ValueError(f"{path} is not valid YAML: {fault}")
+
+
+def _fault(error: yaml.MarkedYAMLError) -> str:
+    """What a parser found where, and what to do."""
+    mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or "malformed"
+    if mark is None:
+        return problem
+    rest = mark.buffer[mark.pointer :] if mark.buffer else ""
+    if rest.startswith("\t"):
+        problem = "a tab: indent with spaces"
+    elif "cannot start any token" in problem:
+        problem = f"quote text that begins with {rest[:1]}"
+    else:
+        if error.context_mark is not None and error.context_mark.line < mark.line:
+            problem += f" ({error.context}, from line {error.context_mark.line + 1})"
+        text = f"{error.context} {problem}"
+        problem += next((f": {remedy}" for fault, remedy in REMEDIES.items() if re.search(fault, text)), "")
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+class Loader(yaml.SafeLoader):
+    """Reads 1e-6 as a number, which YAML 1.1 takes for text. A key that is there twice is an error: PyYAML keeps the
+    last of them alone."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        marks: dict[str, yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in marks:
+                first = marks[key.value].line + 1
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value!r} is also in line {first}", problem_mark=key.start_mark
+                )
+            marks[key.value] = key.start_mark
+        return super().construct_mapping(node, deep)
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
