@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from forge.data.code_blocks import python_block
-from forge.data.thoughts import without_thoughts
+from forge.data.thoughts import after_thoughts
 from forge.plugin import construct
 from forge.verifiers.verifier import Scores, Unscored, collect
 
@@ -88,7 +88,7 @@ def forgeable(case: Case) -> bool:
 def code_block(response: str) -> str | None:
     """The program of a response: after its thoughts, the last fenced block in Python, else the last without a language;
     None if there is neither."""
-    return python_block(without_thoughts(response))
+    return python_block(after_thoughts(response))
 
 
 class CodeVerifier:

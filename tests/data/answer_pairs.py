@@ -157,6 +157,79 @@ f(x) = 0 | f(x)=0
 12:00 | 12:00
 x\in\{1,2\} | \{1,2\}
 x \in \mathbb{R} | x\in R
+nm^2 | m^2n
+a^2x^2+by^2 | b y^2+a^2x^2
+\frac12at^2 | \frac{at^2}2
+mgh | m g h
+GMm/r | \frac{GMm}r
+\frac{nRT}V | nRT/V
+qvB | qBv
+abd | bad
+mnp | pnm
+\frac{kQq}{r^2} | \frac{kqQ}{r^2}
+\frac32nRT | \frac{3nRT}2
+\frac{mg}2 | \frac12mg
+\frac12kA^2 | \frac12 k A^2
+\sin30^\circ | \frac12
+\tan60^\circ | \sqrt3
+\cos60° | 0.5
+\tan15^\circ | 2-\sqrt3
+4\sin15^\circ | \sqrt6-\sqrt2
+10\,\Omega | 10
+4.7 k\Omega | 4.7
+5 μm | 5
+5\mu\text{m} | 5
+300 K | 300
+2 A | 2
+5 T | 5
+5 eV | 5
+5\,\mathrm{eV} | 5
+5 dB | 5
+5\text{ Wb} | 5
+5 kg·m/s | 5
+5\mathrm{~m} \mathrm{~s}^{-1} | 5
+5\text{ J/(mol K)} | 5
+10m/s^2 | 10
+5º | 5
+12元 | 12
+12\text{元} | 12
+a^xa^y | a^{x+y}
+(ab)^n | a^nb^n
+x^{n+1} | x\cdot x^n
+nx^{n-1} | \frac{nx^n}x
+\frac{1-x^{n+1}}{1-x} | \frac{x^{n+1}-1}{x-1}
+e^{n\ln n} | n^n
+(-1)^{n+1} | (-1)^{n-1}
+\frac{1-(-1)^n}2 | \frac{1+(-1)^{n+1}}2
+6^n | 2^n3^n
+\sqrt[3]{-8} | -2
+\sqrt[5]{-32} | -2
+\sqrt[3]{x^3} | x
+\pi | 3.141592653589793
+2\pi | 6.283185307
+e | 2.718281828459045
+0.\dot3 | \frac13
+v_{\text{max}} | v_{max}
+T_{eq} | T_{\mathrm{eq}}
+x_{\min} | x_{\text{min}}
+\langle1,2\rangle | (1,2)
+|AB|=5 | 5
+{\bf 5} | 5
+5\tag{1} | 5
+\therefore 5 | 5
+3\colon2 | 3:2
+1或2 | 1, 2
+3、4 | 3,4
+A\cap B | B\cap A
+a\perp b | b\perp a
+x=1,y=2 | 1,2
+x=1,y=2 | (1,2)
+AB=5 | 5
+f(2)=5 | 5
+\angle ABC=5 | 5
+S_n=5 | 5
+\text{area}=5 | 5
+P(A)=5 | 5
 """
 DIFFERENT_LINES = r"""
 \frac{1}{2}\sqrt{3} | \frac{1}{\sqrt{3}}
@@ -268,6 +341,99 @@ f(x) = 0 | \forall x>0, f(x) = 0
 33.3 | \frac{100}{3}
 \langle H\rangle \ll \Delta E | E
 0 | x^2 - x^2+1
+\frac32nRT | \frac32
+\frac32nRT | 1.5
+2mgh | 2
+\frac12at^2 | \frac12
+\frac12kA^2 | 0.5
+2abd | 2
+3axy | 3
+5qvB | 5
+\frac34GMm | \frac34
+3mg | 3
+2an | 2
+\sqrt2mgR | \sqrt2
+x^2abd | x^2
+6\pi\eta rva | 6\pi\eta
+ax^2+by^2 | ax^2+b^2y^2
+at^2 | (at)^2
+x+am^3 | x+a^3m^3
+nm^2 | n^2m^2
+Mgh | mgh
+Rth | rth
+Nkt | nkt
+ABDEF | abdef
+2mgR | 2mgr
+Aabb | aabb
+AaBbCc | AABBCC
+Bbb | bbb
+\cos15^\circ | \cos15
+2\sin20^\circ | 2\sin20
+\not= 3 | 3
+x\not=3 | 3
+5\text{ A} | 5\text{ V}
+5\text{ A} | 5 kg
+5\text{ A} | 3\text{ hours}
+5 MeV | 5 meV
+5 Mbps | 5 mbps
+\$5 per hour | \$5 per day
+\$5 profit | \$5 loss
+5 left | 5 right
+5 more | 5 less
+5 steps left | 5 steps right
+3 real roots | 3 imaginary roots
+5 minimum value | 5 maximum value
+4 millions | 4
+4 thousands | 4
+4 dozens | 4
+4 quadrillion | 4
+4 lakh | 4
+4 crore | 4
+4 tenths | 4
+4 halves | 4
+4 thirds | 4
+4 hundredths | 4
+4 tens | 4
+4 infinity | 4
+4 theta | 4
+3\text{ i} | 3
+3\text{e} | 3
+5\text{ x} | 5
+4 factorial | 4
+4 negative | 4
+4 inverse | 4
+0.4 repeating | 0.4
+x=4 \text{ is impossible} | 4
+x(x+1)=4 | 4
+n(n-1)=4 | 4
+a(b+c)=4 | 4
+xy=4 | 4
+kx=4 | 4
+x_1x_2=4 | 4
+\text{twice }x=4 | 4
+\text{half of }x=4 | 4
+\text{the square of }x=4 | 4
+\text{reciprocal of }x=4 | 4
+\int f(x)dx=4 | 4
+\sum a=4 | 4
+\neg x=4 | 4
+\pi=4 | 4
+e=4 | 4
+i=4 | 4
+\infty=4 | 4
+x=1,y=2 | 2,1
+a=3,b=4 | 4,3
+a=3,b=4 | \{3,4\}
+\max(x,10) | \max(y,10)
+|x-100| | 100-x
+100 | \max(x,100)
+5 | |x-5|+x
+\gcd(a,b) | \gcd(a,c)
+1 | \gcd(a,b)
+100! | 100!+1
+2^{200} | 2^{200}-1
+10^{60} | 10^{60}+1
+x\ge1 \text{ or } x\le-1 | x\ge1 \text{ and } x\le-1
 """
 
 

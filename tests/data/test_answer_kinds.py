@@ -330,3 +330,45 @@ def test_targets_of_math_equal_themselves_and_not_their_neighbours():
         accepted += [(text, target) for text in changed if reward("", rf"\boxed{{{text}}}", target) != 0.0]
         rejected += [(text, target) for text in sorted(answers.written(target))[::3] if reward("", text, target) != 1.0]
     assert (accepted, rejected) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("response", "target", "right"),
+    [
+        ("The value is −5", "-5", True),
+        ("The value is −5", "5", False),
+        ("It is –5.", "-5", True),
+        ("between 3–5", "5", True),  # a range
+        ("The answer is A, B", "A", False),
+        ("Answer: (A), (B)", "A", False),
+        ("The answer is A. Or B.", "A", False),
+        (r"\boxed{D}. So the answer is (A).", "D", False),
+        (r"The answer is not \boxed{4}", "4", False),
+        (r"\boxed{4} is wrong.", "4", False),
+        (r"\boxed{4}. Wait, it should be 5.", "4", False),
+        (r"\boxed{4}. No other solutions exist.", "4", True),
+        ("The answer is 4... no wait, 5", "4", False),
+        ("The answer cannot be 4", "4", False),
+        ("It is 3√2", "2", False),
+        ("It is 4π", "4", False),
+        ("It is x^2", "2", False),
+        (r"It is $\frac{x}{2}$", "2", False),
+        ("The pair is (3, 4)", "4", False),
+        ("At 3:45", "45", False),
+        ("So x ≥ 5", "5", False),
+        ("3 and 4", "4", False),
+        ("She has 5 apples and he has 4", "4", True),
+        (r"The value is $2\sqrt{3}$.", r"2\sqrt3", True),
+        ("It costs $5.", "5", True),
+        ("The answer is 4<|im_end|>", "4", True),
+        ("The answer is 4</s>", "4", True),
+        ("The answer is therefore 12", "12", True),
+        ("<answer> The answer is 12. </answer>", "12", True),
+        ("答案：B", "B", True),
+        (r"\boxed{}", "", False),
+        (r"\boxed{" + "(x>0)" * 700 + "}", "4", False),
+    ],
+)
+@pytest.mark.processes
+def test_an_answer_is_whole_and_not_taken_back(response, target, right):
+    assert MathReward()("", response, target) == float(right)

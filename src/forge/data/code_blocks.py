@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from markdown_it import MarkdownIt
@@ -9,7 +10,8 @@ from markdown_it import MarkdownIt
 # Blocks alone. A tag such as <answer> on a line of its own would begin a block of HTML and hide the fence after it.
 _MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "reference"])
 _MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
-PYTHON = frozenset(["python", "py", "python3", "py3"])
+PYTHON = frozenset(["python", "py", "python3", "py3", "ipython"])
+_NUL = "\uf8ff"
 
 
 class CodeBlock(NamedTuple):
@@ -23,8 +25,12 @@ def code_blocks(text: str) -> list[CodeBlock]:
     """The fenced blocks of a text, in order. One that is not closed ends with the text."""
     if "```" not in text and "~~~" not in text:
         return []
-    fences = (token for token in _MARKDOWN.parse(text) if token.type == "fence")
-    return [CodeBlock((fence.info.split() or [""])[0].strip("{}.").lower(), fence.content) for fence in fences]
+    # CommonMark replaces NUL, which is kept here by a character of private use.
+    fences = (token for token in _MARKDOWN.parse(text.lstrip("\ufeff").replace("\0", _NUL)) if token.type == "fence")
+    return [
+        CodeBlock(re.split(r"[\s{},:.]+", fence.info.strip("{}. ") + " ")[0].lower(), fence.content.replace(_NUL, "\0"))
+        for fence in fences
+    ]
 
 
 def python_block(text: str) -> str | None:

@@ -110,10 +110,21 @@ class PromptFormat:
             if found is None or found[1] is None:
                 raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
             target = found[1].strip()
+        if not target.strip():
+            raise ValueError(f"field {self.target_field!r}, the target, is empty")
         return text, self._letter(row[self.target_field], target, options) if options else target
 
     def _options(self, row: Mapping[str, Any]) -> list[str]:
-        """The options of multiple choice in the order of their letters; empty without `choices_field`."""
+        """The options of multiple choice in the order of their letters; empty without `choices_field`. ValueError: two
+        are equal, or one is empty."""
+        options = self._listed(row)
+        if len(set(options)) < len(options) or not all(options):
+            raise ValueError(
+                f"two options are equal, or one is empty, so that no letter is right alone: {options!r:.80}"
+            )
+        return options
+
+    def _listed(self, row: Mapping[str, Any]) -> list[str]:
         if self.choices_field is None:
             return []
         if isinstance(self.choices_field, str):

@@ -9,11 +9,11 @@ _NAMES = r"(?:think|thinking|thought|thoughts|reasoning|seed:think)"
 _OPENING = re.compile(rf"<{_NAMES}>|\[THINK\]|◁think▷|<\|channel\|>\s*(?:analysis|commentary)[^<]*<\|message\|>")
 _CLOSING = re.compile(rf"</{_NAMES}>|\[/THINK\]|◁/think▷|<\|channel\|>\s*final[^<]*<\|message\|>")
 _OPENED = re.compile(rf"(?:{_OPENING.pattern})\s*\Z")
-_ENDING = re.compile(r"(?:<\|return\|>|<\|end\|>)\s*\Z")
+_ENDING = re.compile(r"(?:<\|[\w:-]{1,30}\|>|</s>|<eos>|<end_of_turn>)\s{0,20}\Z")  # a token that ends a turn
 
 
 def without_thoughts(text: str, prompt: object = "") -> str:
-    """The text after the last thought, stripped; empty while a thought is open.
+    """The text after the last thought, without the tokens that end a turn, stripped; empty while a thought is open.
 
     Args:
         prompt: its chat template may have opened the thought. What is not text is ignored.
@@ -27,4 +27,17 @@ def without_thoughts(text: str, prompt: object = "") -> str:
     opening = _OPENING.search(answer)
     if opening is not None:
         answer = answer[: opening.start()]
-    return _ENDING.sub("", answer).strip()
+    answer = answer.strip()
+    end = len(answer)
+    # Only the tail is searched: over the whole answer, 200,000 spaces took an expression 58 seconds.
+    while ending := _ENDING.search(answer, max(0, end - 60), end):
+        end = ending.start()
+    return answer[:end].rstrip()
+
+
+def after_thoughts(text: str) -> str:
+    """As `without_thoughts`, with the white space that begins a block of code."""
+    answer = without_thoughts(text)
+    start = text.rfind(answer) if answer else len(text)
+    line = text.rfind("\n", 0, start) + 1
+    return text[line:start] + answer if text[line:start].isspace() else answer

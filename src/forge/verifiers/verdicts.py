@@ -19,18 +19,18 @@ def read_verdict(answer: str, yes: str, no: str) -> bool | None:
     as in "there is no error".
     """
     answer = without_thoughts(answer)
-    word = rf"({re.escape(yes)}|{re.escape(no)})(?!\w)"
+    word = rf"(?<![\w.-])({re.escape(yes)}|{re.escape(no)})(?![\w-]|\.\d)"
     marked = re.compile(
-        rf"^[^\w?\n]*(?:{_LEADS}{_MARKERS}[^\w\n]*?(?:is\b|[:=-])[^\w?\n]*)?{word}[^\w?\n]*$"
-        rf"|^[^\w\n]*{_LEADS}{_MARKERS}[^\w\n]*?(?:is\b|[:=-])[^\w?\n]*{word}[.,;:!]"
+        rf"^[^\w?\n]*(?:{_LEADS}{_MARKERS}[^\w\n]*?(?:is\b|[:=–—-])[^\w?\n]*)?{word}[^\w?\n]*$"
+        rf"|^[^\w\n]*{_LEADS}{_MARKERS}[^\w\n]*?(?:is\b|[:=–—-])[^\w?\n]*{word}[.,;:!](?!.*(?<!\w)(?:{re.escape(yes)}|{re.escape(no)})(?!\w))"
         rf"|\"[\w ]{{1,40}}\"[^\S\n]*:[^\S\n]*\"?{word}\"?[^\S\n]*(?:[,}}]|$)"
-        rf"|\[\[\s*{word}\s*\]\]|\\boxed\{{(?:\\text\{{)?\s*{word}\s*\}}|<\w+>\s*{word}\s*</\w+>",
+        rf"|\[\[\s*{word}\s*\]\]|\\boxed\{{(?:\\text\w*\{{)?\s*{word}\s*\}}|<\w+>\s*{word}\s*</\w+>",
         re.IGNORECASE | re.MULTILINE,
     )
     verdicts = [next(filter(None, match.groups())) for match in marked.finditer(answer)]
     if not verdicts:
         lines = answer.strip().splitlines()
-        leading = re.compile(rf"[^\w?]*{word}[.,;:!—–-]", re.IGNORECASE)
+        leading = re.compile(rf"[^\w?]*{word}(?:[.,;:!—](?=\s|$)(?!\sof\b)|\s[–—-]\s)", re.IGNORECASE)
         begins = (leading.match(line) for line in lines[:1] + lines[-1:])
         verdicts = [match[1] for match in begins if match]
         if len({verdict.lower() for verdict in verdicts}) > 1:

@@ -73,7 +73,11 @@ def choice(text: str) -> tuple[str, Sequence[Token]]:
     if not bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
         return "", ()
     labels = (token.text for token, after in pairwise(rest) if after.text in (")", ".", ":"))
-    if any(len(label) == 1 and label.isupper() for label in labels) or (rest and rest[0].text in _CONTINUED):
+    if (
+        any(len(label) == 1 and label.isupper() for label in labels)
+        or (rest and rest[0].text.lower() in ("or", "and"))
+        or (rest and rest[0].text in _CONTINUED)
+    ):
         return "", ()
     return letter.text, rest
 
@@ -96,12 +100,18 @@ def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
     calculus = _calculus(answer), _calculus(target)
     if None not in calculus and "text" in (answer.kind, target.kind):
         return _number(target) is None and equivalent("expression", *calculus, tolerance)  # type: ignore[arg-type]
-    if _is_assignment(answer) and not _is_assignment(target):
-        ordered_values = [item.items[1] for item in answer.items]
-        is_listed = target.kind == "list" or target.ends == ("(", ")")
-        return is_listed and _all_same(ordered_values, target.items, tolerance)
+    if _is_assignment(answer) is not _is_assignment(target):
+        # In the order in which they are written: x = 1, y = 2 is (1, 2).
+        members = [
+            [item.items[1] for item in value.items] if _is_assignment(value) else list(value.items)
+            for value in (answer, target)
+        ]
+        unnamed = target if _is_assignment(answer) else answer
+        is_ordered = unnamed.kind == "list" or unnamed.ends == ("(", ")")
+        return is_ordered and _all_same(members[0], members[1], tolerance)
     if {answer.kind, target.kind} <= {"list", "set"} or (answer.kind == target.kind == "union"):
-        joined = {"or", *answer.ends} == {"or", *target.ends} or not _has_order(answer, target)
+        # Of inequalities "or" and "and" are two things, as are unions and intersections.
+        joined = answer.ends == target.ends or not (answer.kind == "union" or _has_inequality(answer))
         return joined and _same_members(answer.items, target.items, tolerance)
     if answer.kind != target.kind or answer.kind == "text" or answer.ends != target.ends:
         return False
@@ -116,11 +126,8 @@ def _is_assignment(value: Value) -> bool:
     return len(set(names)) == len(names) > 1 and all(is_name(item.items[0]) for item in value.items)
 
 
-def _has_order(*values: Value) -> bool:
-    """Whether any member is an inequality, of which "or" and "and" are two things; also unions and intersections."""
-    return any(
-        item.kind == "relation" and set(item.ends) & ORDER.keys() for value in values for item in value.items
-    ) or (values[0].kind == "union")
+def _has_inequality(value: Value) -> bool:
+    return any(item.kind == "relation" and set(item.ends) & ORDER.keys() for item in value.items)
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:

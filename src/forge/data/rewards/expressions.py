@@ -281,6 +281,8 @@ class Parser:
             self._at = end + 1
             return inner if several or len(inner) < 2 else f"{{{inner}}}"
         text = _index(self._take())
+        if len(text) > 1 and not several:
+            return f"{{{text}}}"
         while several and self._at < len(self._parts) and self._parts[self._at].kind in ("letter", "word"):
             text += self._take().text
         return text

@@ -12,15 +12,20 @@ from .notation import RAISED, same_text
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(
     r"(?:\b(?:answer|(?:correct|right|best)\s(?:option|choice))\b[\s*_]*(?:is|was|(?:would|should|must)\sbe|:|=)"
-    r"|^[^\S\n]*A:)[\s*_:]*(?=[^\n])",
+    r"|^[^\S\n]*A:|答案[是为：:]+|故选[：:]?)[\s*_:]*(?=[^\n])",
     re.IGNORECASE | re.MULTILINE,
 )
 _CHOSEN = re.compile(r"\b(?:[Oo]ption|[Cc]hoice)\s[*_(]{0,4}([A-J])[*_)]{0,4}\sis\s(?:the\s)?(?:correct|right|best)\b")
 _PHRASE_END = re.compile(r"[.!](?:\s|$)|[,;](?=\s)|\s\(|\s(?:because|since|as|so|which|when|if)\s", re.IGNORECASE)
 # After an answer: another one, or the first taken back.
-_INSTEAD = re.compile(r"[^\w\n]{0,8}(?:or|maybe|perhaps|possibly|alternatively|not)\b", re.IGNORECASE)
+_INSTEAD = re.compile(
+    r"[^\w\n]{0,8}(?:or|maybe|perhaps|possibly|alternatively|not|(?:no,?\s)?wait|(?:is|was)\s(?:wrong|incorrect|false|not))\b",
+    re.IGNORECASE,
+)
+_TAKEN_BACK = re.compile(r"\b(?:not|isn't|cannot be|can't be)[\s$*:(\[\\]*\Z", re.IGNORECASE)  # before an answer
 _ANOTHER = re.compile(
-    rf"{_INSTEAD.pattern}|[^\w\n]{{0,8}}(?:and|but)\s[^\w\n]{{0,4}}\d|[,;]\s[-$\\]{{0,3}}\d", re.IGNORECASE
+    rf"{_INSTEAD.pattern}|[^\w\n]{{0,8}}(?:and|but)\s[^\w\n]{{0,4}}(?:\d|[A-J]\b)|[,;]\s[-$\\(]{{0,3}}(?:\d|[A-J]\b)",
+    re.IGNORECASE,
 )
 _FIGURE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBERS = re.compile(
@@ -30,6 +35,14 @@ _NUMBERS = re.compile(
     rf"|(?<=[\w.])(?<!\d)(?<!\d[.,])(?:{_FIGURE})",
     re.IGNORECASE,
 )
+# What makes a number a part of another answer: a root, a power, an index, the second of a ratio or of a pair, a bound.
+_PART_BEFORE = re.compile(
+    r"(?:[√^_]|\^\{|\d:|\\frac\{[^{}]{0,40}\}\{|\b(?:not|cannot be)\s|\s?[≠≥≤]\s?|\s[<>]\s|\\(?:neq?|geq?|leq?)\s?)\Z"
+)
+_PAIR_BEFORE = re.compile(r"[(\[][^()\[\]]{0,40},\s?\Z")
+_PART_AFTER = re.compile(r"[π√^]|i(?!\w)|\s?\\(?:pi|sqrt|cdot|times)(?![A-Za-z])")
+_LAST_FORMULA = re.compile(r"\$([^$\n]{1,200})\$[^\w$]{0,3}\Z")
+_SIGN = re.compile(r"(?<![\w)\]])[−–](?=\.?\d)")  # a minus, not the dash of a range
 _OPEN = re.compile(r"\\f?boxed\s*\{")
 _BOX = re.compile(rf"{_OPEN.pattern}|(?<!\\)[{{}}]")
 _LABELLED = re.compile(r"^[^\w\n]{0,4}[A-J][).:]", re.MULTILINE)  # the line of a choice
@@ -60,6 +73,8 @@ def boxed(text: str) -> str | None:
         between = text[boxes[-2][2] + 1 : begin]
         if len(between) <= 20 and re.fullmatch(r"[^\w\n]*(?:(?:or|and)\b)?[^\w\n]*", between):
             return text[boxes[-2][0] : end + 1]
+    if _TAKEN_BACK.search(text[max(0, begin - 30) : begin]):
+        return f"not {text[start:end]}"
     after = text[end + 1 : end + 100].partition("\n")[0]
     return text[start:end].strip() if not _INSTEAD.match(after) else text[begin : end + 100].partition("\n")[0]
 
@@ -70,7 +85,7 @@ def final_answer(response: str) -> str | None:
     By preference: the last `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, "answer is ..." or "answer: ...", a last
     line such as "B) 12" if no other is of that form, and otherwise the last number. Thoughts do not count.
     """
-    response = without_thoughts(response[-_LONGEST:])
+    response = _SIGN.sub("-", without_thoughts(response[-_LONGEST:]))
     found = boxed(response)
     if found is not None:
         return found
@@ -78,7 +93,7 @@ def final_answer(response: str) -> str | None:
     before, closing, _ = response.rpartition("</answer>")
     tagged = before.rpartition("<answer>")
     if closing and tagged[1]:
-        return tagged[2].strip()
+        return _stated(tagged[2]) or tagged[2].strip()
     if hashes := _HASHES.findall(response):
         return hashes[-1].strip()
     if (stated := _stated(response)) is not None:
@@ -88,6 +103,8 @@ def final_answer(response: str) -> str | None:
     before, _, last_line = response.rpartition("\n")
     if choice(last_line)[0] and not _LABELLED.search(before):
         return last_line.strip()
+    if formula := _LAST_FORMULA.search(response):
+        return formula[1].strip()
     last = _last_number(response)
     whole = number(response)  # all of it may be one number, such as "2 dozen"
     return last if whole is None or (last is not None and number(last) == whole) else response.strip()
@@ -114,10 +131,15 @@ def _last_number(text: str) -> str | None:
     before = last = None
     for found in _NUMBERS.finditer(text):
         before, last = last, found
-    if last is None or text[last.end() : last.end() + 1] in RAISED:
+    if last is None:
+        return None
+    context, following = text[max(0, last.start() - 60) : last.start()], text[last.end() : last.end() + 10]
+    is_pair = _PAIR_BEFORE.search(context) and following[:1] in (")", "]")
+    if _PART_BEFORE.search(context) or _PART_AFTER.match(following) or is_pair or following[:1] in RAISED:
         return None
     between = "" if before is None else text[before.end() : last.start()]
-    return None if len(between) <= 30 and re.search(r"\bor\b", between) else last[0]
+    several = re.fullmatch(r"\s?and\s", between) or (len(between) <= 30 and re.search(r"\bor\b", between))
+    return None if several else last[0]
 
 
 def _later(response: str) -> list[str]:
@@ -165,6 +187,7 @@ class MathReward:
             hashes = _HASHES.findall(target)
             wanted = (hashes[-1] if hashes else target).strip()
         # A response that is the target needs no extraction, which would read "x + 2" as 2.
+        response = _SIGN.sub("-", response)
         label, letter = choice(response)[0], choice(wanted)[0]
         if label and letter:
             return label == letter
@@ -177,6 +200,8 @@ class MathReward:
             answer = later[-1]
         if answer is None:
             return False
+        if letter and any(choice(text)[0] not in ("", letter) for text in later):
+            return False  # it contradicts the box
         right = equal(answer, wanted, self.tolerance)
         if right and (value := number(wanted)) is not None:
             others = (number(text) for text in later)

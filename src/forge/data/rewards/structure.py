@@ -50,7 +50,11 @@ class Value(NamedTuple):
 @lru_cache(maxsize=1024)
 def read(text: str) -> Value:
     """The value of an answer."""
-    return value_of(tokens(text))
+    parts = tokens(text)
+    try:
+        return value_of(parts)
+    except RecursionError:
+        return Value("text", parts)
 
 
 def value_of(parts: Sequence[Token]) -> Value:
@@ -209,12 +213,18 @@ def _where(parts: tuple[Token, ...]) -> Value | None:
     """A value with its condition in brackets after it: \\frac{1}{x}(x > 0)."""
     if len(parts) < 5 or parts[-1].text != ")":
         return None
-    for start in range(1, len(parts) - 1):
-        if parts[start].text == "(" and closing(parts, start) == len(parts) - 1:
-            condition = value_of(parts[start + 1 : -1])
-            if condition.kind == "relation":
-                return Value("where", parts, (value_of(parts[:start]), condition))
-    return None
+    depth = 0
+    start = len(parts)
+    while start > 1:
+        start -= 1
+        depth += (parts[start].text in (")", "]", "}")) - (parts[start].text in ("(", "[", "{"))
+        if not depth:
+            break
+    # One condition: a row of brackets is a product.
+    if parts[start].text != "(" or parts[start - 1].text == ")" or start < 1:
+        return None
+    condition = value_of(parts[start + 1 : -1])
+    return Value("where", parts, (value_of(parts[:start]), condition)) if condition.kind == "relation" else None
 
 
 def _expression(parts: tuple[Token, ...]) -> Value:
@@ -272,7 +282,8 @@ def as_interval(value: Value) -> Value | None:
         intervals = [as_interval(item) for item in value.items]
         if any(interval is None for interval in intervals) or len({_variable(item) for item in value.items}) > 1:
             return None
-        return Value("union", value.parts, tuple(interval for interval in intervals if interval is not None))
+        members = tuple(interval for interval in intervals if interval is not None)
+        return Value("union", value.parts, members, (r"\cup",))
     if value.kind == "relation" and value.ends == (r"\in",) and is_name(value.items[0]):
         return value.items[1] if value.items[1].kind in ("tuple", "union", "set") else None
     variable = _variable(value) if value.kind == "relation" else None

@@ -134,6 +134,10 @@ def _begins(parts: Sequence[Token], start: int) -> bool:
         foreign = not token.text.isascii() and token.text in _NAMES
         prefixed = token.text == "k" and following == [r"\Omega"]
         return foreign or (after_value and ((token.spaced and token.text in _LONE) or bool(per) or prefixed))
+    # A short word of no unit may be variables: 6 pi eta rva.
+    short = token.kind == "word" and not token.upright and len(token.text) < 4 and token.text not in _NAMES
+    if short and before.kind != "number":
+        return False
     return token.kind == "word" or token.text == "%" or (after_value and token.text in (r"\Omega", r"\mu"))
 
 
