@@ -35,6 +35,9 @@ i | \sqrt{-1}
 \pm 2 | 2,-2
 \{2,-2\} | \pm2
 x = 2 \text{ or } x = -2 | -2, 2
+31and41 | 31 and 41
+-2or2 | -2 or 2
+x=-1and x=3 | $x=-1$ and $x=3$
 \begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix} | \begin{pmatrix} \frac{1}{5} \\ -\frac{18}{5} \end{pmatrix}
 \begin{pmatrix} 0.2 \\ -3.6 \end{pmatrix} | \begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}
 \begin{bmatrix}1 & 0\\0 & 1\end{bmatrix} | \begin{pmatrix} 1 & 0 \\ 0 & 1 \\ \end{pmatrix}
@@ -295,6 +298,8 @@ A | a
 \text{Monday} | Tuesday
 II | III only
 I and II | I and III
+X=-1 and x=3 | $x=-1$ and $x=3$
+y_7=2x, y=-2x | $y=2x$, $y=-2x$
 \text{yes} | no
 12:00 | 12:30
 3\text{ hours} | 3\text{ minutes}

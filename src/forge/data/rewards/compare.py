@@ -108,6 +108,7 @@ def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
         ]
         unnamed = target if _is_assignment(answer) else answer
         is_ordered = unnamed.kind == "list" or unnamed.ends == ("(", ")")
+        is_ordered = is_ordered and not any(item.kind == "relation" for item in unnamed.items)
         return is_ordered and _all_same(members[0], members[1], tolerance)
     if {answer.kind, target.kind} <= {"list", "set"} or (answer.kind == target.kind == "union"):
         # Of inequalities "or" and "and" are two things, as are unions and intersections.

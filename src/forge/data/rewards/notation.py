@@ -111,7 +111,7 @@ _TOKEN = re.compile(
 PREFIXED = frozenset(f"{prefix}{unit}" for prefix in "nmckMG" for unit in [*"mgsLlNJWVA", "Pa", "Hz", "eV"]) - {"Gs"}
 # Units of two letters, words after a figure and a space; the second, also without the space.
 UNITS = PREFIXED | words("lb oz ft mi yd hr am pm Hz Pa eV dB Wb in")
-GLUED = words("cm mm km kg ml mL lb lbs oz ft in mph kmh min hrs am pm kHz MHz GHz degrees meters miles hours")
+GLUED = words("and or cm mm km kg ml mL lb lbs oz ft in mph kmh min hrs am pm kHz MHz GHz degrees meters miles hours")
 SHORT_WORDS = words("or no is of in on to if so it as be we he an")
 _CLOSED_BY = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
 
