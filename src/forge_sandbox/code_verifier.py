@@ -86,8 +86,7 @@ def forgeable(case: Case) -> bool:
 
 
 def code_block(response: str) -> str | None:
-    """The program of a response: after its thoughts, the last fenced block in Python, else the last without a language;
-    None if there is neither."""
+    """The program of a response after its thoughts, as `python_block` reads it; None if it has none."""
     return python_block(after_thoughts(response))
 
 

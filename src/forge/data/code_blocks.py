@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 from typing import NamedTuple
 
@@ -34,9 +36,34 @@ def code_blocks(text: str) -> list[CodeBlock]:
 
 
 def python_block(text: str) -> str | None:
-    """The code of the last block in Python, else of the last without a language; None if there is neither."""
-    blocks = code_blocks(text)
-    in_python = [block.code for block in blocks if block.language in PYTHON]
-    unnamed = [block.code for block in blocks if not block.language]
-    candidates = in_python or unnamed
-    return candidates[-1] if candidates else None
+    """The code of the last block in Python, else of the last without a language; None if there is neither.
+
+    A later block without a language is the program if it is one by itself; an output or an example of use is not.
+    """
+    program: CodeBlock | None = None
+    for block in code_blocks(text):
+        if block.language in PYTHON or (not block.language and (program is None or _replaces(block, program))):
+            program = block
+    return None if program is None else program.code
+
+
+def _replaces(block: CodeBlock, program: CodeBlock) -> bool:
+    return not program.language or _stands_alone(block.code)
+
+
+def _stands_alone(code: str) -> bool:
+    """Whether code defines or prints something, with names that are its own or built in."""
+    try:
+        nodes = list(ast.walk(ast.parse(code)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    definitions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = [n for n in nodes if isinstance(n, ast.Name)]
+    known = set(dir(builtins)) | {definition.name for definition in definitions}
+    known |= {(alias.asname or alias.name).partition(".")[0] for statement in imports for alias in statement.names}
+    known |= {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+    known |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    known |= {n.name for n in nodes if isinstance(n, ast.ExceptHandler) and n.name}
+    prints = any(name.id == "print" for name in names)
+    return bool(definitions or imports or prints) and ("*" in known or all(name.id in known for name in names))
