@@ -205,8 +205,8 @@ class RowStream(ABC, Generic[T, C]):
         except TooLong as error:
             raise ValueError(f"{self._name}, row {number}: {error}") from error
         except Exception as error:  # rows have every form that their authors thought of
-            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise BadRow(f"{self._name}, row {number}: {what}") from error
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise BadRow(f"{self._name}, row {number}: {reason}") from error
 
     def check(self) -> None:
         """Make the stored rows, of streams and tasks the first 100, and up to 1000 until there is an item.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..types import Episode, Sample
+from .lines import appended_lines
 
 HELD_OUT = "held_out.jsonl"
 PAGE, LONGEST = 50, 4000  # answers of a page, and characters of a text on it
@@ -51,18 +52,12 @@ class Answers:
 
     def refresh(self) -> None:
         """Find the answers that were added since the last call."""
-        if not self._path.is_file():  # also a pipe, which would never end
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._end)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                start, self._end = self._end, self._end + len(line)
-                row = _row(line)
-                if row is not None:
-                    place = Place(start, self._end, row["problem"], row.get("correct"))
-                    self._places.setdefault(row["step"], []).append(place)
+        for end, line in appended_lines(self._path, self._end):
+            start, self._end = self._end, end
+            row = _row(line)
+            if row is not None:
+                place = Place(start, end, row["problem"], row.get("correct"))
+                self._places.setdefault(row["step"], []).append(place)
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the answers of one evaluation.

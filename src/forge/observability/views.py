@@ -13,6 +13,7 @@ import numpy as np
 
 from .alerts import alerts
 from .held_out import HELD_OUT, Answers
+from .lines import appended_lines
 from .rollouts import ROLLOUTS, TEXT, batches
 from .run import MARK
 from .runs import ending, settings, state
@@ -36,20 +37,14 @@ class Lines:
 
     def more(self) -> Iterator[dict[str, Any]]:
         """Lines that were appended since the last call; an incomplete last line is left for the next."""
-        if not self.path.is_file():  # also a pipe, which would never end
-            return
-        with self.path.open("rb") as file:
-            file.seek(self.at)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self.at += len(line)
-                try:
-                    value = json.loads(line.decode(errors="replace").strip().removeprefix(","))
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(value, dict):
-                    yield value
+        for end, line in appended_lines(self.path, self.at):
+            self.at = end
+            try:
+                value = json.loads(line.decode(errors="replace").strip().removeprefix(","))
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict):
+                yield value
 
 
 class RunView:

@@ -51,16 +51,16 @@ _LONGEST = 200_000
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
     """The closed `\\boxed{...}`, whose braces may nest, by their beginning: (its index, those of its content)."""
-    found: list[tuple[int, int, int]] = []
+    boxes: list[tuple[int, int, int]] = []
     if (first := _OPEN.search(text)) is None:
-        return found
+        return boxes
     opened: list[tuple[int, int] | None] = []  # the boxes among the open braces
     for brace in _BOX.finditer(text, first.start()):
         if brace[0] != "}":
             opened.append(None if brace[0] == "{" else brace.span())
         elif opened and (span := opened.pop()):
-            found.append((*span, brace.start()))
-    return sorted(found)
+            boxes.append((*span, brace.start()))
+    return sorted(boxes)
 
 
 def boxed(text: str) -> str | None:
@@ -86,9 +86,9 @@ def final_answer(response: str) -> str | None:
     line such as "B) 12" if no other is of that form, and otherwise the last number. Thoughts do not count.
     """
     response = _SIGN.sub("-", without_thoughts(response[-_LONGEST:]))
-    found = boxed(response)
-    if found is not None:
-        return found
+    in_box = boxed(response)
+    if in_box is not None:
+        return in_box
     # Searched from the end: a regular expression would take quadratic time over tags that are never closed.
     before, closing, _ = response.rpartition("</answer>")
     tagged = before.rpartition("<answer>")
@@ -129,8 +129,8 @@ def _stated(text: str, *, whole_line: bool = False) -> str | None:
 def _last_number(text: str) -> str | None:
     """The last number, unless it is one of two in "4 or 5", or a part of another."""
     before = last = None
-    for found in _NUMBERS.finditer(text):
-        before, last = last, found
+    for figure in _NUMBERS.finditer(text):
+        before, last = last, figure
     if last is None:
         return None
     context, following = text[max(0, last.start() - 60) : last.start()], text[last.end() : last.end() + 10]

@@ -28,13 +28,13 @@ class JsonMatch:
             raise ValueError(f"form must be in [0, 1), got {self.form}")
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
-        expected, found = _object(target), _object(without_thoughts(response, prompt))
+        expected, answer = _object(target), _object(without_thoughts(response, prompt))
         if expected is None:
             raise ValueError(f"the target {target[:60]!r} is no JSON object")
-        if found is None:
+        if answer is None:
             return 0.0
-        keys = expected.keys() | found.keys()
-        right = sum(key in expected and key in found and _same(expected[key], found[key]) for key in keys)
+        keys = expected.keys() | answer.keys()
+        right = sum(key in expected and key in answer and _same(expected[key], answer[key]) for key in keys)
         return 1.0 if right == len(keys) else self.form + (1 - self.form) * right / len(keys)
 
 
@@ -42,19 +42,19 @@ def _object(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is, or None. A key that is given twice, NaN and infinities are no JSON."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        members = dict(pairs)
+        if len(members) < len(pairs):
             raise ValueError("a key is given twice")
-        return found
+        return members
 
     def no_constant(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
 
     try:
-        found = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except (ValueError, RecursionError):  # also for numbers of thousands of digits
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _same(a: Any, b: Any) -> bool:
