@@ -233,6 +233,27 @@ def test_only_the_log_that_is_written_is_announced(tmp_path: Path):
     assert (tmp_path / "monarch.log").stat().st_size
 
 
+def test_threads_of_monarch_write_without_python_once_a_host_is_up():
+    """One that is in Python's hands while the interpreter ends aborts the process, after all that it did went well."""
+    script = """
+        import ctypes
+        from forge import interpose
+        from forge.controller import private, run
+        from tests.controller.components import Counter
+        async def main():
+            print(await (await Counter.options(hosts=1).as_service()).add.route(1))
+        run(main())
+        path, base = interpose._loaded(private._LOADED)
+        libc = ctypes.cast(ctypes.CDLL(None).write, ctypes.c_void_p).value
+        places = [ctypes.c_void_p.from_address(base + slot).value for slot in interpose.imports(path, b"write")]
+        print(len(places) > 0 and set(places) == {libc})
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\nTrue\n"), done.stderr
+    assert "internal logs" not in done.stderr
+
+
 def test_a_page_stays_as_writable_as_it_was():
     import ctypes
     import mmap

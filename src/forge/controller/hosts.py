@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -25,11 +25,20 @@ from ..cluster.rendezvous import SCHEME
 from ..cluster.wire import HostError
 from ._monarch import HostMesh, attach_to_workers, end_at_exit, new_service_proc_id, run_worker_loop_forever, this_host
 from .errors import ReplicaDied
-from .private import hide_announcement, sockets_in, warn_if_exposed
+from .private import hidden_announcement, sockets_in, warn_if_exposed
 
 _attached = itertools.count()
 _SERVE = "import sys; from forge.controller.hosts import serve_host; serve_host(sys.stdin.readline(), int(sys.argv[1]))"
 PR_SET_PDEATHSIG = 1
+
+
+@cache
+def start_client() -> None:
+    """Start Monarch in this process, to end in order with it."""
+    with hidden_announcement():
+        this_host()
+    end_at_exit()
+    warn_if_exposed()
 
 
 class Hosts:
@@ -40,11 +49,8 @@ class Hosts:
 
     async def mesh(self) -> HostMesh:
         """The hosts as one mesh; started again first if one of them was lost."""
-        hide_announcement()
-        mesh = this_host()
-        end_at_exit()
-        warn_if_exposed()
-        return mesh
+        start_client()
+        return this_host()
 
     @property
     def spans_machines(self) -> bool:
@@ -104,8 +110,8 @@ class LoopbackHosts(Hosts):
                 addresses = [f"{new_service_proc_id()}@ipc://{folder}/{os.urandom(8).hex()}" for _ in range(self.size)]
                 self._workers = [_start(address) for address in addresses]
                 name = f"{self.name}_{next(_attached)}"
+                start_client()
                 self._mesh = attach_to_workers(ca="trust_all_connections", workers=addresses, name=name)
-                end_at_exit()
             return self._mesh
 
     def pids(self) -> list[int]:
@@ -164,8 +170,8 @@ class PooledHosts(Hosts):
                         raise error
                 workers = [self._workers[machine] for machine in machines]
                 name = f"{self.name}_{next(_attached)}"
+                start_client()
                 self._mesh = attach_to_workers(ca="trust_all_connections", workers=workers, name=name)
-                end_at_exit()
             return self._mesh
 
     def gpus(self) -> dict[str, list[str]]:
@@ -230,5 +236,5 @@ def serve_host(address: str, parent: int) -> None:
 def serve_forever(address: str, folder: Path) -> None:
     """Be a Monarch worker at `address`, with its sockets for this machine in a private folder."""
     sockets_in(folder)
-    hide_announcement()
-    run_worker_loop_forever(address=address, ca="trust_all_connections")
+    with hidden_announcement():
+        run_worker_loop_forever(address=address, ca="trust_all_connections")

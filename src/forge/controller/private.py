@@ -22,7 +22,8 @@ import socket
 import struct
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +51,7 @@ _libc.bind.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32]
 _libc.write.argtypes, _libc.write.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_ssize_t
 _folder: Path | None = None  # of sockets
 _log_handle: int | None = None
+_replacements: list[object] = []  # callbacks, which must outlive their use
 
 
 def load() -> None:
@@ -96,11 +98,16 @@ def log_to(path: Path | None) -> None:
         os.close(handle)
 
 
-@cache
-def hide_announcement() -> object:
-    """Leave out the line in which Monarch, once its first host is up, names a log that `_open` has replaced."""
+@contextmanager
+def hidden_announcement() -> Iterator[None]:
+    """Leave out the line in which Monarch, once its first host is up, names a log that `_open` has replaced.
+
+    Monarch's threads write through Python meanwhile. One that does so while the interpreter ends takes the process with
+    it ("FATAL: exception not rethrown", before Python 3.14), so that this lasts no longer than the start of the host.
+    """
     if _log_handle is None:
-        return None
+        yield
+        return
     hiding = False
 
     @_Write
@@ -115,8 +122,12 @@ def hide_announcement() -> object:
             restore()
         return length
 
+    _replacements.append(write)  # another thread may still be in it after `restore`
     restore = replace(_LOADED, {"write": write})
-    return write  # in the cache, for another thread may still be in it after `restore`
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _open_log() -> int:
