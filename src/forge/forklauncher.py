@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 LIMITS = [getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")]
 
@@ -28,6 +29,12 @@ def ask(server: socket.socket, address: str, program: str) -> bool:
         return False
 
 
+def forward(server: socket.socket, number: int) -> None:
+    """Have the server send a signal to the fork."""
+    with suppress(OSError):  # the server ended, its forks with it: `main` finds out
+        server.send(bytes([number]))
+
+
 def main(address: str, program: str) -> None:
     """Ask the fork server at this address for a process, and live as long as it does."""
     with open("/proc/self/comm", "w") as name:
@@ -36,8 +43,11 @@ def main(address: str, program: str) -> None:
     if not ask(server, address, program):
         os.execv(sys.executable, [sys.executable, "-m", program])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: server.send(bytes([number])))
-    answer = server.recv(4)
+        signal.signal(number, lambda number, frame: forward(server, number))
+    try:
+        answer = server.recv(4)
+    except ConnectionResetError:
+        answer = b""
     status = int.from_bytes(answer, "little") if answer else signal.SIGKILL  # the server ended, its forks with it
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))

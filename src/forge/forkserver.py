@@ -113,8 +113,11 @@ def bound(environment: Mapping[str, str]) -> dict[str, str]:
 
 def main(listener: socket.socket) -> None:
     """Serve until standard input ends; in a fork, be the program that the launcher asked for."""
-    # What a terminal sends is for the controller to handle. A fork has the handlers of before: nohup ignores SIGHUP.
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    # What terminals and schedulers send to every process is for the controller to handle: at SIGTERM it saves the run,
+    # for which it needs the forks, and these end with their server. A fork has the handlers of before: nohup ignores
+    # SIGHUP.
+    everyone = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in everyone}
     with suppress(OSError):
         Path("/proc/self/comm").write_text("forge-fork")  # what top and ps show; forks take names of their own
     expected = json.loads(sys.stdin.buffer.readline())
@@ -150,6 +153,7 @@ def serve(listener: socket.socket, expected: dict[str, str]) -> str | None:
         for key, _ in waiting.select():
             source: Any = key.fileobj
             if source is sys.stdin:
+                signal.set_wakeup_fd(-1)  # the ends of the forks are of no interest, and the socket goes first
                 for pid in launchers:
                     os.kill(pid, signal.SIGKILL)
                 return None

@@ -1,15 +1,18 @@
 """A run that has to end early saves itself, says so by its exit code, and ends with the same weights when resumed."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import datetime, timedelta
 
 import pytest
 
 from forge.recipes.preemption import Preemption, deadline_of
 from tests.cluster.machines import ROOT, environment, trained, wait_until
+from tests.trees import descendants
 
 COMMAND = [sys.executable, "-m", "forge", "train", "tests/cluster/tiny.yaml"]
 LOCAL = ["--services.trainer.procs", "1", "--services.trainer.hosts", "1", "--services.generator.num_replicas", "1"]
@@ -45,7 +48,7 @@ def test_a_signal_and_a_deadline_are_reasons():
 
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "deadline"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGTERM to all", "SIGUSR1", "deadline"])
 def test_a_run_that_is_interrupted_goes_on_with_the_same_weights(how, tmp_path, whole):
     own = [*COMMAND, *LOCAL, "--run.root", str(tmp_path)]
     if how == "deadline":
@@ -56,13 +59,18 @@ def test_a_run_that_is_interrupted_goes_on_with_the_same_weights(how, tmp_path, 
     else:
         process = subprocess.Popen(own, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
         rows = tmp_path / "tiny" / "metrics.jsonl"
-        if how == "SIGTERM":  # SIGUSR1 is remembered from the start
+        if how != "SIGUSR1":  # it is remembered from the start
             wait_until(lambda: rows.exists() and bool(rows.read_text()), 120, "the first row")
         else:
             wait_until(rows.exists, 120, "the run's folder")
-        process.send_signal(getattr(signal, how))
+        members = descendants(process.pid) if how.endswith("all") else [process.pid]  # systemd and scancel reach all
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, getattr(signal, how.split()[0]))
         said, code = process.communicate(timeout=120)[1], process.returncode
     assert code == 75, said
+    assert "Traceback" not in said
+    assert " is dead " not in said
     again = subprocess.run(
         [*own, "--resume", "auto"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
     )

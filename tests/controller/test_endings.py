@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.trees import descendants
+
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
@@ -111,6 +113,27 @@ def test_ctrl_c_in_a_terminal_reaches_every_process_and_is_handled_once():
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in error
+    assert leaves_nothing(process, pids)
+
+
+def test_ctrl_c_twice_in_a_terminal_ends_everything_at_once_and_without_a_traceback():
+    process, pids = start(WAIT)
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert "Exception ignored" not in error
+    assert leaves_nothing(process, pids)
+
+
+def test_sigterm_to_every_process_is_handled_once():
+    process, pids = start(WAIT)
+    for pid in reversed(descendants(process.pid)):
+        os.kill(pid, signal.SIGTERM)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert [line for line in error.splitlines() if line] == ["forge: SIGTERM: stopping (once more to stop at once)"]
     assert leaves_nothing(process, pids)
 
 

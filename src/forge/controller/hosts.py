@@ -230,6 +230,7 @@ def serve_host(address: str, parent: int) -> None:
         return
     for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal sends is for the controller to handle
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # and what a scheduler sends; a child gets the default
     serve_forever(address.strip(), Path(os.environ["TMPDIR"]))
 
 

@@ -208,13 +208,16 @@ def _bootstrap(
     libc = ctypes.CDLL(None)
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
-    # A terminal sends Ctrl-C, or SIGHUP when it closes, to every process; only the controller acts on it, so that the
-    # shutdown has one owner.
+    # A terminal sends Ctrl-C, or SIGHUP when it closes, to every process, a scheduler SIGTERM; only the controller acts
+    # on it, so that the shutdown has one owner.
     # Python's signal module works in the main thread only, and this is another one.
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
     for number in (signal.SIGINT, signal.SIGHUP):
         libc.signal(number, ctypes.c_void_p(1))  # SIG_IGN
+    # What is ignored stays so in programs that a component starts, and SIGTERM is how it ends them. A handler does not;
+    # getpid is a function that does nothing.
+    libc.signal(signal.SIGTERM, ctypes.cast(libc.getpid, ctypes.c_void_p))
 
 
 def take_gpus(free: list[str], count: int, component: str) -> list[str]:
