@@ -174,11 +174,11 @@ def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
 
     A decoder's head finds the last token by the padding, which needs a token of its own.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     torch.manual_seed(seed)
     with quiet_loading():
         made = AutoModelForSequenceClassification.from_pretrained(
-            model, num_labels=1, dtype=torch.float32, ignore_mismatched_sizes=True
+            model, num_labels=1, dtype=torch.float32, ignore_mismatched_sizes=True, trust_remote_code=False
         )
         if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
             tokenizer.add_special_tokens({"pad_token": "<pad>"})

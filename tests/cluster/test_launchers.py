@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from forge.cluster.kubernetes import KubernetesJob
+from forge.cluster.slurm import SlurmJob
 from tests.cluster.kube import VERSION, Cluster
 from tests.cluster.machines import ROOT, Machines, environment, inside, wait_until
 
@@ -197,3 +202,30 @@ def test_a_slurm_script_is_valid_shell():
     assert wrong.returncode == 1
     assert "error:" in wrong.stderr
     assert "stepz" in wrong.stderr
+
+
+@example("x\ntouch /tmp/p\n#")
+@example("a b")
+@example("\\'$(id) `id` \"; # --wrap=id")
+@example("-n 99")
+@example("\x00")
+@example("x" * 10_000)
+@given(st.text(min_size=1))
+def test_no_name_or_folder_is_another_line_or_option_of_a_slurm_script(text: str):
+    def options(job: SlurmJob) -> list[list[str]]:
+        lines = [line for line in job.script().split("\n") if line.startswith("#SBATCH ")]
+        return [shlex.split(line.removeprefix("#SBATCH ")) for line in lines]
+
+    plain = SlurmJob("run", [["forge", "train"]], Path("/work"), Path("/runs"), time="1:00")
+    hostile = SlurmJob(text, [["forge", "train", text]], Path("/work", text), Path("/runs", text), time=text)
+    if not text.isprintable():
+        with pytest.raises(ValueError, match=r"\A[^\n]*control character\Z"):
+            options(hostile)
+        return
+    lines = options(hostile)
+    given_values = {"job-name": text, "time": text, "output": f"{Path('/runs', text)}/slurm-%j.out"}
+    assert len(lines) == len(options(plain))
+    for words in lines:
+        assert len(words) == 1
+        name, _, value = words[0].removeprefix("--").partition("=")
+        assert value == given_values.get(name, value)

@@ -333,3 +333,15 @@ def test_in_a_panel(reward_model, encoder):
     assert panel.names == ("ours", "theirs")
     assert found.values.shape == (len(RESPONSES), 2)
     assert not found.reasons
+
+
+def test_code_in_a_models_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """transformers would ask on the terminal, and whoever answers yes runs it."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Words", None]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": config["auto_map"]}))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match=r"trust_remote_code|Unrecognized"):
+        RewardModel(tmp_path)
+    assert not (tmp_path / "ran").exists()

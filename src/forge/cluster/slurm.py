@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from dataclasses import dataclass
@@ -47,6 +48,13 @@ exit $code
 """
 
 
+def quoted(value: str) -> str:
+    """A value as sbatch reads it from a line of options: one word, whatever it contains."""
+    if re.fullmatch(r"[\w%@:.,/+=-]*", value, re.ASCII):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
 @dataclass(frozen=True)
 class SlurmJob:
     """A job of one run, or an array of several.
@@ -72,22 +80,31 @@ class SlurmJob:
     cpus_per_node: int | None = None
 
     def script(self) -> str:
-        """The batch script."""
+        """The batch script.
+
+        Raises:
+            ValueError: an option has a line break or another control character, after which sbatch reads what follows
+                as an option or command of its own.
+        """
+        output = "slurm-%j.out" if len(self.commands) == 1 else "slurm-%A-%a.out"
         lines = [
-            f"job-name={self.name}",
+            f"job-name={quoted(self.name)}",
             f"nodes={self.nodes}",
             "ntasks-per-node=1",
             *([f"gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
             *([f"cpus-per-task={self.cpus_per_node}"] if self.cpus_per_node else []),
-            *([f"time={self.time}"] if self.time else []),
+            *([f"time={quoted(self.time)}"] if self.time else []),
             "requeue",
             "no-kill",
             "open-mode=append",
             f"signal=B:USR1@{BEFORE_END}",
-            f"output={self.runs}/slurm-%j.out" if len(self.commands) == 1 else f"output={self.runs}/slurm-%A-%a.out",
+            f"output={quoted(f'{self.runs}/{output}')}",
             *([f"array=0-{len(self.commands) - 1}"] if len(self.commands) > 1 else []),
             *self.options,
         ]
+        for line in lines:
+            if not line.isprintable():
+                raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
         command = shlex.join(self.commands[0])
         if len(self.commands) > 1:
             cases = "\n".join(f"    {n}) set -- {shlex.join(words)} ;;" for n, words in enumerate(self.commands))

@@ -43,8 +43,10 @@ class BatchedModel:
     def __init__(self, settings: ModelSettings, loader: Any) -> None:
         path, max_tokens = str(settings.path), settings.max_tokens
         self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-        model, found = loader.from_pretrained(path, dtype=getattr(torch, settings.dtype), output_loading_info=True)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model, found = loader.from_pretrained(
+            path, dtype=getattr(torch, settings.dtype), output_loading_info=True, trust_remote_code=False
+        )
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
