@@ -44,10 +44,10 @@ class BatchedModel:
         path, max_tokens = str(settings.path), settings.max_tokens
         self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        model, found = loader.from_pretrained(
+        model, loading_info = loader.from_pretrained(
             path, dtype=getattr(torch, settings.dtype), output_loading_info=True, trust_remote_code=False
         )
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(loading_info["missing_keys"]):
             raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
         self.batch_tokens = settings.batch_tokens
