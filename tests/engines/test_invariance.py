@@ -39,6 +39,7 @@ MODELS = {
     "odd": (Qwen3Config, 96, 7, 1, 32, 200, 61),
     "windows": (partial(Gemma3TextConfig, sliding_window=40, sliding_window_pattern=2), 96, 6, 1, 32, 200, 61),
     "joint": (Olmo2Config, 80, 5, 5, 16, 200, 61),  # norms of the whole projection
+    "tall": (Qwen3Config, 48, 12, 1, 192, 100, 61),  # attention lengths of 256 on Intel's processors
     "experts": (partial(Qwen3MoeConfig, **EXPERTS), 96, 6, 2, 16, 200, 61),
     "partial": (partial(Phi3Config, pad_token_id=0, rope_parameters=HALF), 96, 4, 2, 24, 200, 61),
 }

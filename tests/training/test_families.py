@@ -91,7 +91,10 @@ def test_a_scalar_head_is_that_of_transformers(tmp_path: Path, family: str):
     trainer.policy.model.get_parameter(SCORE).data.copy_(score)
     states = model.model(torch.from_numpy(batch.tokens)[None]).last_hidden_state[0]
     expected = (states @ score[0]).detach().numpy()
-    np.testing.assert_allclose(trainer.predict(batch)[batch.mask], expected[batch.mask], atol=1e-5)
+    error = np.abs(trainer.predict(batch) - expected)
+    # Rounding follows the sum's terms, which cancel: they are 14 to 25, and 45 in Gemma 3.
+    terms = (states.abs() @ score[0].abs()).detach().numpy()
+    np.testing.assert_array_less(error[batch.mask], 4 * np.finfo(np.float32).eps * terms[batch.mask])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

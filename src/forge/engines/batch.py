@@ -319,7 +319,7 @@ class Batch:
     def step(self) -> list[Request]:
         """Draw one token for every row; returns the requests that became complete. Call `admit` before."""
         rows, cache = len(self.rows), self.decoder.cache
-        length = rounded(self._reach + self.steps + 1, self.decoder.granule)
+        length = min(rounded(self._reach + self.steps + 1, self.decoder.granule), cache.longest)
         cache.reserve(length, rows)
         # At least two rows: other kernels multiply a single one, and round differently.
         width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)

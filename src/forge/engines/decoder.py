@@ -147,11 +147,8 @@ class Decoder:
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if gemma else None
         self.row_ids = torch.arange(rows, device=device)
         self.steps = torch.arange(self.cache.longest, device=device)
-        # Attention lengths are multiples of this. MKL rounds differently below 16, and PyTorch multiplies matrices of
-        # less than 400 products in a loop of its own, which rounds differently again.
-        self.granule = 16
-        while self.granule * self.D * self.H // self.K < 400 and self.granule < BLOCK:
-            self.granule *= 2
+        exact = device.type == "cpu" and dtype == torch.float32
+        self.granule = attention_granule(self.H // self.K, self.D, self.scale, self.cache.longest) if exact else 16
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere one large product is faster
 
     def release(self) -> None:
@@ -330,6 +327,29 @@ class _Block(NamedTuple):
 def rounded(count: int, to: int) -> int:
     """`count`, rounded up to a multiple of `to`."""
     return -(-count // to) * to
+
+
+@lru_cache
+def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
+    """The step between attention's lengths at which its scores on this CPU are the same bits at every length.
+
+    Libraries round small products differently, each below a limit of its own: PyTorch has a loop for less than 400
+    products, and MKL on Intel's processors a kernel that multiplies by `scale` at another place, for up to 112 positions
+    of 6 heads of 128 and 176 of 12 heads of 192. So scores of `group` heads of `size` are computed at every length.
+    """
+    most = min(longest, 4 * BLOCK)
+    random = torch.Generator().manual_seed(0)
+    queries, keys = (torch.randn(8, rows, size, generator=random) for rows in (group, most))
+    bias = torch.zeros(8, 1, most)
+
+    def scores(length: int) -> Tensor:
+        return torch.baddbmm(bias[:, :, :length], queries, keys[:, :length].transpose(1, 2), alpha=scale)
+
+    whole, granule = scores(most), 16
+    same = {length: torch.equal(scores(length), whole[:, :, :length]) for length in range(granule, most, granule)}
+    while granule < most and not all(same[length] for length in range(granule, most, granule)):
+        granule *= 2
+    return min(granule, most)
 
 
 @lru_cache(maxsize=1)
