@@ -247,11 +247,9 @@ class Server:
     async def _converse(self, socket: web.WebSocketResponse, name: str | None, own: list[ServedSession]) -> None:
         """Answer messages. The first one begins the session, which goes to `own`: silent sockets hold none."""
         while True:
-            try:
-                received = await socket.receive(self._idle if own or name is not None else min(FIRST, self._idle))
-            except TimeoutError:
-                return
-            if received.type is not aiohttp.WSMsgType.TEXT:
+            limit = self._idle if own or name is not None else min(FIRST, self._idle)
+            received = await _receive(socket, limit / 2) or await _receive(socket, limit / 2)
+            if received is None or received.type is not aiohttp.WSMsgType.TEXT:
                 return
             try:
                 try:
@@ -324,12 +322,17 @@ class Server:
         session = self._named[name]
         if session.reaper is not None:
             session.reaper.cancel()
-        session.reaper = asyncio.get_running_loop().call_later(self._idle, self._reap, name)
+        session.reaper = asyncio.get_running_loop().call_later(self._idle / 2, self._reap, name, False)
         return session
 
-    def _reap(self, name: str) -> None:
-        if self._named[name].busy:
+    def _reap(self, name: str, last: bool) -> None:
+        """End a session after the second half of its limit, before which a process that was stopped reads messages."""
+        session = self._named[name]
+        if session.busy:
             self._of(name)
+            return
+        if not last:
+            session.reaper = asyncio.get_running_loop().call_later(self._idle / 2, self._reap, name, True)
             return
         task = asyncio.ensure_future(self._end_named(name))
         self._ending.add(task)  # a reference, or the task may be collected
@@ -340,6 +343,14 @@ class Server:
             if session.reaper is not None:
                 session.reaper.cancel()
             await self._end(session)
+
+
+async def _receive(socket: web.WebSocketResponse, timeout: float) -> aiohttp.WSMessage | None:
+    """The next message, or None after `timeout` seconds: after a stop of this process they pass unseen, once."""
+    try:
+        return await socket.receive(timeout)
+    except TimeoutError:
+        return None
 
 
 def web_app(

@@ -160,9 +160,13 @@ def test_an_idle_session_is_ended_and_replaced():
     assert with_client(work, idle=0.5)[0]["content"] == "task None, seed 2"
 
 
-def test_a_named_session_lives_as_long_as_its_socket_uses_it():
+def test_a_named_session_lives_as_long_as_its_socket_uses_it(monkeypatch):
     async def main():
-        async with serve(Counting, idle=0.5) as url, aiohttp.ClientSession() as http:
+        loop = asyncio.get_running_loop()
+        real_time, skipped = loop.time, 0
+        monkeypatch.setattr(loop, "time", lambda: real_time() + skipped)
+        limits = {"idle": 600, "timeout": 1e6}
+        async with serve(Counting, **limits) as url, aiohttp.ClientSession() as http:
             create = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
             async with http.post(f"{url}/mcp", json=create) as response:
                 name = (await response.json())["result"]["session_id"]
@@ -172,12 +176,27 @@ def test_a_named_session_lives_as_long_as_its_socket_uses_it():
                     await socket.send_json({"type": kind, "data": data})
                     return (await socket.receive_json())["data"]["observation"]["messages"][0]["content"]
 
+                async def pass_by(seconds):
+                    nonlocal skipped
+                    skipped += seconds
+                    for _ in range(3):
+                        await asyncio.sleep(0)
+
                 await said("reset", seed=1)
                 for _ in range(6):
-                    await asyncio.sleep(0.1)
+                    await pass_by(400)
                     last = await said("step", text="x")
-                await said("step", text="hang")  # for longer than `idle`
-                assert not Counting.closed
+                hanging = asyncio.create_task(said("step", text="hang"))
+                await asyncio.sleep(0.2)
+                await pass_by(700)
+                assert (await hanging, Counting.closed) == ("turn 7 of 1: hang", 0)
+                # A process that was stopped for longer than `idle` reads the messages that came in the meantime.
+                skipped += 700
+                assert await said("step", text="x") == "turn 8 of 1: x"
+                await pass_by(400)
+                await pass_by(400)
+                while not Counting.closed:
+                    await asyncio.sleep(0.01)
                 return last
 
     Counting.closed = 0
