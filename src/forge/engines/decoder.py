@@ -334,8 +334,8 @@ def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
     """The step between attention's lengths at which its scores on this CPU are the same bits at every length.
 
     Libraries round small products differently, each below a limit of its own: PyTorch has a loop for less than 400
-    products, and MKL on Intel's processors a kernel that multiplies by `scale` at another place, for up to 112 positions
-    of 6 heads of 128 and 176 of 12 heads of 192. So scores of `group` heads of `size` are computed at every length.
+    products, and MKL on Intel's processors a kernel that multiplies by `scale` at another place: up to 112 positions
+    of 6 heads of 128, and 176 of 12 heads of 192. So scores of `group` heads of `size` are computed at every length.
     """
     most = min(longest, 4 * BLOCK)
     random = torch.Generator().manual_seed(0)
