@@ -1,5 +1,6 @@
 """A forked process is what a started one would be, and launcher, process and server end with one another."""
 
+import asyncio
 import json
 import os
 import resource
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.forkserver import LAUNCHER, ForkServer
+from forge.controller.errors import ReplicaDied
+from forge.controller.starting import Standbys
+from forge.forkserver import ForkServer
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +31,6 @@ found = {
     "ignored": [number.name for number in ignored],
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "threads": threading.active_count(),
-    "open": sorted(int(handle) for handle in os.listdir("/proc/self/fd"))[:-1],
 }
 seen = {"pid": os.getpid(), "libraries": "transformers.modeling_utils" in sys.modules}
 print(json.dumps([found, seen]), flush=True)
@@ -51,11 +53,23 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def launch(address: Path, **settings) -> tuple[subprocess.Popen, dict, dict]:
-    words = [sys.executable, "-I", "-S", str(LAUNCHER), str(address), "program"]
+def launch(folder: Path, server: ForkServer | None, **settings) -> tuple[subprocess.Popen, dict, dict]:
+    """A launcher whose process stands by, what the process finds, and what is its own."""
+    standbys = Standbys("one", 1, folder, {})
+    asyncio.run(standbys.start(server, 600))
+    return follow([*standbys.command[:-1], "program"], standbys, **settings)
+
+
+def follow(arguments: list[str], *kept: object, **settings) -> tuple[subprocess.Popen, dict, dict]:
     process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **settings,
     )
+    process.kept = kept  # type: ignore[attr-defined]
     assert process.stdout is not None
     found, seen = json.loads(process.stdout.readline())
     return process, found, seen
@@ -72,29 +86,33 @@ def ends(pid: int) -> bool:
     return False
 
 
-def test_a_fork_finds_what_a_started_process_finds(server: ForkServer):
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_process_that_stood_by_finds_what_a_started_one_finds(tmp_path: Path, server: ForkServer, forked: bool):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = {
         "env": {**os.environ, "FORGE_X": "\udcff=a\nb"},
         "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard)),
     }
-    forked, found, seen = launch(server.address, **settings)
-    assert seen["libraries"]
-    assert seen["pid"] != forked.pid
-    assert forked.communicate("sys.exit(7)\n") == ("", "an error\n")
-    assert forked.returncode == 7
-    started, expected, seen = launch(Path("nowhere"), **settings)
+    process, found, seen = launch(tmp_path, server if forked else None, **settings)
+    assert seen["libraries"] == forked
+    assert seen["pid"] != process.pid
+    assert process.communicate("sys.exit(7)\n") == ("", "an error\n")
+    assert process.returncode == 7
+    started, expected, seen = follow(["-m", "program"], **settings)
     assert not seen["libraries"]
+    assert set(found.pop("ignored")) - set(expected.pop("ignored")) == {"SIGINT", "SIGHUP"}
     assert found == expected
     started.communicate("pass\n")
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"])
-def test_another_environment_is_not_forked(server: ForkServer, variable: str):
-    process, found, seen = launch(server.address, env={**os.environ, variable: "1234"})
+def test_another_environment_is_not_forked(
+    tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch, variable: str
+):
+    monkeypatch.setenv(variable, "1234")
+    process, found, seen = launch(tmp_path, server)
     assert found["environment"][variable] == "1234"
     assert not seen["libraries"]
-    assert seen["pid"] == process.pid
     process.communicate("pass\n")
 
 
@@ -106,34 +124,34 @@ def test_a_fork_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mo
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     server = ForkServer(tmp_path, {})
-    first, _, seen = launch(server.address)
-    assert seen["pid"] != first.pid
-    second, _, seen = launch(server.address)
-    assert seen["pid"] == second.pid
+    first, _, seen = launch(tmp_path, server)
+    assert seen["libraries"]
+    second, _, seen = launch(tmp_path, server)
+    assert not seen["libraries"]
     assert first.communicate("print('here')\n")[0] == "here\n"
     second.communicate("pass\n")
     server.end()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGABRT])
-def test_the_launcher_ends_as_its_process_does(server: ForkServer, number: signal.Signals):
-    process, _, seen = launch(server.address)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_the_launcher_ends_with_its_process(tmp_path: Path, server: ForkServer, number: signal.Signals):
+    process, _, seen = launch(tmp_path, server)
     os.kill(seen["pid"], number)
-    assert process.wait(60) == -number
+    assert process.wait(60) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_process_ends_with_its_launcher(server: ForkServer, number: signal.Signals):
-    process, _, seen = launch(server.address)
-    other, *_ = launch(server.address)
-    process.send_signal(number)
-    assert process.wait(60) == -number
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_process_ends_with_its_launcher(tmp_path: Path, server: ForkServer, forked: bool):
+    process, _, seen = launch(tmp_path, server if forked else None)
+    other, *_ = launch(tmp_path, server)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
     assert ends(seen["pid"])
     assert other.communicate("print('here')\n")[0] == "here\n"
 
 
-def test_a_signal_reaches_the_process(server: ForkServer):
-    process, *_ = launch(server.address)
+def test_a_signal_reaches_the_process(tmp_path: Path, server: ForkServer):
+    process, *_ = launch(tmp_path, server)
     assert process.stdin is not None
     assert process.stdout is not None
     act = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5)); print('ready', flush=True); signal.pause()"
@@ -144,24 +162,74 @@ def test_a_signal_reaches_the_process(server: ForkServer):
     assert process.wait(60) == 5
 
 
-@pytest.mark.parametrize("how", ["end", "kill"])
-def test_forks_end_with_the_server_and_later_processes_are_started(tmp_path: Path, how: str):
+def test_what_a_server_forked_outlives_it_and_another_server_forks(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     server = ForkServer(tmp_path, {})
-    process, _, seen = launch(server.address)
+    process, *_ = launch(tmp_path, server)
+    lost = server.pid
+    os.kill(lost, signal.SIGKILL)
+    second, _, seen = launch(tmp_path, server)
     assert seen["libraries"]
-    server.end() if how == "end" else server._process.kill()
-    assert process.wait(60) == -signal.SIGKILL
-    assert ends(seen["pid"])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"the fork server (process {lost}) ended with SIGKILL: another one is started"
     server.end()
-    process, _, seen = launch(server.address)
-    assert seen["pid"] == process.pid
-    process.communicate("pass\n")
+    for survivor in (process, second):
+        assert survivor.communicate("print('here')\n")[0] == "here\n"
+        assert survivor.returncode == 0
+
+
+def test_a_server_that_does_not_live_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "transformers.py").write_text("import os\nos._exit(9)\n")
+    server = ForkServer(tmp_path, {"PYTHONPATH": str(tmp_path)})
+    for _ in range(3):
+        process, _, seen = launch(tmp_path, server)
+        assert not seen["libraries"]
+        process.communicate("pass\n")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3
+    assert lines[-1].endswith("ended with exit status 9: processes are started without it from now on")
+    server.end()
+
+
+@pytest.mark.parametrize("moment", ["up", "starting"])
+def test_processes_that_stand_by_end_with_the_controller(tmp_path: Path, moment: str):
+    (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(float(os.environ.get('PAUSE', 0)))\n")
+    code = (
+        "import asyncio, os, sys; from pathlib import Path; from forge.controller.starting import Standbys\n"
+        "async def main():\n"
+        "    os.environ['PAUSE'] = sys.argv[2]\n"
+        "    standbys = Standbys('one', 2, Path(sys.argv[1]), {})\n"
+        "    task = asyncio.create_task(standbys.start(None, 600))\n"
+        "    await asyncio.wait([task], timeout=5 if float(sys.argv[2]) else None)\n"
+        "    print(*(process.pid for process in standbys._processes), flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path), "0" if moment == "up" else "8"]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    controller = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    pids = [int(word) for word in controller.stdout.split()]
+    assert len(pids) == 2
+    assert all(ends(pid) for pid in pids)
+
+
+def test_a_process_that_does_not_come_up_says_so_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nos._exit(3) if os.environ['END'] == 'exit' else time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    for ending, message in (("exit", r"one: process \d+ ended before it was up"), ("sleep", "used no CPU for 2 s")):
+        monkeypatch.setenv("END", ending)
+        standbys = Standbys("one", 1, tmp_path, {})
+        with pytest.raises(ReplicaDied, match=message):
+            asyncio.run(standbys.start(None, 2))
+        (process,) = standbys._processes
+        assert ends(process.pid)
 
 
 def test_the_server_ends_with_its_parent(tmp_path: Path):
     code = (
         "import os, signal, sys; from pathlib import Path; from forge.forkserver import ForkServer;"
-        "server = ForkServer(Path(sys.argv[1]), {}); print(server._process.pid, flush=True);"
+        "server = ForkServer(Path(sys.argv[1]), {}); print(server.pid, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     parent = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)

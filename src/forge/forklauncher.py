@@ -1,60 +1,84 @@
-"""What Monarch starts where a process is forked: asks the fork server for it, and lives and ends as it does.
+"""What Monarch starts for a process that stands by: hands over its place, and lives and ends as that process does.
 
 It is run by its path, without forge's package and without site-packages, so that it starts in milliseconds.
 """
 
 import os
 import resource
+import select
 import signal
 import socket
+import struct
 import sys
 from contextlib import suppress
 
 LIMITS = [getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")]
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def ask(server: socket.socket, address: str, program: str) -> bool:
-    """Whether the server forked a process with this one's environment, limits, folder and standard streams."""
+def ask(
+    listener: socket.socket, address: str, program: str, environment: dict[bytes, bytes], standard_input: int = 0
+) -> int:
+    """Request that the process at an address runs a program as this process would, or forks one that does.
+
+    Args:
+        listener: not connected yet. It stays connected for as long as that process is wanted.
+        environment, standard_input: those of the process; limits, folder and the other streams are this one's.
+
+    Returns:
+        its process id; 0 if it refuses, or ended.
+    """
     limits = b",".join(b"%d:%d:%d" % (number, *resource.getrlimit(number)) for number in LIMITS)
-    words = [program.encode(), limits, *(name + b"=" + value for name, value in os.environb.items())]
-    request = b"\0".join(words)
+    request = b"\0".join([program.encode(), limits, *(name + b"=" + value for name, value in environment.items())])
     try:
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
-        server.connect(address)
-        socket.send_fds(server, [len(request).to_bytes(4, "little")], [0, 1, 2, folder])
+        listener.connect(address)
+        socket.send_fds(listener, [len(request).to_bytes(4, "little")], [standard_input, 1, 2, folder])
         os.close(folder)
-        server.sendall(request)
-        return server.recv(1) == b"y"
-    except OSError:  # there is no server, or it ended
-        return False
+        listener.sendall(request)
+    except OSError:  # nothing listens, or it ended
+        return 0
+    return int.from_bytes(receive(listener, 4), "little")
 
 
-def forward(server: socket.socket, number: int) -> None:
-    """Have the server send a signal to the fork."""
-    with suppress(OSError):  # the server ended, its forks with it: `main` finds out
-        server.send(bytes([number]))
+def receive(connection: socket.socket, length: int) -> bytes:
+    """So many bytes; fewer where the other side ended."""
+    received = b""
+    with suppress(OSError):
+        while len(received) < length and (more := connection.recv(length - len(received))):
+            received += more
+    return received
 
 
-def main(address: str, program: str) -> None:
-    """Ask the fork server at this address for a process, and live as long as it does."""
+def main(address: str, count: str, program: str) -> None:
+    """Become one of the processes that stand by at `address`.0, `address`.1 and so on; a program where none does."""
     with open("/proc/self/comm", "w") as name:
         name.write("forge-launcher")
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if not ask(server, address, program):
+    for number in range(int(count)):
+        standby = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if pid := ask(standby, f"{address}.{number}", program, dict(os.environb)):
+            break
+        standby.close()  # another launcher has it
+    else:
         os.execv(sys.executable, [sys.executable, "-m", program])
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: forward(server, number))
-    try:
-        answer = server.recv(4)
-    except ConnectionResetError:
-        answer = b""
-    status = int.from_bytes(answer, "little") if answer else signal.SIGKILL  # the server ended, its forks with it
+    status = follow(standby, pid)
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the fork has left its own
-    if os.WTERMSIG(status) != signal.SIGKILL:
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process has left its own
     os.kill(os.getpid(), os.WTERMSIG(status))
+
+
+def follow(standby: socket.socket, pid: int) -> int:
+    """Pass signals on to a process until it ends; its exit status, SIGKILL for any end but that of its program."""
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        for number in FORWARDED:
+            signal.signal(number, lambda number, frame: signal.pidfd_send_signal(process, number))
+        select.select([process], [], [])
+        standby.setblocking(False)  # a process that this one has forked may have its end of the connection
+        if len(status := receive(standby, 4)) == 4:
+            return struct.unpack("=i", status)[0]
+    return signal.SIGKILL
 
 
 if __name__ == "__main__":

@@ -1,38 +1,32 @@
 """A process that has imported PyTorch and transformers, and forks the processes of a run.
 
-Importing them takes 3 to 5 CPU-seconds in each process; a fork of a process that has imported them has them at once.
-Monarch starts a process by running a program, which it then watches. Here that program is a launcher of a few
-milliseconds (`forklauncher.py`): it passes its environment, limits, folder and standard streams to the server, and
-lives and ends as the process that the server forks.
+Importing them takes 3 to 5 CPU-seconds in each process; a fork of a process that has imported them has them at once,
+and then stands by for its launcher (`standby.py`). It lives on where the server ends.
 
-The fork is safe because the server has one thread and opens no accelerator. The launcher starts the program itself
-where there is no server, where the server has more than one thread, and where a variable of the environment differs
-that a library may have read when the server imported it.
+The fork is safe because the server has one thread and opens no accelerator. The server refuses where it has more than
+one thread, and where a variable of the environment differs that a library may have read when it was imported.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
-import resource
-import runpy
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
-PROGRAM = "forge.controller.child"
-LAUNCHER = Path(__file__).with_name("forklauncher.py")
+from .standby import HELD, become, read_request, stand_by
+
 # What trainers and generators import, apart from Monarch, which starts threads, and what imports it.
 LIBRARIES = (
     "torch.distributed.checkpoint",
@@ -50,12 +44,14 @@ LIBRARIES = (
 )
 # Variables that differ from process to process, and that no library reads when it is imported.
 FREE = ("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES")
-PATIENCE = 10.0  # seconds for a launcher's request
-PR_SET_PDEATHSIG = 1
+LIVES = 3  # servers in a row that end within SOUND_AFTER seconds, as where memory is short
+SOUND_AFTER = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class ForkServer:
-    """The fork server of this process. It ends with this process, and what it forked with it.
+    """The fork server of this process, with which it ends. What it forked stays.
 
     Args:
         folder: a private folder, for its socket.
@@ -63,47 +59,58 @@ class ForkServer:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
-        self.address = folder / "fork"
+        self.address, self._settings, self._lives = folder / "fork", settings, LIVES
+        self._start()
+        atexit.register(self.end)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def revive(self) -> bool:
+        """Start the server again if it has ended; whether it had, and is worth another try."""
+        if self._process.poll() is None or self._lives == 0:
+            return False
+        status = self._process.returncode
+        cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        self._lives = self._lives - 1 if time.monotonic() - self._began < SOUND_AFTER else LIVES
+        outcome = "another one is started" if self._lives else "processes are started without it from now on"
+        log.warning("the fork server (process %d) ended with %s: %s", self.pid, cause, outcome)
+        self._close()
+        if self._lives:
+            self._start()
+        return self._lives > 0
+
+    def end(self) -> None:
+        """End the server."""
+        atexit.unregister(self.end)
+        self._process.kill()
+        self._process.wait()
+        self._close()
+
+    def _start(self) -> None:
+        self._began = time.monotonic()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.address))
-            listener.listen(1024)  # launchers wait until the server has imported
+            listener.listen(1024)  # who asks waits until the server has imported
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "forge.forkserver", str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
-                env={**os.environ, **settings},
+                env={**os.environ, **self._settings},
             )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it ended: processes are started without it
             self._process.stdin.write(json.dumps(bound(os.environ)).encode() + b"\n")
             self._process.stdin.flush()
-        atexit.register(self.end)
 
-    @property
-    def command(self) -> list[str]:
-        """Arguments that make Python the launcher of a process."""
-        return ["-I", "-S", str(LAUNCHER), str(self.address), PROGRAM]
-
-    def end(self) -> None:
-        """End the server and the processes that it forked."""
-        atexit.unregister(self.end)
-        self._process.kill()  # the kernel kills its forks with it
-        self._process.wait()
+    def _close(self) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         self.address.unlink(missing_ok=True)
-
-
-class Request(NamedTuple):
-    """What a process is to be: its program, resource limits, environment, and handles of standard input, output, error
-    and its folder."""
-
-    program: str
-    limits: list[tuple[int, int, int]]
-    environment: dict[bytes, bytes]
-    handles: list[int]
 
 
 def bound(environment: Mapping[str, str]) -> dict[str, str]:
@@ -112,12 +119,9 @@ def bound(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(listener: socket.socket) -> None:
-    """Serve until standard input ends; in a fork, be the program that the launcher asked for."""
-    # What terminals and schedulers send to every process is for the controller to handle: at SIGTERM it saves the run,
-    # for which it needs the forks, and these end with their server. A fork has the handlers of before: nohup ignores
-    # SIGHUP.
-    everyone = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in everyone}
+    """Serve until standard input ends; in a fork, stand by."""
+    for number in HELD:
+        signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         Path("/proc/self/comm").write_text("forge-fork")  # what top and ps show; forks take names of their own
     expected = json.loads(sys.stdin.buffer.readline())
@@ -127,136 +131,36 @@ def main(listener: socket.socket) -> None:
             importlib.import_module(name)
     gc.freeze()  # a collection in a fork does not write to the memory that it shares with the server
     gc.enable()
-    if (program := serve(listener, expected)) is not None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    if serve(listener, expected):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        stand_by()
 
 
-def serve(listener: socket.socket, expected: dict[str, str]) -> str | None:
-    """Fork for every launcher that connects, until standard input ends.
-
-    Returns:
-        in a fork the program to run, in the server None.
-    """
-    awake, wake = socket.socketpair()
-    awake.setblocking(False)
-    wake.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    launchers: dict[int, socket.socket] = {}  # by the process that was forked
-    waiting = selectors.DefaultSelector()
-    waiting.register(sys.stdin, selectors.EVENT_READ)
-    waiting.register(listener, selectors.EVENT_READ)
-    waiting.register(awake, selectors.EVENT_READ)
+def serve(listener: socket.socket, expected: dict[str, str]) -> bool:
+    """Fork for every connection that asks, until standard input ends; whether this is a fork."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that ended
     while True:
-        for key, _ in waiting.select():
-            source: Any = key.fileobj
-            if source is sys.stdin:
-                signal.set_wakeup_fd(-1)  # the ends of the forks are of no interest, and the socket goes first
-                for pid in launchers:
-                    os.kill(pid, signal.SIGKILL)
-                return None
-            if source is listener:
-                launcher, _ = listener.accept()
-                server, request, pid = os.getpid(), _read(launcher, expected), -1
-                if request is not None:
-                    with suppress(OSError):  # no memory or no process is left; the other forks live on
-                        pid = os.fork()
-                    if pid == 0:
-                        for used in (waiting, listener, awake, wake, launcher, *launchers.values()):
-                            used.close()
-                        return _become(request, server)
-                    for handle in request.handles:
-                        os.close(handle)
-                if pid < 0:
-                    launcher.close()  # it starts the program itself
-                    continue
-                launchers[pid] = launcher
-                waiting.register(launcher, selectors.EVENT_READ, pid)
-                _send(launcher, b"y")
-            elif source is awake:
-                awake.recv(4096)
-                for pid in list(launchers):
-                    ended, status = os.waitpid(pid, os.WNOHANG)
-                    if ended:
-                        launcher = launchers.pop(pid)
-                        _send(launcher, status.to_bytes(4, "little"))
-                        with suppress(KeyError):
-                            waiting.unregister(launcher)
-                        launcher.close()
-            elif key.data in launchers:
-                if number := _receive(source):
-                    os.kill(key.data, number[0])
-                else:  # the launcher was killed
-                    os.kill(key.data, signal.SIGKILL)
-                    waiting.unregister(source)
-
-
-def _read(launcher: socket.socket, expected: dict[str, str]) -> Request | None:
-    """A launcher's request, None if it cannot be answered by a fork."""
-    launcher.settimeout(PATIENCE)
-    handles: list[int] = []
-    try:
-        length, handles, _, _ = socket.recv_fds(launcher, 4, 4)
-        words = _receive(launcher, int.from_bytes(length, "little")).split(b"\0")
-        program, limits, *variables = words
-        environment = dict(variable.split(b"=", 1) for variable in variables)
-        request = Request(
-            program.decode(),
-            [tuple(map(int, limit.split(b":"))) for limit in limits.split(b",")],  # type: ignore[misc]
-            environment,
-            handles,
-        )
-        same = bound({os.fsdecode(k): os.fsdecode(v) for k, v in environment.items()}) == expected
-        if len(handles) == 4 and same and len(os.listdir("/proc/self/task")) == 1:
-            return request
-    except (OSError, ValueError):  # the launcher ended
-        pass
-    for handle in handles:
-        os.close(handle)
-    return None
-
-
-def _become(request: Request, server: int) -> str:
-    """Make a fork what a process would be that was started by the launcher."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # it ended before the line above
-        os._exit(1)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    *streams, folder = request.handles
-    for number, handle in enumerate(streams):
-        os.dup2(handle, number)
-        os.close(handle)
-    os.fchdir(folder)
-    os.close(folder)
-    for limit, soft, hard in request.limits:
-        resource.setrlimit(limit, (soft, hard))
-    os.environ.clear()
-    os.environb.update(request.environment)
-    tempfile.tempdir = None
-    if not sys.flags.safe_path:
-        with suppress(FileNotFoundError):  # the folder was removed
-            sys.path[0] = os.getcwd()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
-    sys.argv = [request.program]
-    return request.program
-
-
-def _receive(launcher: socket.socket, length: int = 1) -> bytes:
-    """So many bytes; fewer where the launcher ended."""
-    received = b""
-    with suppress(OSError):
-        while len(received) < length and (more := launcher.recv(length - len(received))):
-            received += more
-    return received
-
-
-def _send(launcher: socket.socket, answer: bytes) -> None:
-    with suppress(OSError):  # the launcher was killed
-        launcher.sendall(answer)
+        ready, _, _ = select.select([sys.stdin, listener], [], [])
+        if sys.stdin in ready:
+            return False
+        asking, _ = listener.accept()
+        with asking:
+            request, pid = read_request(asking), -1
+            if request is None:
+                continue
+            # Only what libraries cannot have read may differ.
+            same = bound({os.fsdecode(k): os.fsdecode(v) for k, v in request.environment.items()}) == expected
+            if same and len(os.listdir("/proc/self/task")) == 1:
+                with suppress(OSError):  # no memory or no process is left
+                    pid = os.fork()
+            if pid == 0:
+                listener.close()
+                become(request)
+                return True
+            for handle in request.handles:
+                os.close(handle)
+            with suppress(OSError):  # the controller ended
+                asking.sendall(max(pid, 0).to_bytes(4, "little"))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Scratch:
         name = f"{prefix}{os.getpid()}-{MACHINE}-{new.name.removeprefix(NEW)}"
         self.path = new.rename(new.with_name(name))
         self._watcher: subprocess.Popen | None = subprocess.Popen(
-            ["/bin/sh", "-c", 'read -r _; rm -rf -- "$1"', "sh", str(self.path)],
+            ["/bin/sh", "-c", 'trap "" HUP INT TERM; read -r _; rm -rf -- "$1"', "sh", str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

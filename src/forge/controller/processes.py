@@ -19,14 +19,15 @@ from ..cluster import HOST
 from ..cluster.inventory import VISIBLE
 from ..cluster.machine import RemoteProcess
 from ..cluster.process import Process
-from ..forkserver import PROGRAM, ForkServer
 from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import PROCESS_NAME
+from ..standby import PROGRAM
 from ._monarch import BootstrapCommand, HostMesh, ProcMesh
 from .actor_host import ActorHost
 from .errors import ForgeError
 from .hosts import Hosts
 from .options import Options
+from .starting import Standbys
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,17 @@ class ProcessGroup:
     for seconds, and silence then is no sign of a hang. When a process is lost, `fail` is called on all `members`.
     """
 
-    def __init__(self, name: str, mesh: ProcMesh, options: Options, hosts: Hosts, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        mesh: ProcMesh,
+        options: Options,
+        hosts: Hosts,
+        standbys: Standbys | None = None,
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._standbys = standbys
         self.name, self.mesh, self.options, self.hosts, self.shared = name, mesh, options, hosts, shared
         self.actor_host = mesh.spawn(name, ActorHost)  # one in each process
         self.members: list[Any] = []
@@ -127,6 +138,8 @@ class ProcessGroup:
             for process in self.processes:
                 process.kill()
                 process.close()
+            if self._standbys is not None:
+                self._standbys.close()
 
     async def _ping(self) -> None:
         """Two pings in a row without an answer, to them or to any call, are a hang. One alone may be the controller's
@@ -154,7 +167,7 @@ def spawn(
     procs: int,
     options: Options,
     gpus: dict[str, list[str]],
-    server: ForkServer | None = None,
+    standbys: Standbys | None = None,
     *,
     spans_machines: bool = False,
 ) -> ProcMesh:
@@ -162,17 +175,14 @@ def spawn(
 
     Args:
         gpus: the devices that the processes may see, by the address of their host.
-        server: forks them, where libraries that it imported would read nothing else in them.
+        standbys: the processes, if they are up already.
     """
     settings = {**environment(options.threads), PROCESS_NAME: name}
     if spans_machines and "NCCL_SOCKET_IFNAME" not in os.environ:
         del settings["NCCL_SOCKET_IFNAME"]
     bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
-    # The allocator reads its settings before `_bootstrap` runs.
-    allocator = {name: options.env.get(name, settings[name]) for name in ALLOCATOR}
-    command = BootstrapCommand(sys.executable, None, ["-m", PROGRAM], allocator)
-    if server is not None and options.threads == 1 and not any(gpus.values()) and not options.env:
-        command = BootstrapCommand(sys.executable, None, server.command, {})
+    arguments = ["-m", PROGRAM] if standbys is None else standbys.command
+    command = BootstrapCommand(sys.executable, None, arguments, allocator_settings(options))
     return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
 
 
@@ -189,6 +199,11 @@ def environment(threads: int = 1) -> dict[str, str]:
         # Ranks listen at the loopback, those of gloo on several machines as well. Otherwise at the host name's address.
         **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
     }
+
+
+def allocator_settings(options: Options) -> dict[str, str]:
+    """What the allocator reads in the environment of a process before anything of it runs."""
+    return {name: options.env.get(name, os.environ.get(name, value)) for name, value in ALLOCATOR.items()}
 
 
 def _bootstrap(
@@ -209,7 +224,7 @@ def _bootstrap(
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
     # A terminal sends Ctrl-C, or SIGHUP when it closes, to every process, a scheduler SIGTERM; only the controller acts
-    # on it, so that the shutdown has one owner.
+    # on it, so that the shutdown has one owner. A process that stood by has done the same.
     # Python's signal module works in the main thread only, and this is another one.
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p

@@ -275,6 +275,11 @@ class Replica:
         except SupervisionError as error:
             self.group.fail(f"its process ended or stopped answering (seen while {label} was in flight)")
             raise self.fail("its process ended or stopped answering") from error
+        except ValueError as error:
+            if "error spawning proc mesh" not in str(error):
+                raise
+            # Monarch waits for no process that has not called back 30 s after its start.
+            raise self.fail("Monarch gave up its start", blameless=True) from None
         except ActorError as error:
             # The message could not be read there, or its answer not be sent back. The actor lives.
             raise RemoteError(f"{self}.{label} could not be called or answered: {error}") from error

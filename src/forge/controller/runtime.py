@@ -10,8 +10,9 @@ import re
 import socket
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from .options import Options
 from .processes import ProcessGroup
 from .replica import TEARDOWN_PATIENCE, Component, Replica
 from .service import Service
+from .starting import Standbys
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class Runtime:
         self.services: dict[str, Service] = {}
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._groups: dict[str, ProcessGroup] = {}
+        self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # shared groups
         self.hosts: dict[str, list[Hosts]] = {}
         self.pool: Pool | None = None  # the other machines of this run
         self.shared: Any = None  # the weight store as all hosts reach it
@@ -149,16 +152,21 @@ class Runtime:
         hosts = await self._hosts_of(component, index)
         gpus = hosts.gpus() or {"": self._gpus_of(component, index)}
         procs = options.share_procs if options.share is not None else max(1, options.procs // hosts.size)
-        server = _server if type(hosts) is Hosts else None
         mesh = await hosts.mesh()
-        group = self._groups.get(name) if shared else None
-        if group is None or group.dead is not None:
-            several = hosts.spans_machines
-            spawned = processes.spawn(mesh, name, procs, options, gpus, server, spans_machines=several)
-            group = ProcessGroup(name, spawned, options, hosts, shared=shared)
+        async with self._making[name] if shared else nullcontext():
+            group = self._groups.get(name) if shared else None
+            if group is not None and group.dead is None:
+                return group
+            standbys = None
+            if type(hosts) is Hosts:
+                plain = options.threads == 1 and not any(gpus.values()) and not options.env
+                standbys = Standbys(name, procs, _private_folder(), processes.allocator_settings(options))
+                await standbys.start(_server if plain else None, options.setup_timeout)
+            spawned = processes.spawn(mesh, name, procs, options, gpus, standbys, spans_machines=hosts.spans_machines)
+            group = ProcessGroup(name, spawned, options, hosts, standbys, shared=shared)
             if shared:
                 self._groups[name] = group
-        return group
+            return group
 
     async def _hosts_of(self, component: Component, index: int) -> Hosts:
         """Of a replica; those of the pool, once there is room."""
