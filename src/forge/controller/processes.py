@@ -27,12 +27,12 @@ from .actor_host import ActorHost
 from .errors import ForgeError
 from .hosts import Hosts
 from .options import Options
+from .patience import Patience, wait_for
 from .starting import Standbys
 
 log = logging.getLogger(__name__)
 
-# How long a process mesh may take to stop by itself.
-STOP_PATIENCE = 8.0
+STOP_PATIENCE = 8.0  # seconds, as of `Patience`, in which a process mesh may stop by itself
 # By default glibc gives the memory of large tensors back at every step, for the kernel to zero it again: up to a tenth
 # of a training step. With these, up to 512 MB stay with the process, and tensors above 64 MB are still given back.
 ALLOCATOR = {
@@ -77,6 +77,11 @@ class ProcessGroup:
     def pids(self) -> list[int]:
         """Process ids, one per rank."""
         return [process.pid for process in self.processes]
+
+    @property
+    def local_pids(self) -> list[int]:
+        """Those on this machine."""
+        return [process.pid for process in self.processes if isinstance(process, Process)]
 
     @property
     def procs(self) -> int:
@@ -129,7 +134,7 @@ class ProcessGroup:
         if not gentle:
             self.kill()
         try:
-            await asyncio.wait_for(self.mesh.stop().as_asyncio(), STOP_PATIENCE)
+            await wait_for(self.mesh.stop().as_asyncio(), self.local_pids, STOP_PATIENCE)
         except Exception as error:
             # A mesh with a dead process cannot stop; what matters is that its processes go.
             if gentle:
@@ -142,23 +147,30 @@ class ProcessGroup:
                 self._standbys.close()
 
     async def _ping(self) -> None:
-        """Two pings in a row without an answer, to them or to any call, are a hang. One alone may be the controller's
-        own slowness, and behind thousands of calls a ping waits for its turn."""
-        missed = 0
+        """Two pings in a row without an answer, to them or to any call, are a hang if a process had the CPU time for
+        one or did not want any. One alone may be the controller's own slowness, and behind thousands of calls a ping
+        waits for its turn."""
         every, patience = self.options.ping_timeout / 8, 3 * self.options.ping_timeout / 8
+        silence, missed, since = None, 0, time.monotonic()
         while self.dead is None:
             await asyncio.sleep(every)
             if self.starting or not self.members:
-                missed = 0
+                silence, missed = None, 0
                 continue
             whole = [member for member in self.members if member.options.procs == self.procs]
             asked, sent = whole[:1] or list(self.members), time.monotonic()
+            if silence is None:
+                silence, since = [Patience([pid], patience) for pid in self.local_pids], sent
             answers = await asyncio.gather(*(member.ping(patience) for member in asked))
             heard = any(member.last_answer > sent for member in whole)
             heard = heard or all(answers[n] or member.last_answer > sent for n, member in enumerate(asked))
-            missed = 0 if heard else missed + 1
-            if missed == 2 and not self.starting:
-                self.fail(f"it answered neither a ping nor a call for {2 * patience:g} s")
+            if heard:
+                silence, missed = None, 0
+                continue
+            missed += 1
+            hung = [process for process in silence if not process.is_left()]
+            if missed >= 2 and not self.starting and (hung or not silence):
+                self.fail(f"it answered neither a ping nor a call for {time.monotonic() - since:.3g} s")
 
 
 def spawn(

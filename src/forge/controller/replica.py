@@ -19,15 +19,16 @@ from .actor_host import Answer
 from .context import ActorContext
 from .errors import CallTimeout, RemoteError, RemoteFailure, ReplicaDied
 from .options import Options
+from .patience import wait_for
 from .processes import ProcessGroup
 from .request import Request
 
 log = logging.getLogger(__name__)
 
-# Seconds that a component may take over its teardown, and a process to answer that it cancelled a call.
+# Seconds, as of `Patience`, that a component may take over its teardown.
 TEARDOWN_PATIENCE = 5.0
 DRAINING = 120.0  # seconds, in which a profile may have to be written
-CANCEL_PATIENCE = 5.0
+CANCEL_PATIENCE = 5.0  # seconds in which a process answers that it cancelled a call
 
 _numbers = itertools.count()
 
@@ -198,7 +199,10 @@ class Replica:
         """Run `teardown`, and end the processes unless others live in them."""
         if self.alive:
             try:
-                _unwrap(await self._all_ranks("teardown", TEARDOWN_PATIENCE, "close", self.number))
+                closing = self._all_ranks("teardown", None, "close", self.number)
+                _unwrap(await wait_for(closing, self.group.local_pids, TEARDOWN_PATIENCE))
+            except TimeoutError:
+                log.warning("%s: teardown gave no answer within %g s (pid %s)", self, TEARDOWN_PATIENCE, self.where)
             except Exception as error:
                 # The replica is stopped all the same.
                 log.warning("%s: teardown failed: %s", self, error)
@@ -227,7 +231,7 @@ class Replica:
             left = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
             asyncio.get_running_loop().call_later(left, lambda: asyncio.ensure_future(give_up()))
 
-    async def _all_ranks(self, label: str, limit: float, endpoint: str, *args: Any) -> list[Any]:
+    async def _all_ranks(self, label: str, limit: float | None, endpoint: str, *args: Any) -> list[Any]:
         """One message to every rank; the values in rank order, or one RemoteFailure. The first failure ends the wait
         for the others, which may be stuck in a collective with the rank that failed."""
         send = getattr(self.actor_host, endpoint)
@@ -253,7 +257,7 @@ class Replica:
 
         return await self._wait(label, asyncio.ensure_future(in_rank_order()), limit)
 
-    async def _wait(self, label: str, answer: asyncio.Future[Any], limit: float) -> Any:
+    async def _wait(self, label: str, answer: asyncio.Future[Any], limit: float | None) -> Any:
         """Wait for `answer`, the replica's failure, or the time limit, whichever is first."""
         if self.failed.done():
             answer.cancel()
@@ -266,7 +270,7 @@ class Replica:
                 return await answer
         except TimeoutError:
             raise CallTimeout(
-                f"{self}.{label} gave no answer within {round(limit, 1):g} s (pid {self.where})"
+                f"{self}.{label} gave no answer within {round(limit or 0.0, 1):g} s (pid {self.where})"
             ) from None
         except asyncio.CancelledError:
             if self.failed.done() and (task is None or task.cancelling() == cancelling):

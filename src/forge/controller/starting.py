@@ -19,12 +19,12 @@ from .. import forklauncher
 from ..forkserver import ForkServer
 from ..standby import ADDRESS, HELD, PROGRAM
 from .errors import ReplicaDied
+from .patience import cpu_seconds
 
 log = logging.getLogger(__name__)
 
 CHECK_EVERY = 1.0  # seconds
 REPORT_AFTER = 30.0  # seconds; on an idle machine a process is up after one
-_TICKS = os.sysconf("SC_CLK_TCK")
 _numbers = itertools.count()
 
 
@@ -77,11 +77,11 @@ class Standbys:
     async def _come_up(self, process: Standby, patience: float) -> None:
         up = asyncio.ensure_future(process.is_up())
         began = active = time.monotonic()
-        cpu, report = process.cpu, REPORT_AFTER
+        cpu, report = cpu_seconds(process.pid), REPORT_AFTER
         try:
             while not up.done():
                 await asyncio.wait([up], timeout=CHECK_EVERY)
-                now, used = time.monotonic(), process.cpu
+                now, used = time.monotonic(), cpu_seconds(process.pid)
                 if used > cpu:
                     active, cpu = now, used
                 if now - active > patience:
@@ -127,15 +127,6 @@ class Standby:
         with suppress(ConnectionError):
             return bool(await asyncio.get_running_loop().sock_recv(self._mine, 1))
         return False
-
-    @property
-    def cpu(self) -> float:
-        """Seconds of CPU time that it has used."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / _TICKS
 
     def close(self) -> None:
         """Kill it."""
