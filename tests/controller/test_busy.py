@@ -1,4 +1,4 @@
-"""A busy machine makes a run slow, and costs it nothing: no limit of time decides about a process that gets CPU time."""
+"""A busy machine makes a run slow and costs it nothing: no limit of time decides about what gets CPU time."""
 
 import os
 import signal

@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args.run(args)
     except KeyboardInterrupt:  # of a command without handlers, or once more while it is being closed
+        print("forge: SIGINT: stopped", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
 
 

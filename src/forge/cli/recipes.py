@@ -42,7 +42,9 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run the recipe; bad input ends the program with one line."""
     from ..config import Arguments, ConfigError, bundled, read_file
+    from ..recipes.signals import end_at_signals
 
+    end_at_signals()
     words = ["--config", args.config, *args.overrides]
     try:
         Arguments.parse(words)

@@ -92,7 +92,7 @@ async def _run(main: Coroutine[Any, Any, T], on_preemption: Callable[[str], None
         nonlocal on_preemption
         call, on_preemption = on_preemption, None
         if call is not None:
-            log.warning("%s: saving after this step, then ending (once more to stop at once)", why)
+            log.warning("%s: ending as soon as all is saved (once more to stop at once)", why)
             call(why)
         return call is not None
 

@@ -41,6 +41,7 @@ from .placement import check_hosts, check_shared
 from .preemption import Preempted, Preemption, deadline_of
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
+from .signals import end_at_signals, finishing
 from .user_errors import summary, user_frames
 
 NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of data, by its kind
@@ -54,6 +55,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     `--resume runs/x` resumes a run from its newest checkpoint, `--resume auto` the one that is configured if there is
     something to resume. Afterwards `job.record.start` is the step to start at.
     """
+    end_at_signals()
     try:
         arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
         execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
@@ -113,7 +115,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         raise BadInput(f"this shell allows {hard} open files (ulimit -n -H), and a run needs up to {OPEN_FILES}")
     folder = Path(cfg.run.root) / cfg.run.name
     preemption = Preemption(deadline_of(cfg.run.save_before))
-    with ExitStack() as closing:
+    with ExitStack() as signals, ExitStack() as closing:
         if cfg.checkpoint.every and threading.current_thread() is threading.main_thread():
             # Until the run has handlers of its own: the default action would end it without its exit code.
             before = signal.signal(signal.SIGUSR1, lambda *_: preemption.request("SIGUSR1"))
@@ -136,12 +138,15 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         closing.callback(store.close)
         try:
             saved = preemption if cfg.checkpoint.every else None
-            run(
-                recipe(cfg, Job(model, held_out, record, store, saved)),
-                cfg.cluster.given,
-                cfg.cluster.wait,
-                on_preemption=None if saved is None else saved.request,
-            )
+            try:
+                run(
+                    recipe(cfg, Job(model, held_out, record, store, saved)),
+                    cfg.cluster.given,
+                    cfg.cluster.wait,
+                    on_preemption=None if saved is None else saved.request,
+                )
+            finally:  # `run` had handlers of its own, and leaves the default ones
+                signals.enter_context(finishing("the run has ended and is being closed"))
         except BaseException as error:
             gone = [path for path in (record.folder, store.root) if not path.is_dir()]
             if gone and isinstance(error, ForgeError | OSError | RuntimeError):

@@ -147,7 +147,7 @@ class Segments:
             if error.errno != errno.ENOSPC:
                 raise
             free = shutil.disk_usage(self.used).free
-            text = f"{size / 1e6:.0f} MB of weights do not fit into shared memory, {self.used} has {free / 1e6:.0f} MB "
+            text = f"{size / 1e6:.3g} MB of weights do not fit into shared memory, {self.used} has {free / 1e6:.3g} MB "
             remedy = "free: keep fewer versions, or make it larger (docker run --shm-size)"
             raise OSError(errno.ENOSPC, text + remedy) from None
 
