@@ -19,6 +19,7 @@ from forge.actors import Generator, RemotePanel, VerifierActor
 from forge.config import to_dict
 from forge.data.load import load_data
 from forge.data.rewards import load_reward
+from forge.masking import without_secrets
 from forge.models import check_family, resolve_model
 from forge.recipes.schema import sample_seed
 from forge.types import Sample
@@ -56,7 +57,7 @@ def check(cfg: WeaverConfig, folder: Path) -> tuple[str, list[Sample]]:
         raise ValueError(f"collect.problems is {cfg.collect.problems}, and the data has {len(samples)}")
     for name in MADE:
         shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
-    (folder / CONFIG).write_text(yaml.safe_dump(to_dict(cfg), sort_keys=False))
+    (folder / CONFIG).write_text(yaml.safe_dump(without_secrets(to_dict(cfg)), sort_keys=False))
     return model, samples
 
 

@@ -35,6 +35,13 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
         sync(path.parent)
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user may enter, or close one of this user's to others."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (status := folder.stat()).st_uid == os.geteuid() and status.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8, without a byte order mark. ValueError: it has another encoding; names the line."""
     content = path.read_bytes()

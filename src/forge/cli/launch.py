@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
     from ..cluster.credentials import check_certificates
     from ..cluster.sweep import variants
     from ..config import Arguments, ConfigError
+    from ..masking import masked
     from ..recipes.resume import read_config
 
     parser = argparse.ArgumentParser(
@@ -59,7 +61,9 @@ def run(args: argparse.Namespace) -> None:
         runs = []
         for suffix, more in variants(options.sweep, options.seeds):
             words = ["--config", options.config, *overrides, *more]
-            cfg = read_config(config_type, Arguments.parse(words))
+            arguments = Arguments.parse(words)
+            _check_words(arguments, options)
+            cfg = read_config(config_type, arguments)
             if not cfg.checkpoint.every:  # an error of the job otherwise, after its time in the queue
                 raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
             name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
@@ -70,9 +74,24 @@ def run(args: argparse.Namespace) -> None:
         LAUNCHERS[args.launcher][1](options, cfg, runs)
     except ConfigError as error:
         hint = "" if "--recipe" in args.rest else f" (read as a configuration of forge {options.recipe}, see --recipe)"
-        raise SystemExit(f"error: {error}{hint}") from error
+        raise SystemExit(masked(f"error: {error}{hint}")) from error
     except (ValueError, RuntimeError, OSError, ImportError) as error:
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(masked(f"error: {error}")) from error
+
+
+def _check_words(arguments: Any, options: argparse.Namespace) -> None:
+    """ValueError: a secret would stand in a script, a manifest or the list of processes, which others can read."""
+    from ..masking import masked, without_secrets
+
+    remedy = (
+        f"which others could read in what is submitted: put it into {options.config}, or into the job's environment"
+    )
+    for name, text in arguments.overrides:
+        if without_secrets(text, name) != text:
+            raise ValueError(f"--{name} holds a secret, {remedy}")
+    stated = re.sub(r"=\s*[\"']?\$[^\n;&]*", "=", options.setup)  # HF_TOKEN=$(cat token) states none
+    if masked(stated) != stated:
+        raise ValueError(f"--setup holds a secret, {remedy}")
 
 
 def _slurm_options(parser: argparse.ArgumentParser) -> None:

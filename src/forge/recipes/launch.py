@@ -27,6 +27,7 @@ from ..data.config import DatasetConfig, RowsConfig
 from ..flops import peak_tflops
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
+from ..masking import masked
 from ..models import build_small_model, check_classifier, check_family, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
@@ -63,7 +64,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     except KeyboardInterrupt:  # before the run has handlers, or once more while it is being closed
         raise SystemExit(128 + signal.SIGINT) from None
     except (ConfigError, BadInput, ForgeError) as error:
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(masked(f"error: {error}")) from error
     except BrokenPipeError as error:
         if not _has_no_reader(sys.stdout):  # a pipe of something else
             raise
@@ -76,12 +77,12 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
 
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if isinstance(error, CheckpointFailed | DamagedFile) or full:
-            raise SystemExit(f"error: {error}") from error
+            raise SystemExit(masked(f"error: {error}")) from error
         frames = user_frames(error)
         if not frames:
             raise
         print("Traceback in your code (most recent call last):", *frames, sep="\n", file=sys.stderr)
-        raise SystemExit("\n".join([f"error: {summary(error)}", *getattr(error, "__notes__", ())])) from error
+        raise SystemExit(masked("\n".join([f"error: {summary(error)}", *getattr(error, "__notes__", ())]))) from error
 
 
 def _has_no_reader(stream: TextIO) -> bool:
