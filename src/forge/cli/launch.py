@@ -104,9 +104,9 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _slurm(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
-    from ..cluster.slurm import SlurmJob
+    from ..cluster.slurm import SlurmJob, quoted
 
-    partition = [f"partition={options.partition}"] if options.partition else []
+    partition = [f"partition={quoted(options.partition)}"] if options.partition else []
     job = SlurmJob(
         cfg.run.name,
         [command for _, command in runs],
@@ -130,11 +130,13 @@ def _ssh_options(parser: argparse.ArgumentParser) -> None:
 
 def _ssh(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
     from ..cluster.process import run_as_child
-    from ..cluster.ssh import workers
+    from ..cluster.ssh import check, workers
 
     hosts = options.hosts.split(",")
+    check(hosts, os.getcwd(), options.python)
     if options.dry_run:
-        print("\n".join(f"ssh {host} {options.python} -m forge worker --listen :0 --stdin" for host in hosts))
+        worker = [options.python, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
+        print("\n".join(shlex.join(["ssh", host, *worker]) for host in hosts))
         print("\n".join(shlex.join(command) for _, command in runs))
         return
     codes = []
@@ -157,9 +159,8 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _kubernetes(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
-    import yaml
-
     from ..cluster.kubernetes import KubernetesJob
+    from ..cluster.words import documents
 
     for name, command in runs:
         job = KubernetesJob(
@@ -177,7 +178,7 @@ def _kubernetes(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, lis
             options.namespace,
         )
         if options.dry_run:
-            print(yaml.safe_dump_all(job.manifests(), sort_keys=False), end="")
+            print(documents(job.manifests()), end="")
         else:
             print(f"created {', '.join(job.create())}; kubectl logs -f job/{job.name}")
 
@@ -188,13 +189,12 @@ def _skypilot_options(parser: argparse.ArgumentParser) -> None:
 
 def _skypilot(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
     """Print the task: `forge launch skypilot ... > task.yaml; sky launch task.yaml`."""
-    import yaml
-
     from ..cluster.skypilot import task
+    from ..cluster.words import documents
 
     nodes, gpus, kind = options.nodes, options.gpus_per_node, options.accelerator
     tasks = [task(name, ["forge", *command[3:]], nodes, gpus, kind, options.setup) for name, command in runs]
-    print(yaml.safe_dump_all(tasks, sort_keys=False), end="")
+    print(documents(tasks), end="")
 
 
 # Launcher -> its options, what starts runs, each with its name and command line, and the options of an example.

@@ -31,7 +31,7 @@ def variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[s
         axes.append([("seed", str(seed)) for seed in range(seeds)])
     found = []
     for combination in itertools.product(*axes):
-        parts = [f"{key.rpartition('.')[2]}{re.sub(r'[^A-Za-z0-9.+-]', '_', value)}" for key, value in combination]
+        parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", key.rpartition(".")[2] + value) for key, value in combination]
         overrides = [word for key, value in combination for word in (f"--{key}", value)]
         found.append(("-".join(parts), overrides))
     return found
