@@ -68,12 +68,11 @@ def serve(args: argparse.Namespace) -> None:
 
 
 async def _serve(args: argparse.Namespace, model: str, name: str, settings: dict[str, Any], at: socket.socket) -> None:
-    from transformers import AutoTokenizer
-
     from ..actors import Generator
+    from ..models import open_tokenizer
     from ..serve import Server
 
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **settings)
-    async with Server(policy, AutoTokenizer.from_pretrained(model), name, args.api_key).listen(at) as address:
+    async with Server(policy, open_tokenizer(model), name, args.api_key).listen(at) as address:
         print(f"{name} is served at {address}", flush=True)
         await asyncio.Event().wait()

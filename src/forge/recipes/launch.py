@@ -28,7 +28,7 @@ from ..flops import peak_tflops
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
 from ..masking import masked
-from ..models import build_small_model, check_classifier, check_family, resolve_model
+from ..models import build_small_model, check_classifier, check_family, open_tokenizer, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
@@ -272,7 +272,7 @@ def check_model(cfg: Any, model: str) -> None:
     from ..engines.vllm_args import check_keys
     from ..engines.weights import check_head, load_config
 
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     cfg.trainer.check_model(config)
     cfg.training.check(config)
     check_head(Path(model), config)
@@ -287,7 +287,7 @@ def check_model(cfg: Any, model: str) -> None:
     if cfg.trainer.backend == "titan":
         cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)
     for scalar in cfg.scalar(model):
-        config = AutoConfig.from_pretrained(resolve_model(scalar))
+        config = AutoConfig.from_pretrained(resolve_model(scalar), trust_remote_code=False)
         check_classifier(config)
         cfg.parallelism.check(config)
 
@@ -305,11 +305,11 @@ def check_others(cfg: Any, model: str, others: dict[str, str]) -> None:
 
     from ..engines.weights import check_head
 
-    reach = cfg.reach(AutoConfig.from_pretrained(model))
+    reach = cfg.reach(AutoConfig.from_pretrained(model, trust_remote_code=False))
     reference = getattr(cfg.services, "ref_model", None)
     for key, other in others.items():
         check_vocabulary(key, other, model)
-        config = AutoConfig.from_pretrained(other)
+        config = AutoConfig.from_pretrained(other, trust_remote_code=False)
         check_head(Path(other), config)
         most, limit = longest(config), rotary_limit(config)
         if most < reach:
@@ -346,9 +346,7 @@ def check_vocabulary(key: str, other: str, model: str) -> None:
     Raises:
         ValueError: the tokenizers differ; names the key.
     """
-    from transformers import AutoTokenizer
-
-    if AutoTokenizer.from_pretrained(other).get_vocab() != AutoTokenizer.from_pretrained(model).get_vocab():
+    if open_tokenizer(other).get_vocab() != open_tokenizer(model).get_vocab():
         raise ValueError(f"{key}: the tokens of {other} are not those of {model}: choose a model of the same family")
 
 
@@ -367,12 +365,10 @@ def check_data(
         ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out, or epochs of
             unknown length.
     """
-    from transformers import AutoTokenizer
-
     from ..data.load import Mixture, load_data
     from ..data.prompts import PromptDataset
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = open_tokenizer(model)
     training = load_data(tokenizer, kind=dataset.kind, seed=seed, **dataset)
     if isinstance(training, PromptDataset | Mixture):
         for scorer in scorers:
