@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,11 @@ from hypothesis import strategies as st
 from forge.cli import main
 from forge.config import Arguments, ConfigError, build
 from forge.hub import write_card
-from forge.masking import MASK, masked, masked_names, without_secrets
+from forge.masking import MASK, MaskedStream, masked, masked_names, without_secrets
 from forge.observability.console import configure_logging
 from forge.observability.report import write_report
 from forge.observability.run import Run
+from forge.observability.trackers import by_hand
 from forge.recipes.resume import changes, read_config
 from forge.recipes.rl_config import RLConfig
 
@@ -106,7 +111,22 @@ SECRET_TEXTS = [
     "glpat-S3Kabcdefgh1",
     "AIzaS3KabcdefghIJK",
 ]
+SECRET_TEXTS += [  # of others' reports
+    "Client error '403 Forbidden' for url 'https://mcp.example/mcp?api_key='S3K-abc123''",
+    "403, message='Forbidden', url='https://api.example/v3?api_key=S3KAbCd&format=json'",
+    "https://h/it'works/x?token=S3K",
+    "https://user:p'S3K@h/x",
+    'https://user:S3K"x@h/',
+    "url=https://h/x?token=S3K",
+    "--env MY_TOKEN=S3K --secret OTHER_KEY=S3K",
+    "Updating database tables at postgres://postgres:S3K@example.com:5432/postgres",
+    "https://hooks.slack.com/services/T000/B000/S3KabcdefS3K",
+    "https://discord.com/api/webhooks/123/S3KabcdefS3K",
+    "callback=https://a.b/c?next=https://u:S3K@d.e/f",
+]
 PLAIN_TEXTS = [
+    "['http://h1:80/v1', 'http://h2:80/v1']",
+    "x = {'a': 'b@c'}",
     "https://host/x",
     "https://host:8080/v1/models",
     "https://huggingface.co/org/m@main",
@@ -185,6 +205,33 @@ def test_the_value_of_an_option_in_a_command_is_masked(text: str):
 @pytest.mark.parametrize("text", ["u:S3K@h", "user:S3K@proxy.example:3128", "user:p@S3K@h"])
 def test_a_value_that_is_user_and_password_is_masked(text: str):
     assert "S3K" not in str(without_secrets({"proxy": text}))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"headers": {"X-Thing": "S3K"}}', '[{"api_key": "S3K"}]', '{"env": {"A": ["S3K"]}, "n": 1}'], ids=range(3)
+)
+def test_a_text_that_is_json_is_masked_as_its_data(text: str):
+    shown = without_secrets({"body": text, "plain": '{"a": 1.50}'})
+    assert "S3K" not in shown["body"]
+    assert json.loads(shown["body"]).keys() if text[0] == "{" else json.loads(shown["body"])
+    assert shown["plain"] == '{"a": 1.50}'
+
+
+REPEATED = """
+import resource
+from forge.masking import masked
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+words = "a= a[= :// ://' --a a=b; eyJ sk- token= a. url=h?url= a:b@ a-a: -----BEGIN".split()
+for text in [*words, '"a":"', "Bearer ", "key= "]:
+    masked(text * 200_000)
+"""
+
+
+@pytest.mark.processes
+def test_a_long_text_takes_a_time_in_proportion_to_its_length():
+    """Hours, if it were that to its square: the process is ended by its limit of CPU time."""
+    done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("text", PLAIN_TEXTS)
@@ -332,3 +379,39 @@ def test_a_launcher_takes_no_secret_among_its_words(words: list[str], capsys: py
     assert "SEKRET" not in str(caught.value) + capsys.readouterr().out
     main(["launch", "slurm", "tests/cluster/tiny.yaml", "--dry-run", "--setup", "export HF_TOKEN=$(cat ~/token)"])
     assert "export HF_TOKEN=$(cat ~/token)\n" in capsys.readouterr().out
+
+
+def test_a_secret_that_is_written_in_parts_is_masked():
+    written = io.StringIO()
+    stream = MaskedStream(written)
+    for part in ("no answer of https://us", "er:SEK", "RET@host\nnext ", "line: Bearer SEK", "RET"):
+        assert stream.write(part) == len(part)
+    stream.flush()
+    assert written.getvalue() == "no answer of https://***@host\nnext line: Bearer ***"
+
+
+@pytest.mark.processes
+def test_a_traceback_has_no_secret(tmp_path: Path):
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(a_config()))
+    code = """
+import sys
+from forge.recipes import launch
+def broken(*_, **__): raise RuntimeError("no answer of https://user:SEKRET@host")
+launch.read_config = broken
+launch.user_frames = lambda error: []
+launch.launch(None, None, [])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "RuntimeError: no answer of https://***@host" in done.stderr
+    assert "SEKRET@" not in done.stderr.replace('"no answer of https://user:SEKRET@host"', "")
+
+
+def test_the_address_of_a_tracker_by_hand_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    section = {"mlflow": {"tracking_uri": "postgresql://***@host/x", "experiment": "e"}, "wandb": None}
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ValueError, match=r"\A[^\n]*set MLFLOW_TRACKING_URI to it\Z"):
+        by_hand(section)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://user:SEKRET@host/x")
+    assert by_hand(section)["mlflow"] == {"tracking_uri": None, "experiment": "e"}
+    plain = {"mlflow": {"tracking_uri": "sqlite:///x.db"}}
+    assert by_hand(plain) == plain

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from forge.cli import main
-from forge.model_files import DEEPEST, LARGEST, check_gguf
+from forge.model_files import DEEPEST, LARGEST, check_gguf, try_tokenizer
 from forge.models import build_small_model, check_family, open_tokenizer, resolve_model
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +104,15 @@ def test_a_malformed_configuration_is_one_line(content: str | bytes, model: Path
         check_family(str(model))
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_file_with_a_checksum_that_is_none_is_one_line(make: Any, small: Path, tmp_path: Path):
+    shutil.copytree(small, tmp_path / "model")
+    (tmp_path / "model/config.json").unlink()
+    make(tmp_path / "model/config.json")
+    with pytest.raises(OSError, match=r"\A[^\n]*config.json[^\n]*\Z"):
+        resolve_model(str(tmp_path / "model"))
+
+
 @pytest.mark.parametrize("content", ["{}", '{"model_type": null}'])
 def test_a_configuration_without_a_family_is_one_line(content: str, model: Path):
     (model / "config.json").write_text(content)
@@ -165,6 +174,81 @@ def test_a_malformed_tokenizer_is_one_line(content: str, model: Path):
     (model / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"\Athe tokenizer of model [^\n]{1,1000}\Z"):
         open_tokenizer(str(model))
+
+
+PANICS: dict[str, dict[str, Any]] = {
+    "pattern": {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    },
+    "length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "strip": {"decoder": {"type": "Strip", "content": "a", "start": 1 << 40, "stop": 1 << 40}},
+    "template": {
+        "post_processor": {
+            "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+            "single": [{"SpecialToken": {"id": "nope", "type_id": 0}}],
+        }
+    },
+    "characters": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "abort": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAAAAAAA"}},
+    "growth": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}] * 8,
+        }
+    },
+    "prefix": {
+        "model": {
+            "type": "BPE", "continuing_subword_prefix": "ééé",
+            "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]],
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("change", PANICS.values(), ids=PANICS.keys())
+def test_a_tokenizer_that_panics_aborts_or_grows_without_end_is_one_line(change: dict[str, Any], model: Path):
+    values = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(values | change))
+    with pytest.raises(ValueError, match=r"\Amodel [^\n]*tokenizer.json cannot be used: [^\n]+\Z"):
+        try_tokenizer(model)
+
+
+@pytest.mark.processes
+def test_a_tokenizer_that_works_passes_its_trial(model: Path):
+    try_tokenizer(model)
+    (model / "tokenizer.json").unlink()
+    try_tokenizer(model)
+
+
+def test_a_panic_is_no_exception_and_one_line(model: Path):
+    values = json.loads((model / "tokenizer.json").read_text()) | PANICS["characters"]
+    (model / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"\Athe tokenizer of model [^\n]*\Z"):
+        open_tokenizer(str(model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_attn_implementation": "evil/kernel"},
+        {"attn_implementation": "evil/kernel@main:function"},
+        {"_attn_implementation_internal": "evil/kernel"},
+        {"experts_implementation": "evil/kernel"},
+        {"_experts_implementation_internal": "evil/kernel"},
+        {"_attn_implementation": {"text_config": "evil/kernel"}},
+        {"text_config": {"_attn_implementation": "evil/kernel"}},
+        {"a": [{"attn_implementation": "evil/kernel"}]},
+    ],
+    ids=range(8),
+)
+def test_a_configuration_that_names_code_of_another_repository_is_one_line(change: dict[str, Any], model: Path):
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(ValueError, match=r"\Amodel [^\n]*which is the code of another repository\Z"):
+        check_family(str(model))
+    (model / "config.json").write_text(json.dumps(values | {"_attn_implementation": "sdpa"}))
+    check_family(str(model))
 
 
 @pytest.mark.parametrize("size", [0, 7, 1 << 20, 1 << 40, (1 << 64) - 1])

@@ -5,9 +5,11 @@ There is one mask for everything that leaves a run: its folder, trackers, model 
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import unquote
 
 MASK = "***"
@@ -53,9 +55,9 @@ _ABOUT = re.compile(
 )
 _ABOUT_TOKENS = re.compile(_ABOUT.pattern + "|ids?|embeddings?|index|indices|logprobs|map|str|string")
 # Of the query of an address.
-_QUERY = {"code", "hmac", "sid", "sig", "sign", "signature", "ticket", "policy"}
-_CLOUD = re.compile(
-    r"x-(amz|goog|oss|cos)-(signature|credential|security-token)|awsaccesskeyid|googleaccessid|ossaccesskeyid"
+_QUERY = re.compile(
+    r"code|hmac|policy|sid|sig|sign|signature|ticket|x-(amz|goog|oss|cos)-(signature|credential|security-token)"
+    r"|awsaccesskeyid|googleaccessid|ossaccesskeyid"
 )
 
 _KNOWN = re.compile(
@@ -63,6 +65,7 @@ _KNOWN = re.compile(
     r"|gsk_|nvapi-|r8_|SG\.|shp[a-z]+_|dckr_pat_|whsec_|dop_v1_|tskey-|hvs\.|figd_|lin_api_|tvly-|pplx-)"
     r"(?=[\w.-]{0,200}[0-9A-Z]|[\w.-]{20})[\w.-]{8,}"
     r"|(?<![A-Za-z0-9])(A[KS]IA)[A-Z0-9]{12,}"
+    r"|(hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)[\w/-]+"
     r"|(?<![\w-])(eyJ)[\w-]{5,}\.[\w-]+(?:\.[\w-]*)*"
 )
 _PEM = re.compile(
@@ -71,18 +74,19 @@ _PEM = re.compile(
 _BEARER = re.compile(
     r"\b(Bearer|BEARER|bearer(?=\s+(?:\S{16}|\S*\d))|[Bb]asic(?=\s+\S*(?:[0-9=]|[a-z][A-Z])))(\s+)[\w.~+/=-]+"
 )
-_ADDRESS = re.compile(r"(?<=://)[^\s\"'<>]+")
+# A quote may be part of a password; before a comma, a bracket or a space it ends the address.
+_ADDRESS = re.compile(r"(?<=://)(?:[^\s\"'<>]|[\"'](?![\s,;:)\]}]|$))+")
 _BARE_ADDRESS = re.compile(r"[\w.+-]+:[^\s/]+@(?!sha\d+:)[\w.-]+(:\d+)?(/\S*)?")
 _OPTION = re.compile(r"(--?)([A-Za-z][\w.-]{0,99})([ =]+)(\"[^\"]*\"|'[^']*'|\{[^}]*\}?|[^\s-]\S*)")
-_ASSIGNED = re.compile(
-    r"([?&;#]?)(?<![\w%.\[\]-])((?:--?)?[A-Za-z%][\w.%\[\]-]{0,99})(\s*=\s*)(\"[^\"]*\"|'[^']*'|[^\s\"'<>&;#,)}\]]+)"
-)
+_ASSIGNED = re.compile(r"([?&;#]?)(?<![\w%.\[\]-])((?:--?)?[A-Za-z%][\w.%\[\]-]{0,99})\s{0,9}=\s{0,9}")
+_VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s\"'<>&;#,)}\]]+")
 _QUOTED = re.compile(r"([\"'])([A-Za-z][\w. -]{0,60})\1(\s*:\s*)(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*')")
 _HEADER = re.compile(r"(?<![\w-])([A-Za-z][\w-]{0,60})(:\s+)(?![\"'])(\S[^\n\"']*)")
 _HEADERS = {"authorization", "cookie", "set-cookie", "password", "passwd", "passphrase", "api-key", "apikey", "api_key"}
 # What partial masks leave; a mask alone shows by its place or name.
 _LEFT = re.compile(
-    rf"(?:://|[\w.%\[\]-]\s?=\s?|Bearer\s|sk-|hf_|gh[pousr]_|A[KS]IA|eyJ|KEY[A-Z ]*-----){re.escape(MASK)}"
+    rf"(?:://|[\w.%\[\]-]\s?=\s?|Bearer\s|/services/|/webhooks/|sk-|hf_|gh[pousr]_"
+    rf"|A[KS]IA|eyJ|KEY[A-Z ]*-----){re.escape(MASK)}"
 )
 
 
@@ -114,6 +118,9 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return _hidden(value)
     if not isinstance(value, str):
         return value
+    if value[:1] in ("{", "[") and (parsed := _parsed(value)) is not None:
+        shown = without_secrets(parsed)
+        return value if shown == parsed else json.dumps(shown)
     # In a message, unlike in a command, the word after an option may be any.
     return masked(_OPTION.sub(lambda m: f"{m[1]}{m[2]}{m[3]}{_told(m[2], m[4])}", value))
 
@@ -125,10 +132,33 @@ def masked(text: str) -> str:
     text = _PEM.sub(rf"\1{MASK}\2", text)
     text = _ADDRESS.sub(lambda m: "://".join(map(_without_user, m[0].split("://"))), text)
     text = _BEARER.sub(rf"\1\2{MASK}", text)
-    text = _ASSIGNED.sub(_assigned, text)
+    text = _without_assigned(text)
     text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{_told(m[2], m[4])}", text)
     text = _HEADER.sub(lambda m: m[1] + m[2] + (MASK if m[1].lower() in _HEADERS | {"x-api-key"} else m[3]), text)
-    return _KNOWN.sub(lambda m: f"{m[1] or m[2] or m[3]}{MASK}", text)
+    return _KNOWN.sub(lambda m: f"{m[m.lastindex or 0]}{MASK}", text)
+
+
+class MaskedStream(io.TextIOBase):
+    """A stream on which whole lines are written without their secrets."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._line = stream, ""
+
+    def write(self, text: str) -> int:
+        """Write the lines that are complete."""
+        *lines, self._line = (self._line + text).split("\n")
+        self._stream.write("".join(f"{masked(line)}\n" for line in lines))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the last line, which has no end yet."""
+        self._stream.write(masked(self._line))
+        self._line = ""
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        """Of the stream below."""
+        return self._stream.fileno()
 
 
 def is_secret(name: str) -> bool:
@@ -186,6 +216,14 @@ def _is_place(name: str, value: Any) -> bool:
     return words.endswith("_env") and bool(keys) and all(_VARIABLE.fullmatch(str(key)) for key in keys)
 
 
+def _parsed(text: str) -> Any:
+    """The data that a text of JSON is; None: it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _hidden(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _hidden(item) for key, item in value.items()}
@@ -216,14 +254,27 @@ def _told(name: str, value: str) -> str:
     return MASK if is_secret(last) and not _is_harmless(value, last) and not value.isdecimal() else value
 
 
-def _assigned(match: re.Match[str]) -> str:
-    mark, name, equals, value = match.groups()
-    plain = unquote(name).lower()
-    if mark and (plain in _QUERY or _CLOUD.fullmatch(plain)):
-        return f"{mark}{name}{equals}{MASK}"
+def _without_assigned(text: str) -> str:
+    """A text in which what is assigned to names of secrets is masked; also within what is assigned to others."""
+    parts, at = [], 0
+    while name := _ASSIGNED.search(text, at):
+        parts.append(text[at : name.end()])
+        at = name.end()
+        if _is_told(name[1], unquote(name[2])) and (value := _VALUE.match(text, at)):
+            query = bool(name[1]) and _QUERY.fullmatch(unquote(name[2]).lower()) is not None
+            parts.append(MASK if query else _told(unquote(name[2]), value[0]))
+            at = value.end()
+    return "".join([*parts, text[at:]])
+
+
+def _is_told(mark: str, name: str) -> bool:
+    """Whether what is assigned to a name may be a secret."""
+    plain = name.lower()
+    if mark and _QUERY.fullmatch(plain):
+        return True
     if not mark and plain.rpartition(".")[2] in ("key", "keys", "token", "tokens"):  # of a program's text
-        return match[0]
-    return f"{mark}{name}{equals}{MASK if _told(unquote(name), value) == MASK else value}"
+        return False
+    return _told(name, "x") == MASK
 
 
 def _without_user(address: str) -> str:

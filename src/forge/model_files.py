@@ -6,8 +6,11 @@ import json
 import math
 import os
 import re
+import signal
 import stat
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,21 @@ SETTINGS = ("*.json", "*.jinja", "*.txt")
 WEIGHTS = "*.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 MOST_GGUF = 1 << 16  # keys, and tensors, of a GGUF file
+CPU_SECONDS, MEMORY = 60, 4 << 30  # of the trial of a tokenizer
+# What a config.json may name as the code of attention and experts: an implementation, and no repository of the hub.
+IMPLEMENTATION = re.compile(r"_?\w*_implementation(_internal)?")
+TRIAL = """
+import resource, sys
+for name, most in (("CPU", int(sys.argv[2])), ("DATA", int(sys.argv[3])), ("CORE", 0)):
+    resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(sys.argv[1])
+for text in ("a" * 64 + "!", "Hello, world! 12 \\u00e9\\n", " ", ""):
+    try:
+        tokenizer.decode(tokenizer.encode(text).ids)
+    except Exception:  # a text that it has no tokens for; a panic is no Exception
+        continue
+"""
 
 
 def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
@@ -114,6 +132,7 @@ def _check_values(values: dict[str, Any], name: str) -> None:
             if depth > DEEPEST:
                 raise ValueError(f"{name} is nested too deeply")
             left += [(depth + 1, item) for item in (value.values() if isinstance(value, dict) else value)]
+            _check_implementations(value, name)
         elif isinstance(value, float) and math.isnan(value):
             raise ValueError(f"{name} has NaN, which is no number")
         elif isinstance(value, int) and abs(value) >= (NO_LIMIT if name.startswith("tokenizer") else LARGEST_NUMBER):
@@ -121,6 +140,38 @@ def _check_values(values: dict[str, Any], name: str) -> None:
     layers = values.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"{name} has num_hidden_layers = {layers}: at most {MOST_LAYERS} are read")
+
+
+def _check_implementations(values: Any, name: str) -> None:
+    """ValueError: attention or experts would be computed by code from the hub, which transformers loads for a name with
+    a slash, whatever `trust_remote_code` says."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if IMPLEMENTATION.fullmatch(key):
+            for stated in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(stated, str) and re.fullmatch(r"\w+", stated) is None:
+                    raise ValueError(f"{name} has {key} = {stated[:80]!a}, which is the code of another repository")
+
+
+def try_tokenizer(folder: Path) -> None:
+    """Read a model's tokenizer and use it, in a process of its own: its library panics, aborts or does not end for
+    some.
+
+    Raises:
+        ValueError: it did so, or is malformed.
+    """
+    if not (path := folder / "tokenizer.json").exists():
+        return
+    words = [sys.executable, "-P", "-c", TRIAL, str(path), str(CPU_SECONDS), str(MEMORY)]
+    tried = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if tried.returncode == 0:
+        return
+    said = tried.stderr.decode(errors="replace").splitlines()
+    reason = next((line for line in reversed(said) if "Error" in line or "Exception" in line), "")
+    if tried.returncode < 0:
+        reason = f"its library ended with {signal.Signals(-tried.returncode).name}"
+        if -tried.returncode in (signal.SIGXCPU, signal.SIGKILL):
+            reason = f"it takes more than {CPU_SECONDS} s of CPU time"
+    raise ValueError(f"model {folder}: tokenizer.json cannot be used: {reason[:300] or 'its library failed'}")
 
 
 def _check_index(path: Path) -> None:

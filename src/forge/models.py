@@ -108,12 +108,12 @@ def resolve_model(name: str) -> str:
     ):
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise FileNotFoundError(f"model folder {name} has no {what}")
-    check_model_files(folder)
     if (folder / CHECKSUMS).exists():
         try:
             check_files(folder)
         except DamagedFile as error:
             raise DamagedFile(f"{error}; if you changed it, remove {folder / CHECKSUMS}") from None
+    check_model_files(folder)
     return name
 
 
@@ -183,7 +183,9 @@ def open_tokenizer(name: str) -> Any:
     limit_templates()
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises Exception itself
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library raises Exception itself, and its panics are none
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"the tokenizer of model {name} cannot be read: {reason}") from error
 

@@ -46,6 +46,7 @@ def serve(args: argparse.Namespace) -> None:
     from ..controller import ForgeError, run
     from ..engines import EngineSettings
     from ..engines.weights import load_config
+    from ..model_files import try_tokenizer
     from ..models import check_family, resolve_model
 
     try:
@@ -60,6 +61,7 @@ def serve(args: argparse.Namespace) -> None:
         model = resolve_model(args.model)
         if engine.engine == "embedded":
             load_config(Path(model))
+        try_tokenizer(Path(model))
         with bind(args.host, args.port) as at:
             name = args.name or Path(args.model).resolve().name
             run(_serve(args, model, name, settings, at))

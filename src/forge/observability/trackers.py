@@ -34,7 +34,7 @@ import yaml
 from ..config import flat
 from ..files import write_atomic
 from ..janitor import Scratch
-from ..masking import masked_names, without_secrets
+from ..masking import MaskedStream, masked, masked_names, without_secrets
 from .console import configure_logging
 from .lock import RunLock
 from .rollouts import ROLLOUTS, batches, texts
@@ -374,7 +374,7 @@ def feed(name: str, section: Any, run: Tracked, ended: threading.Event, save: Ca
             return True
         except Exception as error:
             if not failed:
-                text = " ".join(str(error).split())[:200]
+                text = masked(" ".join(str(error).split()))[:200]
                 again = f"{type(error).__name__}: {text}. Training continues; it is tried again every {RETRY:g} s"
                 log.warning("metrics.%s failed with %s", name, again)
             failed = True
@@ -450,6 +450,7 @@ if __name__ == "__main__":
             signal.signal(number, signal.SIG_IGN)  # it ends with the controller
     # What the packages leave in the folder for temporary files is gone however this process ends.
     scratch = Scratch("forge-trackers-")
+    sys.stderr = MaskedStream(sys.stderr)  # of the packages' own messages as well
     tempfile.tempdir = os.environ["TMPDIR"] = str(scratch.path)
     try:
         complete = deliver(run_folder, begin)

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 from ..architecture import longest, rotary_limit
@@ -28,6 +29,7 @@ from ..flops import peak_tflops
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
 from ..masking import masked
+from ..model_files import try_tokenizer
 from ..models import build_small_model, check_classifier, check_family, open_tokenizer, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
@@ -55,6 +57,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     `--resume runs/x` resumes a run from its newest checkpoint, `--resume auto` the one that is configured if there is
     something to resume. Afterwards `job.record.start` is the step to start at.
     """
+    sys.excepthook = _print_error
     try:
         arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
         execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
@@ -83,6 +86,11 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
             raise
         print("Traceback in your code (most recent call last):", *frames, sep="\n", file=sys.stderr)
         raise SystemExit(masked("\n".join([f"error: {summary(error)}", *getattr(error, "__notes__", ())]))) from error
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of an exception that ends it, without secrets."""
+    print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _has_no_reader(stream: TextIO) -> bool:
@@ -129,6 +137,10 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
         closing.callback(record.close)
+        try:
+            try_tokenizer(Path(model))
+        except ValueError as error:
+            raise BadInput(str(error)) from error
         closing.enter_context(forked_processes())
         log_to(internal := record.folder / "monarch.log")
         log.info("Monarch's log is %s", internal)
