@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from transformers import AutoTokenizer
 
 from apps.weaver.config import FitConfig, WeaverConfig
 from forge.actors import Generator, RemotePanel, VerifierActor
 from forge.config import to_dict
 from forge.data.load import load_data
 from forge.data.rewards import load_reward
-from forge.models import check_family, resolve_model
+from forge.masking import without_secrets
+from forge.models import check_family, open_tokenizer, resolve_model
 from forge.recipes.schema import sample_seed
 from forge.types import Sample
 from forge.verifiers import Panel, Rule
@@ -50,13 +50,13 @@ def check(cfg: WeaverConfig, folder: Path) -> tuple[str, list[Sample]]:
             raise ValueError(f"run.overwrite would remove {path}, which this run reads: choose another run.name")
     if cfg.collect.truth is not None:
         load_reward(cfg.collect.truth)
-    data = load_data(AutoTokenizer.from_pretrained(model), kind="prompts", seed=cfg.seed, **cfg.dataset)
+    data = load_data(open_tokenizer(model), kind="prompts", seed=cfg.seed, **cfg.dataset)
     samples = list(islice(data, cfg.collect.problems))
     if len(samples) < cfg.collect.problems:
         raise ValueError(f"collect.problems is {cfg.collect.problems}, and the data has {len(samples)}")
     for name in MADE:
         shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
-    (folder / CONFIG).write_text(yaml.safe_dump(to_dict(cfg), sort_keys=False))
+    (folder / CONFIG).write_text(yaml.safe_dump(without_secrets(to_dict(cfg)), sort_keys=False))
     return model, samples
 
 

@@ -153,15 +153,13 @@ def evaluate(
         generator: settings of `forge.engines.EngineSettings`.
         sampling: what differs from greedy decoding, such as `max_tokens`.
     """
-    from transformers import AutoTokenizer
-
     from .data.config import DatasetConfig
     from .data.load import load_data
-    from .models import check_family, resolve_model
+    from .models import check_family, open_tokenizer, resolve_model
 
     check_family(model)
     folder, section = resolve_model(model), build(DatasetConfig, _dataset(dataset), "dataset")
-    rows: Any = load_data(AutoTokenizer.from_pretrained(folder), kind=section.kind, **{**section, "shuffle": False})
+    rows: Any = load_data(open_tokenizer(folder), kind=section.kind, **{**section, "shuffle": False})
     samples = rows.held_out(_count(section.path, problems))
     functions = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else [*reward]
 
@@ -190,17 +188,15 @@ def generate(
         generator: settings of `forge.engines.EngineSettings`.
         sampling: fields of `forge.types.Sampling`, such as `n`, `max_tokens` and `temperature`.
     """
-    from .models import check_family, resolve_model
+    from .models import check_family, open_tokenizer, resolve_model
 
     check_family(model)
     folder, texts = resolve_model(model), [prompts] if isinstance(prompts, str) else [*prompts]
     inputs: list[Any] = list(texts)
     if chat:
-        from transformers import AutoTokenizer
-
         from .data.chat import ChatFormat
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = open_tokenizer(folder)
         form = ChatFormat(tokenizer)
         rendered = [form.render([{"role": "user", "content": t}], add_generation_prompt=True) for t in texts]
         # As tokens: the template has written bos already.

@@ -21,6 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from .masking import masked, masked_names, without_secrets
 from .plugin import nearest, warn_of_code
 from .yaml_files import Loader, read_yaml
 
@@ -118,7 +119,9 @@ class Arguments:
         while rest:
             name, equals, value = rest.pop(0).partition("=")
             if not name.startswith("--"):
-                raise ConfigError(f"did not understand {name!r}: overrides are written --section.key VALUE")
+                before = found.overrides[-1][0] if found.overrides else ""
+                word = without_secrets(name, before)
+                raise ConfigError(f"did not understand {word!r}: overrides are written --section.key VALUE")
             if not equals:
                 if not rest:
                     raise ConfigError(f"{name} needs a value")
@@ -162,12 +165,18 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     `services.trainer.procs`. Values are YAML, except for what a setting of text does not take as that.
 
     Raises:
-        ConfigError: missing file, malformed YAML, or as `build`.
+        ConfigError: missing file, malformed YAML, a value that is masked, as in the config.yaml of a run, or as
+            `build`.
     """
     values = read_file(path)
     warn_of_code(path, values)
     for name, text in overrides:
         _set(values, cls, name, text)
+    if names := [*masked_names(values)]:
+        raise ConfigError(
+            f"{path} does not hold the secret in {names[0]}, which is masked: give the original configuration with "
+            f"--config FILE, or --{names[0]} VALUE"
+        )
     return build(cls, values)
 
 
@@ -265,7 +274,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(values, dict | None):
-        raise ConfigError(f"{path} must be a mapping of keys to values, got {values!r:.80}")
+        raise ConfigError(f"{path} must be a mapping of keys to values, got {without_secrets(values)!r:.80}")
     return values or {}
 
 
@@ -332,7 +341,8 @@ def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
     """One error of several: an unknown key first, for it explains a missing one."""
     unknown = ("extra_forbidden", "invalid_key")
     error: Mapping[str, Any] = min(errors.errors(), key=lambda error: error["type"] not in unknown)
-    kind, value, hint = error["type"], error["input"], cls
+    kind, hint = error["type"], cls
+    value = without_secrets(error["input"], ".".join(map(str, error["loc"])))
     if kind == "invalid_key":
         error = {**error, "loc": (*error["loc"][:-1], str(value))}
     for item in error["loc"]:
@@ -342,7 +352,7 @@ def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
         elif section is not None and item in (keys := keys_of(section)):
             where, hint = _join(where, item), keys[item].annotation
         elif section is not None and kind in unknown:
-            name = value if kind == "invalid_key" else item
+            name = error["input"] if kind == "invalid_key" else item
             if not where and (places := _places(section, name)):
                 return f"unknown key {item!r}; did you mean {' or '.join(map(repr, places))}?"
             return f"unknown key {_join(where, item)!r}{nearest(name, keys_of(section))}"
@@ -350,7 +360,7 @@ def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
     if kind == "missing":
         return f"{where!r} must be set{_form(where, hint)}"
     if kind == "value_error":
-        text = str(error["ctx"]["error"])
+        text = masked(str(error["ctx"]["error"]))
         return text if text.startswith(where) else f"{where}: {text}"
     wanted = f"of another kind ({error['msg']})"
     if kind in TYPES:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import os
+import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+REMOVED = ".forge-removed-"  # folders on their way
 
 
 @contextmanager
@@ -33,6 +38,70 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
             os.fsync(file.fileno())
     if durable:
         sync(path.parent)
+
+
+def printable(text: object) -> str:
+    """A name or a text of others for a terminal: control characters, which it would obey, are escaped."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in str(text))
+
+
+def remove_tree(folder: str | Path, handle: int) -> None:
+    """Remove a folder that is open as `handle`, however deep it is. Links are removed, and not followed.
+
+    Raises:
+        OSError: something cannot be removed, or something is mounted in it, which stays.
+    """
+    mount = _mount_of(handle)
+    left: list[str] = []
+    _empty(handle, handle, left)
+    while left:
+        name = left.pop()
+        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=handle)
+        try:
+            if _mount_of(inner) != mount:
+                raise OSError(errno.EBUSY, "something is mounted there", f"{folder}/{name}")
+            os.fchmod(inner, 0o700)
+            _empty(inner, handle, left)
+        finally:
+            os.close(inner)
+        os.rmdir(name, dir_fd=handle)
+    os.rmdir(folder)
+
+
+def _empty(folder: int, top: int, left: list[str]) -> None:
+    """Remove the files of a folder, and move the folders in it up to `top`, where no path is too long."""
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        if not is_folder:
+            os.unlink(name, dir_fd=folder)
+        elif folder == top:
+            left.append(name)
+        else:
+            aside = f"{REMOVED}{secrets.token_hex(8)}"
+            os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=top)
+            left.append(aside)
+
+
+def _mount_of(handle: int) -> str:
+    """The mount that an open folder is on: a bind mount has the device of where it is mounted."""
+    about = Path(f"/proc/self/fdinfo/{handle}").read_text()
+    return next(line for line in about.splitlines() if line.startswith("mnt_id:"))
+
+
+def mounts_in(folder: Path) -> list[str]:
+    """What is mounted in a folder, or on it."""
+    real = os.path.realpath(folder)
+    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    places = [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines]
+    return [place for place in places if place == real or place.startswith(f"{real}/")]
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user may enter, or close one of this user's to others."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (status := folder.stat()).st_uid == os.geteuid() and status.st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def read_text(path: Path) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from .masking import without_secrets
+
 PACKAGES = ("torchforge-rl", "torch", "transformers", "torchmonarch")
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -62,11 +64,12 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
 
     Args:
         recipe: its name, such as "grpo".
-        config: the run's configuration, as in its config.yaml.
+        config: the run's configuration; secrets in it are masked, for the card is published.
         history: rows of metrics.jsonl.
     """
     from huggingface_hub import ModelCardData
 
+    config = without_secrets(config)
     dataset, start = config.get("dataset") or {}, config.get("model")
     rows = [dataset, *(dataset.get("sources") or ())]
     data = [str(row.get("path") or row.get("task")) for row in rows if row.get("path") or row.get("task")]

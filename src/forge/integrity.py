@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,6 +96,8 @@ def _read(path: Path) -> dict[str, tuple[str, int]]:
 def _digest(path: Path) -> tuple[str, int]:
     digest, size = xxhash.xxh3_128(), 0
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO is waited for, a device may have no end
+            raise DamagedFile(f"{path} is damaged: it is no regular file")
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import logging
 import os
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 
 import xxhash
+
+from .files import mounts_in, printable, remove_tree
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +40,9 @@ class Scratch:
     """A new folder that is removed by `close`, or when this process ends without it: kill -9 included.
 
     A shell waits on a pipe whose other end only this process holds; when that end is gone, so is the folder. Where the
-    shell is killed with it, as when a control group ends, `sweep` finds the folder: this process holds a lock on it
-    while it lives. The lock also keeps systemd-tmpfiles away.
+    shell was killed before, this process removes the folder as it ends in order. Where both are killed at once, as when
+    a control group ends, `sweep` finds the folder: this process holds a lock on it while it lives. The lock also keeps
+    systemd-tmpfiles away.
 
     Args:
         prefix: of the folder's name, one of PREFIXES; this process's id and the machine's come next.
@@ -60,9 +64,17 @@ class Scratch:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # out of reach of a terminal's Ctrl-C
         )
+        self._owner = os.getpid()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """Remove the folder if the shell cannot. Otherwise it waits for the process's last thread, which may use it."""
+        if os.getpid() == self._owner and self._watcher is not None and self._watcher.poll() is not None:
+            self.close()
 
     def close(self) -> None:
         """Remove the folder now."""
+        atexit.unregister(self._end)
         if self._watcher is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             assert self._watcher.stdin is not None
@@ -99,11 +111,19 @@ def _remove_left(folder: Path) -> bool:
         if folder.name.startswith(NEW) and time.time() - status.st_mtime < SETTLING:
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
+        if mounts := mounts_in(folder):
+            log.warning(
+                "%s was left by a process that is dead, and %s is mounted in it: unmount it, then run forge clean",
+                *(printable(folder), printable(mounts[0])),
+            )
+            return False
+        remove_tree(folder, handle)
     except (BlockingIOError, FileNotFoundError):  # its process lives, or another one removed it
         return False
-    except (OSError, RecursionError) as error:
-        log.warning("%s was left by a process that is dead and could not be removed: %s", folder, error)
+    except OSError as error:
+        log.warning(
+            "%s was left by a process that is dead and could not be removed: %s", printable(folder), printable(error)
+        )
         return False
     finally:
         os.close(handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -15,18 +14,19 @@ from typing import Any
 from .architecture import FAMILIES, check_config
 from .hub import is_hub_id, split_revision
 from .integrity import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
+from .model_files import PICKLES, check_gguf, check_model_files, read_json
 
 log = logging.getLogger(__name__)
 
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+WEIGHTS = ("*.safetensors", *PICKLES)
 
 
 def check_family(name: str) -> None:
     """Check the architecture of a model before its weights are downloaded or read.
 
     Raises:
-        ValueError: it is not one of `FAMILIES`, or config.json has a value that is not supported (see
+        ValueError: it is not one of `FAMILIES`, or config.json is malformed, or has a value that is not supported (see
             `forge.architecture.check_config`) or that transformers rejects.
     """
     path = Path(name) / "config.json"
@@ -38,15 +38,20 @@ def check_family(name: str) -> None:
             path = Path(hf_hub_download(repository, "config.json", revision=revision))
         except Exception:  # `resolve_model` says why
             return
-    found = json.loads(path.read_text()).get("model_type") if path.is_file() else None
-    if found is not None and found not in FAMILIES:
-        raise ValueError(f"model {name} has model_type {found!r}, which is unsupported: use {_families()}")
-    if found is None:
+    if not os.path.lexists(path):  # `resolve_model` says so
         return
+    try:
+        family = read_json(path).get("model_type")
+    except ValueError as error:
+        raise ValueError(f"model {name}: its {error}") from None
+    if family is None:  # `resolve_model` says what else is missing
+        return
+    if family not in FAMILIES:
+        raise ValueError(f"model {name} has model_type {family!r:.80}, which is unsupported: use {_families()}")
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path.parent)
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
     except Exception as error:  # its validation raises classes of its own
         raise ValueError(f"model {name}: its config.json is invalid: {' '.join(str(error).split())}") from error
     config.name_or_path = f"model {name}"
@@ -74,8 +79,8 @@ def resolve_model(name: str) -> str:
     Raises:
         FileNotFoundError: the folder is missing or lacks its configuration, weights or tokenizer.
         DamagedFile: a file differs from its checksum, where the folder has `checksums.txt`.
-        ValueError: not in the cache and the hub cannot be reached; or a `.gguf` file that is none, or is of another
-            family.
+        ValueError: not in the cache and the hub cannot be reached; or a file that is malformed or too large, or weights
+            that are pickled; or a `.gguf` file that is none, or is of another family.
         ImportError: a `.gguf` file, and the packages that read it are not installed.
     """
     folder = Path(name)
@@ -88,12 +93,14 @@ def resolve_model(name: str) -> str:
 
         try:
             repository, revision = split_revision(name)
-            return snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES)
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES))
         except Exception as error:
             raise ValueError(
                 f"model {name} is no local folder and could not be fetched from the hub ({type(error).__name__}); "
                 "download it first and give the folder"
             ) from error
+        check_model_files(folder)
+        return str(folder)
     for what, patterns in (
         ("config.json", ("config.json",)),
         ("weights (model.safetensors)", WEIGHTS),
@@ -106,6 +113,7 @@ def resolve_model(name: str) -> str:
             check_files(folder)
         except DamagedFile as error:
             raise DamagedFile(f"{error}; if you changed it, remove {folder / CHECKSUMS}") from None
+    check_model_files(folder)
     return name
 
 
@@ -120,9 +128,7 @@ def open_gguf(file: Path) -> Path:
     """
     if not file.is_file():
         raise FileNotFoundError(f"model file {file} does not exist")
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise ValueError(f"{file} is no GGUF file: it does not begin with GGUF")
+    check_gguf(file)
     try:
         import accelerate  # noqa: F401 (transformers loads GGUF through it)
         import gguf  # noqa: F401
@@ -138,12 +144,14 @@ def open_gguf(file: Path) -> Path:
 
     where, name = str(file.parent), file.name
     try:
-        config = AutoConfig.from_pretrained(where, gguf_file=name)
+        config = AutoConfig.from_pretrained(where, gguf_file=name, trust_remote_code=False)
         supported = config.model_type in FAMILIES
         if supported:
             with quiet_loading():
-                model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
-                tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
+                model = AutoModelForCausalLM.from_pretrained(
+                    where, gguf_file=name, dtype=torch.float32, trust_remote_code=False
+                )
+                tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name, trust_remote_code=False)
     except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
         raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
     if not supported:
@@ -164,6 +172,22 @@ def open_gguf(file: Path) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def open_tokenizer(name: str) -> Any:
+    """The tokenizer of a model; its chat template has limits. ValueError: it cannot be read; says why in one line."""
+    from transformers import AutoTokenizer
+
+    from .data.template_limits import limit_templates
+
+    limit_templates()
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library raises Exception itself, and its panics are none
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"the tokenizer of model {name} cannot be read: {reason}") from error
 
 
 def build_small_model(

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .masking import without_secrets
+
 log = logging.getLogger(__name__)
 
 
@@ -106,7 +108,9 @@ def construct(target: Callable[..., Any], settings: Mapping[str, Any], where: st
             values[name] = adapter.validate_python(tuple(value) if _wants_tuple(hints.get(name), value) else value)
         except ValidationError as error:
             problem = error.errors()[0]
-            raise ValueError(f"{where}.{name}: {problem['msg']}, got {problem['input']!r:.80}") from None
+            raise ValueError(
+                f"{where}.{name}: {problem['msg']}, got {without_secrets(problem['input'], name)!r:.80}"
+            ) from None
     try:
         return target(**values)
     except (ValueError, TypeError) as error:
@@ -127,7 +131,10 @@ def load_plugin(item: Mapping[str, Any], where: str, what: str = "verifier") -> 
         ValueError: `use` is missing or names nothing, or the settings are not its own.
     """
     if not isinstance(item.get("use"), str):
-        raise ValueError(f"{where} must have `use: package.module:Name` besides its settings, got {dict(item)!r:.80}")
+        raise ValueError(
+            f"{where} must have `use: package.module:Name` besides its settings, "
+            f"got {without_secrets(dict(item))!r:.80}"
+        )
     settings = {str(name): value for name, value in item.items() if name != "use"}
     try:
         target = resolve(item["use"], what)

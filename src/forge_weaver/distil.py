@@ -178,7 +178,12 @@ def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     with quiet_loading():
         made = AutoModelForSequenceClassification.from_pretrained(
-            model, num_labels=1, dtype=torch.float32, ignore_mismatched_sizes=True, trust_remote_code=False
+            model,
+            num_labels=1,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
         if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
             tokenizer.add_special_tokens({"pad_token": "<pad>"})

@@ -33,9 +33,12 @@ CLIP = 4.0
 
 
 def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Aggregator) -> None:
-    """Write both to a folder, created if needed."""
+    """Write both to a folder, created if needed. The verifiers are read back, with any password in an address: only
+    this user may read them."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / VERIFIERS).touch(0o600)
+    (folder / VERIFIERS).chmod(0o600)
     (folder / VERIFIERS).write_text(yaml.safe_dump(to_dict(verifiers), sort_keys=False))
     aggregator.save(folder / AGGREGATOR)
 

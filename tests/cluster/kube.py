@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -38,6 +39,15 @@ def listening(machine: Machine, port: int) -> socket.socket:
     thread.start()
     thread.join()
     return found[0]
+
+
+def expanded(words: list[str], variables: dict[str, str]) -> list[str]:
+    """What the kubelet makes of a command: $(NAME) is the value of a variable that there is, $$ is $."""
+
+    def value(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
+
+    return [re.sub(r"\$\$|\$\(([^)]*)\)", value, word) for word in words]
 
 
 class Cluster:
@@ -130,9 +140,7 @@ class Cluster:
                 own[variable["name"]] = node.address
             else:
                 own[variable["name"]] = variable["value"]
-        words = [*container["command"], *container.get("args", [])]
-        for name, value in own.items():
-            words = [word.replace(f"$({name})", value) for word in words]
+        words = expanded([*container["command"], *container.get("args", [])], own)
         log = (self.folder / f"{container['name']}-{node.name}.log").open("a")
         # A process ends with the thread that started it: not that of a request.
         started = self.starter.submit(node.start, words, container["workingDir"], env=own, stdout=log, stderr=log)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..controller import ForgeActor, Unrecoverable, endpoint
 from ..data.load import Data, Kind, load_data
+from ..models import open_tokenizer
 from ..observability import Reduce, record_metric
 from ..types import Episode, Pair, Sample, Seen
 
@@ -48,9 +49,7 @@ class DatasetActor(ForgeActor):
 
     def setup(self) -> None:
         """Open the data. ValueError, FileNotFoundError: as `forge.data.load.load_data`."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
+        tokenizer = open_tokenizer(self.tokenizer_path)
         self.dataset: Data = load_data(tokenizer, kind=self.kind, **self.settings)
 
     def on_respawn(self) -> None:

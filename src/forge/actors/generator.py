@@ -18,6 +18,7 @@ from ..controller import ForgeActor, Options, Service, endpoint
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
 from ..flops import causal, forward_flops
+from ..models import open_tokenizer
 from ..observability import Reduce, phase, record_metric
 from ..observability.metrics import record_span
 from ..store import Store, VersionStore
@@ -92,11 +93,11 @@ class Generator(ForgeActor):
     def setup(self) -> None:
         """Build the engine and load the newest published weights, or those of the model's folder."""
         import torch
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
         self.store = connect(self.reach)
-        self.architecture = AutoConfig.from_pretrained(self.model)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.architecture = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
+        self.tokenizer = open_tokenizer(self.model)
         self.special = frozenset(self.tokenizer.all_special_ids)
         device = None
         if self.settings.engine == "embedded" and (kind := torch.accelerator.current_accelerator(check_available=True)):

@@ -126,7 +126,7 @@ class Trainer(ForgeActor):
         """The model's transformers configuration."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.model)
+        return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
 
     def on_respawn(self) -> None:
         """Load the last checkpoint and repeat the batches since then. Unrecoverable: there is no checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
     from ..cluster.credentials import check_certificates
     from ..cluster.sweep import variants
     from ..config import Arguments, ConfigError
+    from ..masking import masked
     from ..recipes.resume import read_config
 
     parser = argparse.ArgumentParser(
@@ -59,7 +61,9 @@ def run(args: argparse.Namespace) -> None:
         runs = []
         for suffix, more in variants(options.sweep, options.seeds):
             words = ["--config", options.config, *overrides, *more]
-            cfg = read_config(config_type, Arguments.parse(words))
+            arguments = Arguments.parse(words)
+            _check_words(arguments, options)
+            cfg = read_config(config_type, arguments)
             if not cfg.checkpoint.every:  # an error of the job otherwise, after its time in the queue
                 raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
             name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
@@ -70,9 +74,24 @@ def run(args: argparse.Namespace) -> None:
         LAUNCHERS[args.launcher][1](options, cfg, runs)
     except ConfigError as error:
         hint = "" if "--recipe" in args.rest else f" (read as a configuration of forge {options.recipe}, see --recipe)"
-        raise SystemExit(f"error: {error}{hint}") from error
+        raise SystemExit(masked(f"error: {error}{hint}")) from error
     except (ValueError, RuntimeError, OSError, ImportError) as error:
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(masked(f"error: {error}")) from error
+
+
+def _check_words(arguments: Any, options: argparse.Namespace) -> None:
+    """ValueError: a secret would stand in a script, a manifest or the list of processes, which others can read."""
+    from ..masking import masked, without_secrets
+
+    remedy = (
+        f"which others could read in what is submitted: put it into {options.config}, or into the job's environment"
+    )
+    for name, text in arguments.overrides:
+        if without_secrets(text, name) != text:
+            raise ValueError(f"--{name} holds a secret, {remedy}")
+    stated = re.sub(r"=\s*[\"']?\$[^\n;&]*", "=", options.setup)  # HF_TOKEN=$(cat token) states none
+    if masked(stated) != stated:
+        raise ValueError(f"--setup holds a secret, {remedy}")
 
 
 def _slurm_options(parser: argparse.ArgumentParser) -> None:
@@ -85,9 +104,9 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _slurm(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
-    from ..cluster.slurm import SlurmJob
+    from ..cluster.slurm import SlurmJob, quoted
 
-    partition = [f"partition={options.partition}"] if options.partition else []
+    partition = [f"partition={quoted(options.partition)}"] if options.partition else []
     job = SlurmJob(
         cfg.run.name,
         [command for _, command in runs],
@@ -111,11 +130,13 @@ def _ssh_options(parser: argparse.ArgumentParser) -> None:
 
 def _ssh(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
     from ..cluster.process import run_as_child
-    from ..cluster.ssh import workers
+    from ..cluster.ssh import check, workers
 
     hosts = options.hosts.split(",")
+    check(hosts, os.getcwd(), options.python)
     if options.dry_run:
-        print("\n".join(f"ssh {host} {options.python} -m forge worker --listen :0 --stdin" for host in hosts))
+        worker = [options.python, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
+        print("\n".join(shlex.join(["ssh", host, *worker]) for host in hosts))
         print("\n".join(shlex.join(command) for _, command in runs))
         return
     codes = []
@@ -138,9 +159,8 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _kubernetes(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
-    import yaml
-
     from ..cluster.kubernetes import KubernetesJob
+    from ..cluster.words import documents
 
     for name, command in runs:
         job = KubernetesJob(
@@ -158,7 +178,7 @@ def _kubernetes(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, lis
             options.namespace,
         )
         if options.dry_run:
-            print(yaml.safe_dump_all(job.manifests(), sort_keys=False), end="")
+            print(documents(job.manifests()), end="")
         else:
             print(f"created {', '.join(job.create())}; kubectl logs -f job/{job.name}")
 
@@ -169,13 +189,12 @@ def _skypilot_options(parser: argparse.ArgumentParser) -> None:
 
 def _skypilot(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
     """Print the task: `forge launch skypilot ... > task.yaml; sky launch task.yaml`."""
-    import yaml
-
     from ..cluster.skypilot import task
+    from ..cluster.words import documents
 
     nodes, gpus, kind = options.nodes, options.gpus_per_node, options.accelerator
     tasks = [task(name, ["forge", *command[3:]], nodes, gpus, kind, options.setup) for name, command in runs]
-    print(yaml.safe_dump_all(tasks, sort_keys=False), end="")
+    print(documents(tasks), end="")
 
 
 # Launcher -> its options, what starts runs, each with its name and command line, and the options of an example.

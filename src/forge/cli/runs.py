@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..files import printable
+
 LIST = "list runs with their state and last values; of a single run, also its alerts"
 COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
 _REASON = 60  # characters of why a run ended, in a list
@@ -54,8 +56,8 @@ def list_runs(args: argparse.Namespace) -> None:
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
         reason = ending(folder)[:_REASON] if state(folder) in ("failed", "stopped") else ""
         cells = [
-            folder.name,
-            (reason or state(folder)) + damaged,
+            printable(folder.name),
+            printable(reason or state(folder)) + damaged,
             f"{reached}/{of}",
             _number(last(numbers, "reward")),
             held_out,
@@ -67,7 +69,7 @@ def list_runs(args: argparse.Namespace) -> None:
         for alert in alerts(numbers, known):
             print(f"alert: {alert}")
         if text := ending(folders[0]):
-            print(f"{text}; more in {folders[0] / ENDED}")
+            print(f"{printable(text)}; more in {printable(folders[0] / ENDED)}")
 
 
 def compare_runs(args: argparse.Namespace) -> None:
@@ -80,13 +82,13 @@ def compare_runs(args: argparse.Namespace) -> None:
     for folder in args.folders:
         if not (folder / CONFIG).is_file():
             raise SystemExit(f"error: {folder} is not a run: it has no {CONFIG}")
-    names = [str(folder) for folder in args.folders]
+    names = [printable(folder) for folder in args.folders]
     try:
         settings = differences(args.folders)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     if settings:
-        _print([["setting", *names], *([key, *map(str, values)] for key, values in settings.items())])
+        _print([["setting", *names], *([printable(key), *map(printable, values)] for key, values in settings.items())])
     else:
         print("the settings are the same")
     numbers = [rows(folder) for folder in args.folders]

@@ -46,6 +46,7 @@ def serve(args: argparse.Namespace) -> None:
     from ..controller import ForgeError, run
     from ..engines import EngineSettings
     from ..engines.weights import load_config
+    from ..model_files import try_tokenizer
     from ..models import check_family, resolve_model
 
     try:
@@ -60,6 +61,7 @@ def serve(args: argparse.Namespace) -> None:
         model = resolve_model(args.model)
         if engine.engine == "embedded":
             load_config(Path(model))
+        try_tokenizer(Path(model))
         with bind(args.host, args.port) as at:
             name = args.name or Path(args.model).resolve().name
             run(_serve(args, model, name, settings, at))
@@ -68,12 +70,11 @@ def serve(args: argparse.Namespace) -> None:
 
 
 async def _serve(args: argparse.Namespace, model: str, name: str, settings: dict[str, Any], at: socket.socket) -> None:
-    from transformers import AutoTokenizer
-
     from ..actors import Generator
+    from ..models import open_tokenizer
     from ..serve import Server
 
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **settings)
-    async with Server(policy, AutoTokenizer.from_pretrained(model), name, args.api_key).listen(at) as address:
+    async with Server(policy, open_tokenizer(model), name, args.api_key).listen(at) as address:
         print(f"{name} is served at {address}", flush=True)
         await asyncio.Event().wait()

@@ -6,14 +6,19 @@ checked against the schemas of Kubernetes; a cluster's scheduling, quotas and po
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
 from . import REQUEUE
 from .wire import PORT
+from .words import check_words
 
 GRACE = 120  # seconds from SIGTERM to SIGKILL
+USER = 1000  # who the processes are: the user of this library's images
+LONGEST_NAME = 44  # characters: a StatefulSet NAME-workers has at most 52, for the labels of its pods
+LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 RETRIES = 20  # failures of the controller's pod, beside those that ask to be continued
 
 
@@ -43,11 +48,20 @@ class KubernetesJob:
     namespace: str = "default"
 
     def manifests(self, secret: str | None = None) -> list[dict[str, Any]]:
-        """What to create, in this order."""
+        """What to create, in this order.
+
+        Raises:
+            ValueError: Kubernetes takes no such name, image, amount or path, or a word has a NUL.
+        """
+        self._check()
         workers, own = f"{self.name}-workers", {"app.kubernetes.io/name": "forge", "forge/run": self.name}
         hosts = ",".join(f"{workers}-{number}.{workers}:{PORT}" for number in range(self.nodes))
         from_secret = {"secretKeyRef": {"name": f"{self.name}-secret", "key": "secret"}}
-        shared_env = [{"name": "FORGE_SECRET", "valueFrom": from_secret}, {"name": "HOME", "value": "/tmp"}]
+        shared_env = [
+            {"name": "FORGE_SECRET", "valueFrom": from_secret},
+            *named("HOME", "/tmp"),
+            *named("USER", "forge"),
+        ]
         amounts = {"cpu": str(self.cpus), "memory": self.memory}
         devices = {"nvidia.com/gpu": str(self.gpus_per_node)} if self.gpus_per_node else {}
         volumes: list[dict[str, Any]] = [
@@ -62,11 +76,16 @@ class KubernetesJob:
             "image": self.image,
             "workingDir": self.mount,
             "volumeMounts": mounts,
-            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                # Without a claim the run's folder is in the image's own.
+                "readOnlyRootFilesystem": self.claim is not None,
+            },
         }
         worker = common | {
             "name": "worker",
-            "command": [self.python, "-m", "forge", "worker"],
+            "command": [literal(self.python), "-m", "forge", "worker"],
             "args": ["--listen", f"$(POD_IP):{PORT}", "--grace", str(GRACE - 10)],
             "env": [*shared_env, {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
             "ports": [{"name": "forge", "containerPort": PORT}],
@@ -76,15 +95,23 @@ class KubernetesJob:
         }
         controller = common | {
             "name": "controller",
-            "command": self.command,
-            "env": [
-                *shared_env,
-                {"name": "FORGE_HOSTS", "value": hosts},
-                {"name": "FORGE_EXPECT_HOSTS", "value": str(self.nodes)},
-            ],
+            "command": [*map(literal, self.command)],
+            "env": [*shared_env, *named("FORGE_HOSTS", hosts), *named("FORGE_EXPECT_HOSTS", str(self.nodes))],
             "resources": {"requests": amounts, "limits": amounts},
         }
-        pod = {"volumes": volumes, "enableServiceLinks": False, "automountServiceAccountToken": False}
+        pod = {
+            "volumes": volumes,
+            "enableServiceLinks": False,
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,  # may write to the volumes
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+        }
         # Saved and to be continued, or taken away with its node: neither is a failure.
         retried = [
             {"action": "Ignore", "onExitCodes": {"containerName": "controller", "operator": "In", "values": [REQUEUE]}},
@@ -139,6 +166,27 @@ class KubernetesJob:
             },
         ]
 
+    def _check(self) -> None:
+        check_words([*self.command, self.python])
+        if re.fullmatch(LABEL, self.name) is None or not self.name[0].isalpha() or len(self.name) > LONGEST_NAME:
+            raise ValueError(
+                f"{self.name[:80]!a} cannot be the name of Kubernetes' objects: set run.name to at most {LONGEST_NAME} "
+                "letters, digits and dashes, the first a letter and the last no dash"
+            )
+        quantity = r"[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?"
+        for option, value, form, most in (
+            ("namespace", self.namespace, LABEL, 63),
+            ("claim", self.claim or "x", rf"{LABEL}(\.{LABEL})*", 253),
+            ("image", self.image, r"[A-Za-z0-9][A-Za-z0-9._:/@-]*", 1024),
+            ("memory", self.memory, quantity, 32),
+            ("shm", self.shm, quantity, 32),
+            ("mount", self.mount, r"(?!.*/\.\.(/|$))/[^:]*", 1024),
+        ):
+            if re.fullmatch(form, value) is None or len(value) > most or not value.isprintable():
+                raise ValueError(f"--{option} {value[:80]!a} is not what Kubernetes takes there")
+        if not self.python or self.python.startswith("-"):
+            raise ValueError(f"--python {self.python[:80]!a} is no program of the image")
+
     def create(self) -> list[str]:
         """Create all of it, with the configuration that kubectl uses, or a pod's own; returns what was created.
 
@@ -169,3 +217,13 @@ class KubernetesJob:
                 ) from None
             created.append(what)
         return created
+
+
+def literal(word: str) -> str:
+    """A word of a container's command that Kubernetes leaves as it is: $(NAME) would be the value of a variable."""
+    return word.replace("$", "$$")
+
+
+def named(name: str, value: str) -> list[dict[str, str]]:
+    """A variable of a container's environment."""
+    return [{"name": name, "value": literal(value)}]

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from ..masking import without_secrets
 from ..observability.console import log_failure
 from .credentials import Credentials
 from .inventory import Inventory
@@ -113,7 +114,7 @@ class Machine:
             and name not in NOT_INHERITED
             and "KEY" not in name
         }
-        who = f"{socket.gethostname()} pid {os.getpid()}, {' '.join(sys.argv)[:200]}"
+        who = f"{socket.gethostname()} pid {os.getpid()}, {' '.join(without_secrets(sys.argv))[:200]}"
         wanted = {"do": "hold", "who": who, "folder": os.getcwd(), "environment": inherited}
         holding = asyncio.run_coroutine_threadsafe(self._hold(wanted), _line())
         self.inventory = await asyncio.wrap_future(holding)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
 from .wire import PORT
+from .words import check_words
 
 RUN = """export FORGE_HOSTS=$(echo "$SKYPILOT_NODE_IPS" | sed 's/$/:{port}/' | paste -sd, -)
 export FORGE_EXPECT_HOSTS=$SKYPILOT_NUM_NODES
@@ -25,7 +27,17 @@ def task(name: str, command: list[str], nodes: int, gpus_per_node: int, accelera
     Args:
         accelerator: the kind of GPU, as SkyPilot names it: H100.
         setup: shell lines that install what is needed.
+
+    Raises:
+        ValueError: SkyPilot takes no such name or accelerator, or a word has a NUL.
     """
+    check_words([setup, *command])
+    if re.fullmatch(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*", name) is None:
+        raise ValueError(
+            f"{name[:80]!a} cannot be the name of a task: set run.name to letters, digits and single dashes"
+        )
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", accelerator) is None:
+        raise ValueError(f"--accelerator {accelerator[:80]!a} is none: write its name alone, such as H100")
     return {
         "name": name,
         "num_nodes": nodes,

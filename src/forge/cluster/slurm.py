@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import REQUEUE
+from .words import check_words
 
 GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
 BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1
@@ -84,7 +85,7 @@ class SlurmJob:
 
         Raises:
             ValueError: an option has a line break or another control character, after which sbatch reads what follows
-                as an option or command of its own.
+                as an option or command of its own; or a word has a NUL.
         """
         output = "slurm-%j.out" if len(self.commands) == 1 else "slurm-%A-%a.out"
         lines = [
@@ -105,6 +106,7 @@ class SlurmJob:
         for line in lines:
             if not line.isprintable():
                 raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
+        check_words([str(self.folder), *(word for command in self.commands for word in command)])
         command = shlex.join(self.commands[0])
         if len(self.commands) > 1:
             cases = "\n".join(f"    {n}) set -- {shlex.join(words)} ;;" for n, words in enumerate(self.commands))

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO
 
 from .credentials import read_secret
+from .words import check_host, check_words
 
 START_TIMEOUT = 120.0  # seconds for a worker to listen: it counts its GPUs first
 
@@ -33,15 +34,16 @@ def workers(
         folder, python: where they are started, and by which Python, on each machine.
 
     Raises:
-        NotStarted: one of them did not come up.
+        NotStarted: one of them did not come up. ValueError: what is given cannot be a host, a folder or a program.
     """
+    check(hosts, folder, python)
     secret = read_secret() or secrets.token_hex(32)
     path = os.environ.get("PYTHONPATH", "")
-    worker = f"cd {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} exec {shlex.quote(python)} -m forge worker"
+    worker = f"cd -- {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} exec {shlex.quote(python)} -m forge worker"
     started: dict[str, subprocess.Popen] = {}
     try:
         for host in hosts:
-            command = [*ssh, host, f"{worker} --listen :0 --stdin"]
+            command = [*ssh, "--", host, f"{worker} --listen :0 --stdin"]
             started[host] = process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -59,13 +61,23 @@ def workers(
         yield {"FORGE_HOSTS": ",".join(addresses), "FORGE_SECRET": secret}
     finally:
         for process in started.values():
-            if process.stdin is not None:
+            with suppress(BrokenPipeError):  # it has ended before it read the secret
+                assert process.stdin is not None
                 process.stdin.close()
         for process in started.values():
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def check(hosts: Sequence[str], folder: str, python: str) -> None:
+    """ValueError: one of the hosts is none, or the folder or Python cannot be named in a command."""
+    for host in hosts:
+        check_host(host)
+    check_words([folder, python])
+    if python.startswith("-"):
+        raise ValueError(f"--python {python[:80]!a} would be an option of the shell: give the path of a Python")
 
 
 def _address(host: str, process: subprocess.Popen) -> str:

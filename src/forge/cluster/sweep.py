@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files import printable
+
 
 def variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[str]]]:
     """The name and the overrides of each run: every combination of the swept values, with every seed.
@@ -31,7 +33,7 @@ def variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[s
         axes.append([("seed", str(seed)) for seed in range(seeds)])
     found = []
     for combination in itertools.product(*axes):
-        parts = [f"{key.rpartition('.')[2]}{re.sub(r'[^A-Za-z0-9.+-]', '_', value)}" for key, value in combination]
+        parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", key.rpartition(".")[2] + value) for key, value in combination]
         overrides = [word for key, value in combination for word in (f"--{key}", value)]
         found.append(("-".join(parts), overrides))
     return found
@@ -46,9 +48,9 @@ def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
         values, step = _values(folder / "metrics.jsonl", metric)
         state = "finished" if (folder / "finished").exists() else "unfinished"
         numbers = [f"{value:.3f}" for value in (values[0], values[-1], max(values))] if values else ["", "", ""]
-        rows.append([folder.name, state, f"{step:g}", *numbers])
+        rows.append([printable(folder.name).replace("|", "\\|"), state, f"{step:g}", *numbers])
         if values:
-            groups.setdefault(re.sub(r"-?seed\d+", "", folder.name), []).append(values[-1])
+            groups.setdefault(re.sub(r"-?seed\d+", "", rows[-1][0]), []).append(values[-1])
     for name, last in groups.items():
         if len(last) > 1:
             spread = f"{statistics.mean(last):.3f} ± {statistics.stdev(last):.3f}"

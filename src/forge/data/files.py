@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import read_text
+from .bombs import check_arrow, check_parquet
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -106,6 +107,7 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
         _datasets("a parquet file")
         import pyarrow.parquet as parquet
 
+        check_parquet(place)
         try:
             rows = list(map(from_columns, parquet.read_table(place).to_pylist()))
         except (ValueError, OSError) as error:
@@ -122,9 +124,14 @@ def open_stream(path: str, *, split: str, subset: str | None = None) -> Iterable
     place = _local(path)
     if place is None or place.is_dir():
         return _load(path, place, split=split, subset=subset, streaming=True)
+    if place.suffix == ".parquet":
+        _datasets("a parquet file")
+        check_parquet(place)
     builder, encoding = _BUILDERS[place.suffix], {"encoding": "utf-8-sig"} if place.suffix != ".parquet" else {}
     datasets = _datasets("streaming")
-    return datasets.load_dataset(builder, data_files=str(place), split="train", streaming=True, **encoding)
+    return datasets.load_dataset(
+        builder, data_files=str(place), split="train", streaming=True, trust_remote_code=False, **encoding
+    )
 
 
 def _local(path: str) -> Path | None:
@@ -153,15 +160,20 @@ def _read_json(place: Path) -> list[Row]:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         numbered.append((f"line {number}", json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{place}, line {number}: not JSON: {error}") from error
             except UnicodeDecodeError:
                 read_text(place)  # names the line, which buffering hides here
                 raise
+            except RecursionError:
+                raise ValueError(f"{place}, line {number}: it is nested too deeply") from None
+            except ValueError as error:  # also of a number with thousands of digits
+                raise ValueError(f"{place}, line {number}: not JSON: {error}") from error
     else:
+        text = read_text(place)
         try:
-            listed = json.loads(read_text(place))
-        except json.JSONDecodeError as error:
+            listed = json.loads(text)
+        except RecursionError:
+            raise ValueError(f"{place} is nested too deeply") from None
+        except ValueError as error:
             raise ValueError(f"{place}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
         if not isinstance(listed, list):
             raise ValueError(f"{place} must hold a list of objects, not {type(listed).__name__}")
@@ -185,19 +197,26 @@ def _load(path: str, place: Path | None, *, split: str, subset: str | None, stre
         f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)" if not place else path
     )
     if place and ((place / "state.json").exists() or (place / "dataset_dict.json").exists()):
-        saved = datasets.load_from_disk(str(place))
+        check_arrow(place)
+        try:
+            saved = datasets.load_from_disk(str(place))
+        except Exception as error:  # of a damaged file it raises any
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"cannot load the dataset {path!r}: {reason}") from error
         if isinstance(saved, datasets.DatasetDict):
             if split not in saved:
                 raise ValueError(f"{path} has no split {split!r}: it has {', '.join(saved)}")
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
+    for file in sorted(place.rglob("*.parquet")) if place else ():
+        check_parquet(file)
     source = str(place) if place else path
     try:
         if subset is None:
             # Some datasets require a configuration; "main" is the usual name of the default.
             names = datasets.get_dataset_config_names(source)
             subset = "main" if len(names) > 1 and "main" in names else None
-        return datasets.load_dataset(source, subset, split=split, streaming=streaming)
+        return datasets.load_dataset(source, subset, split=split, streaming=streaming, trust_remote_code=False)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         local = "" if place else ". If the hub cannot be reached, give a local .jsonl or .parquet file"

@@ -138,9 +138,9 @@ def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
     Args:
         tokenizer: Hugging Face folder or hub id.
     """
-    from transformers import AutoTokenizer
+    from ..models import open_tokenizer
 
-    read = AutoTokenizer.from_pretrained(tokenizer)
+    read = open_tokenizer(tokenizer)
     samples = []
     for index, episode in enumerate(episodes):
         end = len(episode.mask) - episode.mask[::-1].index(True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
+from ..model_files import read_json
 from ..types import UNKNOWN_EXPERT
 from ..weight_layouts import EMBEDDING, HEAD, Part, follows, head_size, layout, split_experts
 from .experts import Experts
@@ -68,12 +69,12 @@ def read_config(folder: Path) -> Any:
         raise FileNotFoundError(f"no model folder at {folder}")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no config.json in {folder}")
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    model_type = read_json(folder / "config.json").get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported, but {', '.join(FAMILIES)}")
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     check_config(config)
     return config
 
@@ -104,7 +105,7 @@ def check_head(folder: Path, config: Any) -> None:
 def load_eos(folder: Path, config: Any) -> tuple[int, ...]:
     """The end-of-sequence ids of generation_config.json, or else of the model config."""
     path = folder / "generation_config.json"
-    eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    eos = read_json(path).get("eos_token_id") if path.is_file() else None
     eos = config.eos_token_id if eos is None else eos
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 

@@ -50,9 +50,8 @@ class EpisodeConfig(Section):
 
     def dialogue(self, model: str) -> Dialogue:
         """The `Dialogue` of a model's folder, and its errors."""
-        from transformers import AutoTokenizer
-
+        from ..models import open_tokenizer
         from .dialogue import Dialogue
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        tokenizer: Any = open_tokenizer(model)
         return Dialogue(tokenizer, self.template, self.syntax, self.chat_options, self.thoughts)

@@ -15,6 +15,8 @@ from contextlib import suppress
 
 from tqdm import tqdm
 
+from ..masking import masked
+
 LOG_EVERY = 10.0  # seconds between progress lines
 
 log = logging.getLogger("forge.run")
@@ -28,7 +30,7 @@ class ConsoleHandler(logging.Handler):
         plain = record.name == log.name
         stream, other = (sys.stdout, sys.stderr) if plain else (sys.stderr, sys.stdout)
         try:
-            text = self.format(record)
+            text = masked(self.format(record))
             with tqdm.external_write_mode():
                 print(text if plain else f"forge: {text}", file=stream, flush=True)
         except BrokenPipeError:  # `| head`, or a `tee` that was killed

@@ -16,8 +16,9 @@ import xxhash
 import yaml
 
 from ..config import flat
-from ..files import write_atomic
+from ..files import make_private, write_atomic
 from ..integrity import DamagedFile, read_sealed, write_sealed
+from ..masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
 from .alerts import alerts
 from .console import Progress, configure_logging, log
@@ -38,7 +39,8 @@ class Run:
     checkpoints/ and model/, and trackers their own files.
 
     Args:
-        config: the resolved configuration, plain data. Its section `metrics` names the trackers.
+        config: the resolved configuration, plain data. Its section `metrics` names the trackers. What is written down
+            has no secrets.
         steps: training steps, for the progress bar.
         overwrite: remove an earlier run of this name.
         resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is.
@@ -66,16 +68,17 @@ class Run:
             check_free(self.folder, overwrite)
             if (self.folder / MARK).exists():
                 clear(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         if resume:
             self._check_logs()
+        else:
+            make_private(self.folder)
         self.history: list[dict[str, float]] = cut(self.folder / MARK, start) if resume else []
         if resume:
             cut_rollouts(self.folder / ROLLOUTS, start)
             cut(self.folder / HELD_OUT, start)
         for name in (FINISHED, ENDED):
             (self.folder / name).unlink(missing_ok=True)
-        write_sealed(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
+        write_sealed(self.folder / CONFIG, yaml.safe_dump(without_secrets(config), sort_keys=False))
         self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS, HELD_OUT)}
         self._digests = {name: digest(self.folder / name) for name in self._logs}
         self._trace = Trace(self.folder / TRACE)
@@ -87,7 +90,7 @@ class Run:
         if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
             from .trackers import TrackerProcess
 
-            self._trackers = TrackerProcess(self.folder, start)
+            self._trackers = TrackerProcess(self.folder, config["metrics"], start)
         configure_logging()
         self._progress = Progress(name, steps, start)
         self._finished, self._settings = False, flat(config)
@@ -246,7 +249,7 @@ class Run:
             text: more, such as a traceback.
             stopped: it was asked to, and did not fail.
         """
-        line = f"{'stopped' if stopped else 'failed'}: {' '.join(reason.split())}"
+        line, text = f"{'stopped' if stopped else 'failed'}: {masked(' '.join(reason.split()))}", masked(text)
         try:
             write_atomic(self.folder / ENDED, f"{line}\n\n{text}" if text else f"{line}\n")
         except OSError as error:  # a full disk, or a folder that was removed; the run's own error is more important

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import flat
+from ..masking import without_secrets
 from ..yaml_files import read_yaml
 from .run import CONFIG, ENDED, FINISHED, MARK
 
@@ -69,9 +70,9 @@ def _is_locked(folder: Path) -> bool:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """A run's configuration, by dotted keys."""
+    """A run's configuration, by dotted keys. Secrets are masked, which earlier versions wrote down."""
     nested = read_yaml(folder / CONFIG)
-    return flat(nested if isinstance(nested, dict) else {})
+    return flat(without_secrets(nested) if isinstance(nested, dict) else {})
 
 
 def rows(folder: Path) -> list[dict[str, float]]:

@@ -15,7 +15,6 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -35,6 +34,7 @@ import yaml
 from ..config import flat
 from ..files import write_atomic
 from ..janitor import Scratch
+from ..masking import MaskedStream, masked, masked_names, without_secrets
 from .console import configure_logging
 from .lock import RunLock
 from .rollouts import ROLLOUTS, batches, texts
@@ -44,8 +44,6 @@ RETRY = 20.0  # seconds until a tracker that failed is tried again
 ENDING = 60.0  # seconds that trackers have for the last rows
 ORPHANED = 10.0  # the same after the controller was killed
 WANDB_START = 30.0  # seconds until the server of W&B counts as unreachable
-SECRET = re.compile(r"(^|[_-])(key|token|secret|password|authorization)$", re.IGNORECASE)
-PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=key=)[^&\s]+|(?<=token=)[^&\s]+")  # in an address
 LOGIN = """
 import sys, wandb
 try:
@@ -102,10 +100,11 @@ class TrackerProcess:
     """The process that feeds the trackers of the run in `folder`.
 
     Args:
+        metrics: the section of the configuration, which has passwords that config.yaml does not.
         start: the step that the run starts at.
     """
 
-    def __init__(self, folder: Path, start: int) -> None:
+    def __init__(self, folder: Path, metrics: dict[str, Any], start: int) -> None:
         path = os.pathsep.join(filter(None, sys.path))
         self._process: subprocess.Popen | None = subprocess.Popen(
             [sys.executable, "-m", __name__, str(folder), "--follow", str(start)],
@@ -115,6 +114,10 @@ class TrackerProcess:
             close_fds=False,  # it inherits the lock on the run's folder
             start_new_session=True,  # out of reach of a terminal's Ctrl-C
         )
+        assert self._process.stdin is not None
+        # Other users may read the arguments of a process.
+        self._process.stdin.write(json.dumps(metrics).encode() + b"\n")
+        self._process.stdin.flush()
 
     def check(self) -> None:
         """Warn, once, if the process is gone."""
@@ -322,17 +325,6 @@ def as_table(rollouts: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: [v if isinstance(v, plain) else json.dumps(v) for v in column] for name, column in cells.items()}
 
 
-def without_secrets(value: Any, hidden: bool = False) -> Any:
-    """A configuration without environment variables, API keys and passwords."""
-    if isinstance(value, dict):
-        return {k: without_secrets(v, hidden or k == "env" or bool(SECRET.search(k))) for k, v in value.items()}
-    if isinstance(value, list):
-        return [without_secrets(item, hidden) for item in value]
-    if isinstance(value, str):
-        return "***" if hidden else PASSWORD.sub("***", value)
-    return value
-
-
 def rows_of(folder: Path, ended: threading.Event) -> Iterator[tuple[int, dict[str, float], list[dict[str, Any]]]]:
     """Each step with its row and its rollouts, as they are written; stops at the end of the files once `ended`."""
     waiting: list[dict[str, Any]] = []
@@ -382,7 +374,7 @@ def feed(name: str, section: Any, run: Tracked, ended: threading.Event, save: Ca
             return True
         except Exception as error:
             if not failed:
-                text = " ".join(str(error).split())[:200]
+                text = masked(" ".join(str(error).split()))[:200]
                 again = f"{type(error).__name__}: {text}. Training continues; it is tried again every {RETRY:g} s"
                 log.warning("metrics.%s failed with %s", name, again)
             failed = True
@@ -395,11 +387,29 @@ def feed(name: str, section: Any, run: Tracked, ended: threading.Event, save: Ca
     return False
 
 
+def by_hand(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The section of a run that has ended, with the address of MLflow from the environment if its password is masked.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if (section := metrics.get("mlflow")) and any(masked_names(section)):
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise ValueError("the password in metrics.mlflow.tracking_uri was not kept: set MLFLOW_TRACKING_URI to it")
+        return metrics | {"mlflow": section | {"tracking_uri": None}}
+    return metrics
+
+
 def deliver(folder: Path, start: int | None) -> bool:
-    """Feed all trackers that the run in `folder` names in its config.yaml: until standard input ends if `start` is
-    given. Returns whether each of them has all rows."""
+    """Feed all trackers that the run in `folder` names in its config.yaml. If `start` is given, their sections are the
+    first line of standard input, and its end is that of the run. Returns whether each of them has all rows.
+
+    Raises:
+        ValueError: config.yaml does not hold a password that a tracker needs; says which variable does.
+    """
     configure_logging()
     config = yaml.safe_load((folder / "config.yaml").read_text())
+    metrics = by_hand(config["metrics"]) if start is None else json.loads(sys.stdin.buffer.readline())
     path, lock, parent = folder / "trackers.json", threading.Lock(), os.getppid()
     known = json.loads(path.read_text()) if path.exists() else {}
     shown = without_secrets(config)
@@ -414,7 +424,7 @@ def deliver(folder: Path, start: int | None) -> bool:
         run = Tracked(folder, folder.name, shown, start, known.setdefault(name, {}))
         done[name] = feed(name, section, run, ended, save)
 
-    sections = {name: config["metrics"][name] for name in TRACKERS if config["metrics"].get(name)}
+    sections = {name: metrics[name] for name in TRACKERS if metrics.get(name)}
     threads = {n: threading.Thread(target=work, args=(n, section), daemon=True) for n, section in sections.items()}
     for thread in threads.values():
         thread.start()
@@ -440,8 +450,13 @@ if __name__ == "__main__":
             signal.signal(number, signal.SIG_IGN)  # it ends with the controller
     # What the packages leave in the folder for temporary files is gone however this process ends.
     scratch = Scratch("forge-trackers-")
+    sys.stderr = MaskedStream(sys.stderr)  # of the packages' own messages as well
     tempfile.tempdir = os.environ["TMPDIR"] = str(scratch.path)
-    complete = deliver(run_folder, begin)
+    try:
+        complete = deliver(run_folder, begin)
+    except ValueError as fault:
+        scratch.close()
+        raise SystemExit(f"error: {fault}") from None
     scratch.close()
     sys.stderr.flush()
     os._exit(0 if complete else 1)  # without waiting for threads of a tracker that hangs

@@ -18,6 +18,7 @@ from ..controller.handle import Handle
 from ..data.spelling import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv
 from ..files import write_atomic
+from ..models import open_tokenizer
 from ..observability import Run
 from ..observability.console import log
 from ..observability.runs import SERVED
@@ -102,9 +103,7 @@ async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv |
             "at sampling; set services.ref_model to {} for a frozen reference"
         )
     if cfg.metrics.rollouts:
-        from transformers import AutoTokenizer
-
-        spell = partial(spelled, AutoTokenizer.from_pretrained(job.model))
+        spell = partial(spelled, open_tokenizer(job.model))
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
     single_turn = make_env is None and cfg.environment is None
@@ -120,9 +119,7 @@ async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv |
     data, buffer, policy, trained, rewards, frozen, valued = parts
     env: GroupEnv
     if single_turn:
-        from transformers import AutoTokenizer
-
-        env = SingleTurnEnv(rewards, AutoTokenizer.from_pretrained(job.model) if cfg.reward.gives_steps else None)
+        env = SingleTurnEnv(rewards, open_tokenizer(job.model) if cfg.reward.gives_steps else None)
     else:
         env = await (make_env or multi_turn_env)(cfg, job)
     state = RunState(trained, data, buffer, valued, rewards if cfg.reward.learns else None)
@@ -185,20 +182,16 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
     where `serve` says so."""
     options, at = Generator.options(**cfg.placement("generator")), cfg.serve.listening()
     if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
-        from transformers import AutoTokenizer
-
         from ..data.prompts import stop_ids
 
-        sampling["stop_token_ids"] = stop_ids(cfg.dataset, AutoTokenizer.from_pretrained(job.model))  # type: ignore
+        sampling["stop_token_ids"] = stop_ids(cfg.dataset, open_tokenizer(job.model))  # type: ignore
     store = await share(job.store)
     policy = await options.as_service(job.model, store=store, **sampling, **cfg.generator)
     if at is not None:
-        from transformers import AutoTokenizer
-
         from ..serve import Server  # its import was checked with the configuration
         from ..web import required_key
 
-        server = Server(policy, AutoTokenizer.from_pretrained(job.model), cfg.run.name, required_key(cfg.serve.host))
+        server = Server(policy, open_tokenizer(job.model), cfg.run.name, required_key(cfg.serve.host))
         url = await server.beside(at)
         write_atomic(job.record.folder / SERVED, json.dumps({"url": url}))
         log.info("%s is served at %s", cfg.run.name, url)

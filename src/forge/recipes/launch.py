@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 from ..architecture import longest, rotary_limit
@@ -27,7 +28,9 @@ from ..data.config import DatasetConfig, RowsConfig
 from ..flops import peak_tflops
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
-from ..models import build_small_model, check_classifier, check_family, resolve_model
+from ..masking import masked
+from ..model_files import try_tokenizer
+from ..models import build_small_model, check_classifier, check_family, open_tokenizer, resolve_model
 from ..observability import Run
 from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
@@ -56,6 +59,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     something to resume. Afterwards `job.record.start` is the step to start at.
     """
     end_at_signals()
+    sys.excepthook = _print_error
     try:
         arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
         execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
@@ -65,7 +69,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     except KeyboardInterrupt:  # before the run has handlers, or once more while it is being closed
         raise SystemExit(128 + signal.SIGINT) from None
     except (ConfigError, BadInput, ForgeError) as error:
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(masked(f"error: {error}")) from error
     except BrokenPipeError as error:
         if not _has_no_reader(sys.stdout):  # a pipe of something else
             raise
@@ -78,12 +82,17 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
 
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if isinstance(error, CheckpointFailed | DamagedFile) or full:
-            raise SystemExit(f"error: {error}") from error
+            raise SystemExit(masked(f"error: {error}")) from error
         frames = user_frames(error)
         if not frames:
             raise
         print("Traceback in your code (most recent call last):", *frames, sep="\n", file=sys.stderr)
-        raise SystemExit("\n".join([f"error: {summary(error)}", *getattr(error, "__notes__", ())])) from error
+        raise SystemExit(masked("\n".join([f"error: {summary(error)}", *getattr(error, "__notes__", ())]))) from error
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of an exception that ends it, without secrets."""
+    print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _has_no_reader(stream: TextIO) -> bool:
@@ -130,6 +139,10 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
         closing.callback(record.close)
+        try:
+            try_tokenizer(Path(model))
+        except ValueError as error:
+            raise BadInput(str(error)) from error
         closing.enter_context(forked_processes())
         log_to(internal := record.folder / "monarch.log")
         log.info("Monarch's log is %s", internal)
@@ -276,7 +289,7 @@ def check_model(cfg: Any, model: str) -> None:
     from ..engines.vllm_args import check_keys
     from ..engines.weights import check_head, load_config
 
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     cfg.trainer.check_model(config)
     cfg.training.check(config)
     check_head(Path(model), config)
@@ -291,7 +304,7 @@ def check_model(cfg: Any, model: str) -> None:
     if cfg.trainer.backend == "titan":
         cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)
     for scalar in cfg.scalar(model):
-        config = AutoConfig.from_pretrained(resolve_model(scalar))
+        config = AutoConfig.from_pretrained(resolve_model(scalar), trust_remote_code=False)
         check_classifier(config)
         cfg.parallelism.check(config)
 
@@ -309,11 +322,11 @@ def check_others(cfg: Any, model: str, others: dict[str, str]) -> None:
 
     from ..engines.weights import check_head
 
-    reach = cfg.reach(AutoConfig.from_pretrained(model))
+    reach = cfg.reach(AutoConfig.from_pretrained(model, trust_remote_code=False))
     reference = getattr(cfg.services, "ref_model", None)
     for key, other in others.items():
         check_vocabulary(key, other, model)
-        config = AutoConfig.from_pretrained(other)
+        config = AutoConfig.from_pretrained(other, trust_remote_code=False)
         check_head(Path(other), config)
         most, limit = longest(config), rotary_limit(config)
         if most < reach:
@@ -350,9 +363,7 @@ def check_vocabulary(key: str, other: str, model: str) -> None:
     Raises:
         ValueError: the tokenizers differ; names the key.
     """
-    from transformers import AutoTokenizer
-
-    if AutoTokenizer.from_pretrained(other).get_vocab() != AutoTokenizer.from_pretrained(model).get_vocab():
+    if open_tokenizer(other).get_vocab() != open_tokenizer(model).get_vocab():
         raise ValueError(f"{key}: the tokens of {other} are not those of {model}: choose a model of the same family")
 
 
@@ -371,12 +382,10 @@ def check_data(
         ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out, or epochs of
             unknown length.
     """
-    from transformers import AutoTokenizer
-
     from ..data.load import Mixture, load_data
     from ..data.prompts import PromptDataset
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = open_tokenizer(model)
     training = load_data(tokenizer, kind=dataset.kind, seed=seed, **dataset)
     if isinstance(training, PromptDataset | Mixture):
         for scorer in scorers:

@@ -13,7 +13,7 @@ def longest_sequence(cfg: Any, model: str) -> int:
     """Most tokens of a prompt and its completion."""
     from transformers import AutoConfig
 
-    return check_length(AutoConfig.from_pretrained(model), cfg.generator.max_seq_len)
+    return check_length(AutoConfig.from_pretrained(model, trust_remote_code=False), cfg.generator.max_seq_len)
 
 
 def with_room(cfg: Any, section: str, model: str) -> DatasetConfig:

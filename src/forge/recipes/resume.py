@@ -12,6 +12,7 @@ import yaml
 
 from ..config import Arguments, ConfigError, flat, read, to_dict
 from ..integrity import CHECKSUMS, DamagedFile, check_files, read_sealed, write_sealed
+from ..masking import MASK, without_secrets
 from ..observability.console import log
 from ..observability.run import FINISHED, MARK, made_no_step
 
@@ -156,11 +157,11 @@ def _damage(checkpoint: Path) -> str | None:
 
 def _previous(folder: Path) -> dict[str, Any]:
     """The configuration that a run has left, plain and by dotted name. It is not built again: objects that were passed
-    from Python are in it by name."""
+    from Python are in it by name, and secrets are masked."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {folder}: it has no config.yaml")
     try:
-        return flat(yaml.safe_load(read_sealed(folder / "config.yaml")))
+        return flat(without_secrets(yaml.safe_load(read_sealed(folder / "config.yaml"))))
     except DamagedFile as error:
         raise ConfigError(f"--resume {folder}: {error}. Settings are changed as --section.key VALUE") from None
 
@@ -173,9 +174,11 @@ def _ended_early(cfg: Any, folder: Path) -> bool:
 
 
 def changes(before: dict[str, Any], cfg: Any) -> list[tuple[str, Any, Any]]:
-    """Name, old and new value of what differs between the configuration that a run has left and this one."""
-    now = flat(to_dict(cfg))
-    return [(name, before.get(name), now.get(name)) for name in {**before, **now} if before.get(name) != now.get(name)]
+    """Name, old and new value of what differs between the configuration that a run has left and this one. What is
+    masked there may be any secret."""
+    now = flat(without_secrets(to_dict(cfg)))
+    pairs = {name: (before.get(name), now.get(name)) for name in {**before, **now}}
+    return [(name, was, new) for name, (was, new) in pairs.items() if was not in (new, MASK)]
 
 
 def write_origin(folder: Path, models: list[str], data: list[str]) -> None:

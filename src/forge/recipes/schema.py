@@ -309,7 +309,7 @@ class TrainingRecipe(Section):
         """The data, whose rows are no longer than the model in this folder takes. ConfigError: they are set to more."""
         from transformers import AutoConfig
 
-        return self.dataset.within("max_tokens", longest(AutoConfig.from_pretrained(model)))
+        return self.dataset.within("max_tokens", longest(AutoConfig.from_pretrained(model, trust_remote_code=False)))
 
     def placement(self, name: str) -> dict[str, Any]:
         """Options of service `name`, see `forge.controller.Options`."""
@@ -399,7 +399,7 @@ class RecipeConfig(TrainingRecipe):
         """The dataset, whose prompts leave room for a token of the model in this folder."""
         from transformers import AutoConfig
 
-        most = check_length(AutoConfig.from_pretrained(model), self.generator.max_seq_len)
+        most = check_length(AutoConfig.from_pretrained(model, trust_remote_code=False), self.generator.max_seq_len)
         return self.dataset.within("max_prompt_tokens", most - 1)
 
     def placement(self, name: str) -> dict[str, Any]:

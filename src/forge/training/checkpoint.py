@@ -331,7 +331,7 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
     else:
         aside = folder.with_name(folder.name + UNFINISHED)
         shutil.rmtree(aside, ignore_errors=True)
-        words = AutoTokenizer.from_pretrained(tokenizer)
+        words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         trainer.policy.save_config(aside, words)
         write_weights(aside, split_experts(trainer.export_weights(meta=True)), weights)
         words.save_pretrained(aside)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..boxes import Box, local_boxes, whole
+from ..model_files import read_json
 from ..weight_layouts import split_experts
 
 MAPPED = 1 << 28  # bytes of tensors read before a file is closed: the pages of a mapped file count as this process's
@@ -37,11 +38,11 @@ def on_meta(
     folder = Path(path)
     if not folder.is_dir() or (folder / "adapter_config.json").exists():
         return None
-    config = AutoConfig.from_pretrained(path, **settings)
+    config = AutoConfig.from_pretrained(path, **settings, trust_remote_code=False)
     if any(getattr(config, name, None) for name in ("quantization_config", "transformers_weights")):
         return None
     with torch.device("meta"):
-        model = kind.from_config(config, dtype=dtype, attn_implementation="eager")
+        model = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     there = files_of(folder)
     named = dict(model.named_parameters(remove_duplicate=False))
     missing = {name for name, _ in split_experts(model.named_parameters())} - there.keys()
@@ -56,7 +57,7 @@ def on_meta(
     model.initialize_weights()  # of the buffers; on the meta device it does nothing
     model.config.name_or_path = str(path)
     if model.can_generate() and (folder / GENERATION_CONFIG_NAME).exists():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG_NAME))
     return model, missing
 
 

@@ -191,7 +191,9 @@ class Policy(PackedModel):
         if built is not None:
             model = built[0]
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
+            )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return cls(model)
@@ -234,7 +236,7 @@ class ScalarModel(PackedModel):
         Raises:
             ValueError: a classifier of several classes, or weights other than the head are missing.
         """
-        classes = AutoConfig.from_pretrained(path)
+        classes = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_classifier(classes)
         if any("SequenceClassification" in name for name in classes.architectures or ()) and classes.num_labels != 1:
             raise ValueError(f"{path} has {classes.num_labels} classes: a {head} model has one scalar per token")
@@ -245,7 +247,13 @@ class ScalarModel(PackedModel):
         else:
             with quiet_loading():
                 model, found = kind.from_pretrained(
-                    path, num_labels=1, dtype=dtype, attn_implementation="eager", output_loading_info=True
+                    path,
+                    num_labels=1,
+                    dtype=dtype,
+                    attn_implementation="eager",
+                    output_loading_info=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
                 )
             missing = found["missing_keys"]
         if others := sorted(missing - {SCORE}):

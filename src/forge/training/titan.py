@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..architecture import sparse_layers
+from ..model_files import read_json
 from ..types import Batch
 from . import titan_setup
 from .attention import PackedLayout, gather_scores, packed_attention
@@ -262,9 +263,9 @@ class TitanPolicy(nn.Module):
     def __init__(self, model: Decoder, folder: Path, ranks: Ranks) -> None:
         super().__init__()
         self.model, self.ranks = model, ranks
-        self.config = AutoConfig.from_pretrained(folder)
+        self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         stated = (folder / GENERATION_CONFIG_NAME).exists()
-        self.generation = GenerationConfig.from_pretrained(folder) if stated else None
+        self.generation = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG_NAME)) if stated else None
         model._skip_lm_head = True  # it is computed for trained tokens alone
         if sparse := sparse_layers(self.config):
             layers: dict[str, Any] = dict(model.layers.items())
@@ -288,7 +289,7 @@ class TitanPolicy(nn.Module):
     def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
         """Write all but weights and tokenizer in Hugging Face format."""
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
         if self.generation is not None:
             model.generation_config = self.generation
         model.save_pretrained(folder, state_dict={})
@@ -311,7 +312,7 @@ def build_titan(
     Raises:
         ValueError: TorchTitan lacks the model, a size is no multiple of a degree, or the folder lacks a tensor.
     """
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     sizes, checkpointing = titan_config(config, seq_len), FullAC.Config().build(dump_folder="")
     with torch.device("meta"):
         if ranks.mesh is None:

@@ -70,7 +70,7 @@ class PolicyTrainer:
         if head == "policy":
             if backend == "fsdp" and ranks.experts > 1:
                 raise ValueError("parallelism.expert_parallel_degree does nothing with trainer.backend fsdp: set titan")
-            passes.check(AutoConfig.from_pretrained(model))
+            passes.check(AutoConfig.from_pretrained(model, trust_remote_code=False))
         elif head == "reward" and passes.router_aux_loss:
             raise ValueError("training.router_aux_loss is of policies: a reward model has none")
         self.policy = build(

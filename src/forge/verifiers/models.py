@@ -45,7 +45,11 @@ class BatchedModel:
         self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, loading_info = loader.from_pretrained(
-            path, dtype=getattr(torch, settings.dtype), output_loading_info=True, trust_remote_code=False
+            path,
+            dtype=getattr(torch, settings.dtype),
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
         if missing := sorted(loading_info["missing_keys"]):
             raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")

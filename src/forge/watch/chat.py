@@ -86,17 +86,15 @@ class Chat:
         return str(found)
 
     def _load(self, which: str, model: str) -> tuple[str, Engine, Any]:
-        from transformers import AutoTokenizer
-
         from ..engines import load_engine
-        from ..models import resolve_model
+        from ..models import open_tokenizer, resolve_model
 
         if which not in self._loaded or self._loaded[which][0] != model:
             if which in self._loaded:
                 self._loaded.pop(which)[1].close()
                 gc.collect()
             path = resolve_model(model)
-            self._loaded[which] = model, load_engine("embedded", path), AutoTokenizer.from_pretrained(path)
+            self._loaded[which] = model, load_engine("embedded", path), open_tokenizer(path)
         return self._loaded[which]
 
     def _generate(self, engine: Engine, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
