@@ -82,8 +82,11 @@ def bind(host: str, port: int, any_port: str = "--port 0") -> socket.socket:
         raise listening_error(host, port, error, any_port) from None
 
 
-def guard(host: str, key: str | None) -> Any:
+def guard(host: str, key: str | None, another: str | None = None) -> Any:
     """Middleware that lets through the requests that this module's docstring allows.
+
+    Args:
+        another: a second key that is as good as `key`.
 
     Raises in it: 401 without the key, 403 for another Host or Origin, 415 for a body that is not JSON, 408 for a body
     that does not come.
@@ -93,8 +96,9 @@ def guard(host: str, key: str | None) -> Any:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode(errors="surrogateescape")):
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
+            keys = [one.encode(errors="surrogateescape") for one in (key, another) if one]
+            if not any([hmac.compare_digest(given, one) for one in keys]):
                 raise web.HTTPUnauthorized(reason="the API key is missing or wrong")
         else:
             origin = request.headers.get("Origin")

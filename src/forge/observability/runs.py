@@ -13,7 +13,7 @@ from ..config import flat
 from ..yaml_files import read_yaml
 from .run import CONFIG, ENDED, FINISHED, MARK
 
-SERVED = "serve.json"  # of a run that is served: {"url": ...}
+SERVED = "serve.json"  # of a run that is served: {"url": ..., "key": ...}, for this user alone
 LONGEST_REASON = 500  # characters
 ABSENT, SECTION = "-", "(a section)"
 

@@ -44,16 +44,19 @@ class Server:
         tokenizer: the model's.
         model: its name for clients.
         key: what clients must send as their API key; see `forge.web`.
+        another: a second key, of the page that shows the run.
     """
 
-    def __init__(self, policy: Service, tokenizer: Any, model: str, key: str | None = None) -> None:
-        self.policy, self.tokenizer, self.model, self.key = policy, tokenizer, model, key
+    def __init__(
+        self, policy: Service, tokenizer: Any, model: str, key: str | None = None, another: str | None = None
+    ) -> None:
+        self.policy, self.tokenizer, self.model, self.key, self.another = policy, tokenizer, model, key, another
         self.spelled = cache(partial(spelled, tokenizer))  # at most one entry for each token of the vocabulary
 
     @asynccontextmanager
     async def listen(self, at: socket.socket) -> AsyncIterator[str]:
         """Serve on a socket of `forge.web.bind` within the block; yields the clients' `base_url`."""
-        access = guard(at.getsockname()[0], self.key)
+        access = guard(at.getsockname()[0], self.key, self.another)
         app = web.Application(client_max_size=LARGEST, middlewares=[_errors_as_json, access])
         app.add_routes(
             [

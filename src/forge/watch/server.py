@@ -21,8 +21,9 @@ from ..observability.run import CONFIG, ENDED, FINISHED, MARK
 from ..observability.runs import SERVED, differences
 from ..observability.trace import TRACE
 from ..observability.views import RunView, plain
-from ..web import guard, listen, web
-from .chat import Chat, NoModel
+from ..web import guard, json_of, listen, web
+from .chat import Chat
+from .live import NoModel
 
 READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, SERVED, "lock")  # of a run's folder
 DEPTH = 3  # levels of folders that runs are looked for in
@@ -129,9 +130,9 @@ class Watch:
         return web.Response(body=found, content_type="application/json", headers=HEADERS)
 
     async def _chat(self, request: web.Request) -> web.Response:
-        asked = await request.json()
+        asked = await json_of(request)
         if not isinstance(asked, dict) or not isinstance(asked.get("run"), str):
-            raise ValueError("the body must be an object with the name of a run")
+            raise ValueError("the body must be a JSON object with the name of a run")
         found = await self.chat.answer(self.folder(asked.pop("run")), asked)
         return web.json_response(found, headers=HEADERS)
 
@@ -153,7 +154,7 @@ async def _explained(
         return web.json_response({"error": str(error)}, status=404, headers=HEADERS)
     except KeyError as error:
         return web.json_response({"error": f"the query lacks {error}"}, status=400, headers=HEADERS)
-    except (ValueError, TypeError, OSError, aiohttp.ClientError) as error:
+    except (ValueError, TypeError, ArithmeticError, RecursionError, OSError, aiohttp.ClientError) as error:
         return web.json_response({"error": str(error)}, status=400, headers=HEADERS)
 
 
