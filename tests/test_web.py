@@ -279,6 +279,28 @@ def test_what_is_no_json_is_one_line(body, charset, says):
     assert (other, size) == ((200, 1) if charset == "utf-8" else (400, 1))
 
 
+def test_a_body_in_many_chunks_is_parsed_in_parts(monkeypatch):
+    take, sizes = access.Connection.data_received, []
+
+    def watched(self, data):
+        sizes.append(len(data))
+        take(self, data)
+
+    monkeypatch.setattr(access.Connection, "data_received", watched)
+
+    async def work(_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += b"Transfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"1\r\n1\r\n" * 100_000 + b"0\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        writer.close()
+
+    served(work)
+    assert sum(sizes) > 600_000
+    assert max(sizes) <= 1 << 15
+
+
 def test_a_compressed_body_is_refused():
     async def work(http, url):
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}

@@ -39,6 +39,7 @@ LONGEST_HEADERS = 1 << 16  # bytes
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 CONNECTIONS = 512  # at once, and at most a quarter of the descriptors that the process may have
 ACCEPTED, QUEUE = 16, 128  # connections that are accepted at once, and that may wait for it
+READ = 1 << 15  # bytes that are parsed at once: a body may come in chunks of one byte
 CLOSING = 1.0  # seconds for open requests to end, and once more after they were cancelled
 SHORT = 1 << 16  # characters of JSON that are read at once
 MOST_PARTS = 1 << 18  # brackets in JSON: each list is work for the garbage collector, which holds up all threads
@@ -189,6 +190,7 @@ class Connection(asyncio.Protocol):
                 return
             longest._leave()
         self._transport = transport
+        transport.max_size = READ
         self._open[self] = None
         self._by_inner[self._inner] = self
         self._expire(HEADER_TIME)

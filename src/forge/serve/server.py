@@ -9,7 +9,7 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -122,11 +122,12 @@ class Server:
         parts = await self._in_thread(lambda: list(answer.whole(choices, sum(used for _, used in found))))
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.content_length = sum(map(len, parts))
-        await response.prepare(request)
-        for some in parts:
-            for start in range(0, len(some), WRITTEN):
-                await response.write(some[start : start + WRITTEN])
-        await response.write_eof()
+        with suppress(ConnectionError):  # the client has disconnected
+            await response.prepare(request)
+            for some in parts:
+                for start in range(0, len(some), WRITTEN):
+                    await response.write(some[start : start + WRITTEN])
+            await response.write_eof()
         return response
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
