@@ -12,7 +12,7 @@ from ..files import open_plain
 
 LONGEST = 1 << 24  # bytes of a line; of a longer one, parts are taken for lines
 TURN = 1 << 26  # bytes that are read at once
-MOST_LINES, MOST_BYTES = 2_000_000, 1 << 28  # that are kept of one file
+MOST_LINES, MOST_BYTES = 2_000_000, 1 << 29  # that are kept of one file
 
 
 def appended_lines(path: Path, start: int, most: float = math.inf) -> Iterator[tuple[int, bytes]]:
