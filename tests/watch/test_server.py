@@ -233,6 +233,18 @@ def test_only_models_below_the_folder_are_loaded(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    "value", ["9" * 5000, "x\ny", "1e400", "-inf", "\0"], ids=["digits", "lines", "inf", "-inf", "nul"]
+)
+@pytest.mark.parametrize("name", ["sort", "page", "reward_min", "step_max", "run"])
+def test_an_odd_query_is_one_line(runs: Path, name: str, value: str):
+    found = get(runs, "rollouts", **{"run": "a", name: value})
+    if isinstance(found, tuple):
+        assert found[0] in (400, 404)
+        assert "\n" not in found[1]
+        assert len(found[1]) <= 500
+
+
+@pytest.mark.parametrize(
     "body",
     [
         *({"messages": odd} for odd in ([1], [], 3, {}, [{"role": "user"}], [{"content": 3}], [[]])),

@@ -138,7 +138,7 @@ class Watch:
             elif found["state"] != "damaged":
                 found = {**found, "state": state(path)}
         except Exception as error:  # whatever a folder of others leads to
-            found = {"state": "damaged", "step": 0, "error": str(error)[:LONGEST]}
+            found = {"state": "damaged", "step": 0, "error": line(error)}
         self._summaries[path] = now, found
         return found
 
@@ -189,11 +189,16 @@ async def _explained(
     except web.HTTPException as error:
         return web.json_response({"error": error.reason}, status=error.status, headers=HEADERS)
     except (FileNotFoundError, IndexError, NoModel) as error:
-        return web.json_response({"error": str(error)}, status=404, headers=HEADERS)
+        return web.json_response({"error": line(error)}, status=404, headers=HEADERS)
     except KeyError as error:
         return web.json_response({"error": f"the query lacks {error}"}, status=400, headers=HEADERS)
     except (ValueError, TypeError, ArithmeticError, RecursionError, OSError, aiohttp.ClientError) as error:
-        return web.json_response({"error": str(error)}, status=400, headers=HEADERS)
+        return web.json_response({"error": line(error)}, status=400, headers=HEADERS)
+
+
+def line(error: Exception) -> str:
+    """An error as one line of bounded length."""
+    return " ".join(str(error).split())[:LONGEST]
 
 
 def inside(folder: Path, root: Path) -> bool:
