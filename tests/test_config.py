@@ -24,6 +24,7 @@ from forge.recipes.memory import memory_report
 from forge.recipes.reward_model_config import RewardModelConfig
 from forge.recipes.rl_config import GRPOConfig
 from forge.recipes.sft_config import SFTConfig
+from forge.yaml_files import parse_yaml
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {
@@ -463,3 +464,29 @@ def test_a_file_of_another_user_is_read_with_the_names_of_its_code(tmp_path, cap
         f"{path} belongs to another user (21002). It names code that will run as you: apps.toys.words:Reverse, "
         "timeit:timeit"
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("a: &a {b: *a}", "line 1, column 4: a part contains itself"),
+        ("- &a0 [x, x]\n" + "".join(f"- &a{n} [{f'*a{n - 1}, ' * 10}]\n" for n in range(1, 6)), "more than 100000"),
+        ("a: " + "[" * 120 + "]" * 120, "more than 100 levels"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("a: 1" + "0" * 400, "line 1, column 4: a number of 401 characters"),
+    ],
+    ids=["itself", "aliases", "levels", "lists", "digits"],
+)
+@pytest.mark.parametrize("fast", [False, True])
+def test_yaml_that_would_grow_is_an_error(tmp_path, content, says, fast):
+    with pytest.raises(ValueError, match=r"c.yaml is not valid YAML: ") as caught:
+        parse_yaml(content, tmp_path / "c.yaml", fast=fast)
+    assert says in str(caught.value) or (fast and "maximum nesting depth" in str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+def test_aliases_that_repeat_little_are_taken(tmp_path):
+    text = "a: &a {b: 1e-6, c: [1]}\nd: *a\ne: [*a, *a]\n"
+    for fast in (False, True):
+        read = parse_yaml(text, tmp_path, fast=fast)
+        assert read["e"] == [{"b": 1e-6, "c": [1]}] * 2

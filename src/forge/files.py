@@ -7,9 +7,11 @@ import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 REMOVED = ".forge-removed-"  # folders on their way
 
@@ -25,17 +27,21 @@ def written_aside(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
-def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
+def write_atomic(path: Path, text: str, *, durable: bool = False, secret: bool = False) -> None:
     """Write a text file aside and rename it.
 
     Args:
         durable: file and name survive a power cut, at the price of two fsyncs.
+        secret: only this user can read it.
     """
-    with written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
+    mode = 0o600 if secret else 0o666
+    with written_aside(path) as aside:
+        aside.unlink(missing_ok=True)  # of a killed process that had this number, perhaps with another mode
+        with open(aside, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
     if durable:
         sync(path.parent)
 
@@ -104,9 +110,50 @@ def make_private(folder: Path) -> None:
         folder.chmod(0o700)
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file of a folder that somebody else may have written: never waits, and never leaves the folder.
+
+    Raises:
+        FileNotFoundError: there is none. OSError: it is no plain file but a link, a pipe, a device or a folder.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):  # to open a device may do something
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
+    file = os.fdopen(handle, "rb")
+    if not stat.S_ISREG(os.fstat(handle).st_mode):  # it was replaced
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+    return file
+
+
+def is_plain(path: Path) -> bool:
+    """Whether there is a plain file, and no link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_plain(path: Path, most: int) -> bytes:
+    """The content of a file of a folder that somebody else may have written.
+
+    Raises:
+        OSError: as of `open_plain`. ValueError: it has more than `most` bytes.
+    """
+    with open_plain(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} has more than {most} bytes")
+    return content
+
+
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8, without a byte order mark. ValueError: it has another encoding; names the line."""
-    content = path.read_bytes()
+    return decoded(path.read_bytes(), path)
+
+
+def decoded(content: bytes, path: Path) -> str:
+    """The same of the content of a file."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

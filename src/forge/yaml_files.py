@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,22 @@ REMEDIES = {
 }
 
 
+MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 100, 400
+
+
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file. ValueError: it has another encoding or is malformed; names the line."""
-    text = read_text(path)
+    return parse_yaml(read_text(path), path)
+
+
+def parse_yaml(text: str, path: Path, *, fast: bool = False) -> Any:
+    """The content of a text in YAML. ValueError: it is malformed; names the file and the line.
+
+    Args:
+        fast: with the parser in C, if it is there, whose errors are less clear.
+    """
     try:
-        return yaml.load(text, Loader=Loader)
+        return yaml.load(text, Loader=FastLoader if fast else Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         fault = f"line {line}: the character U+{error.character:04X} is not allowed"
@@ -59,9 +71,15 @@ def _fault(error: yaml.MarkedYAMLError) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
-class Loader(yaml.SafeLoader):
-    """Reads 1e-6 as a number, which YAML 1.1 takes for text. A key that is there twice is an error: PyYAML keeps the
-    last of them alone."""
+class Strict:
+    """A part of loaders: a key that is there twice is an error, of which PyYAML keeps the last alone, and so is what
+    becomes large when aliases are written out, contains itself, or is a number of a thousand digits."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()  # type: ignore[misc]
+        if node is not None:
+            check_size(node)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         marks: dict[str, yaml.Mark] = {}
@@ -74,9 +92,56 @@ class Loader(yaml.SafeLoader):
                     problem=f"the key {key.value!r} is also in line {first}", problem_mark=key.start_mark
                 )
             marks[key.value] = key.start_mark
-        return super().construct_mapping(node, deep)
+        return super().construct_mapping(node, deep)  # type: ignore[misc]
 
 
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+def check_size(root: yaml.Node) -> None:
+    """ComposerError: a document is too large with all aliases written out, too deep, or contains itself."""
+    sizes: dict[int, tuple[int, int]] = {}  # values and depth, by node
+    around: dict[int, tuple[yaml.Node, Iterator[yaml.Node]]] = {id(root): (root, _inner(root))}
+    while around:
+        node, rest = next(reversed(around.values()))
+        child = next(rest, None)
+        if child is not None:
+            if id(child) in around:
+                raise yaml.composer.ComposerError(problem="a part contains itself", problem_mark=child.start_mark)
+            if id(child) not in sizes:
+                around[id(child)] = child, _inner(child)
+            continue
+        around.popitem()
+        inner = [sizes[id(one)] for one in _inner(node)]
+        sizes[id(node)] = values, depth = (
+            1 + sum(one for one, _ in inner),
+            1 + max((one for _, one in inner), default=0),
+        )
+        fault = ""
+        if values > MOST_VALUES:
+            fault = f"more than {MOST_VALUES} values, with all aliases written out"
+        elif depth > DEEPEST:
+            fault = f"more than {DEEPEST} levels"
+        elif isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")):
+            fault = f"a number of {len(node.value)} characters" if len(node.value) > LONGEST_NUMBER else ""
+        if fault:
+            raise yaml.composer.ComposerError(problem=fault, problem_mark=node.start_mark)
+
+
+def _inner(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+class Loader(Strict, yaml.SafeLoader):
+    """Reads 1e-6 as a number, which YAML 1.1 takes for text."""
+
+
+class FastLoader(Strict, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The same with the parser of libyaml."""
+
+
+for _loader in (Loader, FastLoader):
+    _loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )

@@ -42,6 +42,11 @@ def test_top_k_breaks_ties_and_top_p_of_one_keeps_all() -> None:
     assert kept.tolist() == [3, 8, 4]
 
 
+def test_the_likeliest_token_stays_whatever_top_p_is() -> None:
+    kept = keep_top(torch.randn(2, 50), torch.tensor([0, 3]), torch.tensor([1e-320, 1e-45])).isfinite().sum(-1)
+    assert kept.tolist() == [1, 1]
+
+
 def test_numbers_of_a_longer_request_begin_like_those_of_a_shorter_one() -> None:
     assert torch.equal(uniforms(7, 1, 50)[:20], uniforms(7, 1, 20))
     assert not torch.equal(uniforms(7, 1, 20), uniforms(7, 2, 20))

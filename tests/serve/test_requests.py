@@ -86,12 +86,35 @@ def test_a_chat_goes_through_the_models_template(tokenizer):
         (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         (CHAT | {"model": "other"}, "model", "ask for 'tiny'"),
         ([], None, "JSON object"),
+        (TEXT | {"stop": ["a"] * 17}, "stop", "at most 16 strings, got 17"),
+        (TEXT | {"stop": "a" * 257}, "stop", "at most 256 characters, got 257"),
+        (TEXT | {"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
+        (TEXT | {"temperature": 10**400}, "temperature", "at most 64 bits"),
+        (TEXT | {"top_p": 10**400}, "top_p", "at most 64 bits"),
+        (TEXT | {"seed": -(2**63) - 1}, "seed", "at most 64 bits"),
+        (TEXT | {"max_tokens": float("inf")}, "max_tokens", "without a fraction"),
+        ({"prompt": ["a"] * 4097}, "n", "4097 prompts of 1 samples are more than 4096"),
+        ({"prompt": ["a"] * 3, "n": 1366}, "n", "3 prompts of 1366 samples are more than 4096"),
+        ({"prompt": "a" * (2**20 + 1)}, "prompt", "at most 1048576 characters or token ids, got 1048577"),
+        ({"prompt": [5] * (2**20 + 1)}, "prompt", "at most 1048576 characters or token ids, got 1048577"),
+        ({"prompt": [5] * 2000, "n": 2500}, "n", "would repeat 5000000 tokens"),
+        ({"messages": CHAT["messages"] * 4097}, "messages", "at most 4096, got 4097"),
+        ({"messages": [{"role": "user", "content": "a" * 2**20}] * 2}, "messages", "at most 1048576 characters"),
     ],
 )
 def test_what_cannot_be_done_is_said(tokenizer, body, param, says):
     with pytest.raises(BadRequest, match=says) as caught:
         parse(body, tokenizer, "tiny", chat="messages" in body)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body", [TEXT | {"a" * 10**6: 1}, TEXT | {"model": "a" * 10**6}, TEXT | {"logit_bias": "a" * 10**6}]
+)
+def test_an_error_repeats_only_the_beginning_of_a_value(tokenizer, body):
+    with pytest.raises(BadRequest) as caught:
+        parse(body, tokenizer, "tiny", chat=False)
+    assert len(f"{caught.value}{caught.value.param}") < 500
 
 
 def test_a_model_without_a_template_is_for_completions(tokenizer):

@@ -1,5 +1,6 @@
 """Answers about tokens whose texts do not tell them apart."""
 
+import json
 import math
 from functools import partial
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forge.data.spelling import spelled
 from forge.serve.requests import Job
-from forge.serve.responses import Answer
+from forge.serve.responses import Answer, encoded
 from forge.types import Completion, Sampling
 
 
@@ -49,3 +50,21 @@ def test_tokens_of_one_text_share_an_entry(llama_tokenizer):
         ("no", top[3]),
         (r"bytes:\xe2", top[4]),
     ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, [], {"a": {"b": []}}, {"a": list(range(257))}, [{"x": [1, {}]}] * 1000, {'é"': ["\ud800", None, 1.5, True]}],
+    ids=lambda value: str(value)[:12],
+)
+def test_json_in_parts_is_the_same_json(value):
+    assert encoded(value) == json.dumps(value).encode()
+
+
+def test_a_whole_answer_is_json(llama_tokenizer):
+    job = Job([[3], [1, 2]], Sampling(), [], logprobs=False, chat=False)
+    answer = Answer(job, llama_tokenizer, partial(spelled, llama_tokenizer), "m")
+    choices = [{"index": 0, "text": "a"}, {"index": 1, "text": "b"}]
+    parsed = json.loads(b"".join(answer.whole([encoded(choice) for choice in choices], 7)))
+    assert parsed["choices"] == choices
+    assert parsed["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}

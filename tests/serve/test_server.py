@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import socket
+import struct
+import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -11,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forge.verifiers import LMJudge
+from forge.web import Connection
 from tests.serve.conftest import eventually
 
 SAID = [{"role": "user", "content": "hello"}]
@@ -223,12 +228,55 @@ def test_what_is_refused_is_said(client, settings, kind, says, stream):
 def test_what_no_client_should_send(served):
     for method, path, body, status in (
         ("POST", "/completions", "{", 400),
+        ("POST", "/completions", "[" * 20_000, 400),
+        ("POST", "/completions", '{"prompt": "a", "temperature": 1' + "0" * 400 + "}", 400),
+        ("POST", "/completions", '{"prompt": "a", "max_tokens": 1e400}', 400),
+        ("POST", "/completions", '{"prompt": [' + "[]," * 300_000 + "[]]}", 400),
         ("POST", "/nothing", "{}", 404),
         ("GET", "/completions", None, 405),
     ):
         answer = served.ask(method, path, body)
         assert (answer.status, bool(json.loads(answer.read())["error"]["message"])) == (status, True)
     assert len(json.loads(served.ask("GET", "/health", None).read())["engines"]) == 2
+
+
+@pytest.mark.parametrize("settings", [{"stop": ["x", "yz"]}, {"stream": True}, {"echo": True}], ids=str)
+def test_the_event_loop_makes_no_texts(served, monkeypatch, settings):
+    decode, threads = type(served.tokenizer).decode, set()
+
+    def watched(*args, **kwargs):
+        threads.add(threading.get_ident())
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(type(served.tokenizer), "decode", watched)
+    body = {"model": "tiny", "prompt": "a", "n": 3, "max_tokens": 5, **settings}
+    assert served.ask("POST", "/completions", json.dumps(body)).read()
+    assert threads
+    assert served.thread.ident not in threads
+
+
+def test_a_client_that_goes_away_within_a_long_answer_is_no_news(served, monkeypatch):
+    errors = []
+    monkeypatch.setattr("forge.serve.server.log.error", lambda *said, **_: errors.append(said))
+    body = json.dumps({"model": "tiny", "prompt": "a", "n": 300, "max_tokens": 200, "logprobs": 20}).encode()
+    url = urlsplit(served.address)
+    with socket.create_connection((url.hostname, url.port), 60) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert b" 200 " in connection.recv(100)
+        port = connection.getsockname()[1]
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it is reset
+    eventually(lambda: all(inner.peername[1] != port for inner in [*Connection._by_inner] if inner.peername), 30)
+    assert served.ask("GET", "/models", None).read()
+    assert errors == []
+
+
+def test_a_long_answer_is_taken_as_a_stream(served, monkeypatch):
+    monkeypatch.setattr("forge.serve.server.MOST", 1000)
+    body = {"model": "tiny", "prompt": "a", "n": 200, "max_tokens": 200, "logprobs": 20}
+    answer = served.ask("POST", "/completions", json.dumps(body))
+    assert (answer.status, "ask for fewer samples" in answer.read().decode()) == (400, True)
+    eventually(lambda: not served.busy(), 30)
 
 
 LONG = {"model": "tiny", "prompt": "a", "n": 400, "max_tokens": 200}

@@ -47,6 +47,25 @@ def test_what_may_begin_a_stop_string_is_held_back(bytes_tokenizer):
     assert stream.end() == "EN"
 
 
+@given(
+    text=st.text(alphabet="ab", max_size=40),
+    stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=9), min_size=1, max_size=4),
+)
+def test_stop_strings_that_overlap_themselves_are_found(bytes_tokenizer, text, stop):
+    stream = TextStream(bytes_tokenizer, stop)
+    said = [stream.add([token]) for token in bytes_tokenizer(text)["input_ids"]]
+    said.append(stream.end())
+    ends = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
+    assert "".join(said) == text[: min(ends)[1] if ends else len(text)]
+
+
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(bytes_tokenizer):
+    stream = TextStream(bytes_tokenizer, ["aab" * 40 + "c"])
+    assert stream.add(bytes_tokenizer("x" + "aab" * 40 + "aab")["input_ids"]) == "xaab"
+    assert stream.add(bytes_tokenizer("c")["input_ids"]) == ""
+    assert stream.stopped
+
+
 def test_single_tokens_are_told_apart(bytes_tokenizer):
     def told(text):
         return [spelled(bytes_tokenizer, token) for token in bytes_tokenizer(text)["input_ids"]]

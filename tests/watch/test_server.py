@@ -230,8 +230,52 @@ def test_only_models_below_the_folder_are_loaded(tmp_path: Path):
     assert chat(root, run="a", which="other", prompt="x")[0] == 400
     assert chat(root, run="..", prompt="x")[0] == 404
     assert chat(root, which="run")[0] == 400
-    for odd in ({"messages": [1]}, {"messages": []}, {"messages": 3}, {"max_tokens": []}):
-        assert chat(root, run="a", **{"messages": [{"role": "user", "content": "x"}], **odd})[0] in (400, 404)
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 5000, "x\ny", "1e400", "-inf", "\0"], ids=["digits", "lines", "inf", "-inf", "nul"]
+)
+@pytest.mark.parametrize("name", ["sort", "page", "reward_min", "step_max", "run"])
+def test_an_odd_query_is_one_line(runs: Path, name: str, value: str):
+    found = get(runs, "rollouts", **{"run": "a", name: value})
+    if isinstance(found, tuple):
+        assert found[0] in (400, 404)
+        assert "\n" not in found[1]
+        assert len(found[1]) <= 500
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *({"messages": odd} for odd in ([1], [], 3, {}, [{"role": "user"}], [{"content": 3}], [[]])),
+        *({"max_tokens": odd} for odd in ([], 1e400, -1, 1.5, True, "x")),
+        *({name: 1} for name in ("n", "stop", "stream", "logprobs", "logit_bias")),
+        {"which": "other"},
+        {"which": []},
+        {"prompt": 3, "messages": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("which", ["run", "base", "live"])
+def test_a_question_that_is_none_is_one_line(tmp_path: Path, body: dict[str, Any], which: str):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/config.yaml").write_text("seed: 0")
+    said = {"messages": [{"role": "user", "content": "x"}], "which": which}
+    status, found = chat(tmp_path, run="a", **said | body)
+    assert (status, "\n" in found["error"]) == (400, False)
+
+
+@pytest.mark.parametrize(
+    "body", ["[" * 20_000, "{", "[]", "1", "null", '{"run": 5}', '{"run": "a", "max_tokens": 1e400}']
+)
+def test_a_body_that_is_none_is_one_line(runs: Path, body: str):
+    async def ask(session: aiohttp.ClientSession, url: str, _: Watch) -> Any:
+        headers = {"Content-Type": "application/json"}
+        async with session.post(f"{url}/api/chat", data=body, headers=headers) as answer:
+            return answer.status, (await answer.json())["error"]
+
+    status, error = served(runs, ask)
+    assert (status, "\n" in error) == (400, False)
 
 
 HOSTILE = "<script>document.title='owned'</script>\x1b[31m\u202e</script><!--"

@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from ..engines.interface import Engine, extend
+from ..engines.interface import Engine, extend, part
 from ..observability import Reduce, record_metric
 from ..types import Completion, Sampling
 
 WAIT = 1.0  # seconds that a caller waits for something to tell
+MOST = 4096  # log-probabilities that are told at once: an answer holds up its caller while it is unpacked
 FORGOTTEN = 60.0  # seconds without a request after which a stream is closed
 
 
@@ -39,8 +40,8 @@ class Streams:
         return number
 
     async def next(self, number: int) -> list[tuple[int, Completion]]:
-        """(sample, piece) of all that came since the last time: of each sample at most one, whose `finish` says that it
-        was the last. Waits a second for something to come.
+        """(sample, piece) of what came since the last time, the oldest first and not too much: of each sample at most
+        one, whose `finish` says that it was the last. Waits a second for something to come.
 
         StreamLost: there is no such stream here. What the engine raised.
         """
@@ -89,13 +90,29 @@ class _Stream:
                 await self.something.wait()
         except TimeoutError:
             return []
-        pieces, self.pieces = self.pieces, {}
-        if not self.done:
+        pieces = self._some()
+        if not self.done and not self.pieces:
             self.something.clear()
         elif not pieces:
             self.future.result()  # raises what went wrong
         record_metric("generator/tokens", sum(len(piece.token_ids) for piece in pieces.values()), Reduce.SUM)
         return list(pieces.items())
+
+    def _some(self) -> dict[int, Completion]:
+        """What is told at once."""
+        pieces: dict[int, Completion] = {}
+        room = MOST
+        while self.pieces and room > 0:
+            sample = next(iter(self.pieces))
+            piece = self.pieces.pop(sample)
+            size, each = len(piece.token_ids), 1 + max(map(len, piece.top_logprobs), default=0)
+            count = min(size, max(1, room // each))
+            room -= max(1, count) * each
+            pieces[sample] = part(piece, 0, count)
+            if count < size:
+                self.pieces[sample] = part(piece, count, size)
+                break
+        return pieces
 
     def _take(self, sample: int, piece: Completion) -> None:
         if sample in self.pieces:

@@ -45,10 +45,14 @@ def list_runs(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: no runs in {', '.join(map(str, args.folders))}")
     lines = []
     for folder in folders:
-        numbers, when, damaged = rows(folder), _written(folder), ""
+        when, damaged = _written(folder), ""
+        try:
+            numbers = rows(folder)
+        except ValueError:
+            numbers, damaged = [], " (metrics.jsonl is too large)"
         try:
             known = settings(folder)
-        except ValueError:
+        except (ValueError, OSError):
             known, damaged = {}, " (damaged config.yaml)"
         of = known.get("training.steps") or "?"
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
@@ -85,13 +89,13 @@ def compare_runs(args: argparse.Namespace) -> None:
     names = [printable(folder) for folder in args.folders]
     try:
         settings = differences(args.folders)
-    except ValueError as error:
+        numbers = [rows(folder) for folder in args.folders]
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
     if settings:
         _print([["setting", *names], *([printable(key), *map(printable, values)] for key, values in settings.items())])
     else:
         print("the settings are the same")
-    numbers = [rows(folder) for folder in args.folders]
     if not all(numbers):
         raise SystemExit(f"error: {names[[bool(some) for some in numbers].index(False)]} has no step")
     step = min(some[-1]["step"] for some in numbers)
@@ -109,7 +113,7 @@ def compare_runs(args: argparse.Namespace) -> None:
 
 def _written(folder: Path) -> float:
     """When, in seconds since the epoch."""
-    return max((path.stat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
+    return max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
 
 
 def _number(value: float | None) -> str:
@@ -124,6 +128,8 @@ def _ago(seconds: float) -> str:
 
 
 def _print(table: list[list[str]]) -> None:
+    """In columns. What a terminal would take for a command, which a folder of others may hold, is a question mark."""
+    table = [["".join(x if x.isprintable() or x == "\n" else "?" for x in cell) for cell in row] for row in table]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -10,12 +10,10 @@ import asyncio
 import logging
 import os
 import socket
-import ssl
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,10 @@ from ..janitor import Scratch, sweep
 from . import HOST, STORE
 from .credentials import SECRET, Credentials
 from .inventory import Inventory
+from .listener import Listener
 from .process import Process, descends, stacks
 from .rendezvous import Boards
-from .wire import CONNECT_TIMEOUT, LEASE, LONGEST, HostError, connect, joined, pipe, receive, send
+from .wire import LEASE, HostError, connect, joined, pipe, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -72,31 +71,21 @@ class Daemon:
 
     async def serve(self, ready: Any = None) -> None:
         """Serve until this task is cancelled; `ready(port)` is called once connections are accepted."""
-        context = self.credentials.context(server=True)
-        accept = partial(self._serve_one, context)
-        server = await asyncio.start_server(accept, self.address, self.port, limit=LONGEST)
+        listener = Listener(self.address, self.port, self.credentials.context(server=True), self._serve_one)
+        self.port = listener.port
+        serving = asyncio.ensure_future(listener.serve())
         with self._held:
             try:
-                self.port = server.sockets[0].getsockname()[1]
                 if ready is not None:
                     ready(self.port)
                 await self._over
-            finally:  # not `async with`: it waits for open connections
-                server.close()
+            finally:
                 if self._session is not None:
                     await self._session.close()
+                serving.cancel()
 
-    async def _serve_one(
-        self, context: ssl.SSLContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        peer = joined(*writer.get_extra_info("peername")[:2])
-        try:
-            await writer.start_tls(context, ssl_handshake_timeout=CONNECT_TIMEOUT)
-        except (OSError, TimeoutError) as error:
-            level = logging.WARNING if isinstance(error, ssl.SSLError) else logging.DEBUG  # probes say nothing
-            log.log(level, "%s was not accepted: %s", peer, str(error) or type(error).__name__)
-            writer.close()
-            return
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = joined(*(writer.get_extra_info("peername") or ("?", 0))[:2])  # it may have gone already
         try:
             message = await receive(reader)
             match message and message.get("do"):

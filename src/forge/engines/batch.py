@@ -418,9 +418,9 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     limit = torch.where(top_k > 0, top_k, logits.shape[-1])
     ordered = ordered.masked_fill(ranks >= limit[:, None], -torch.inf)
     probs = ordered.softmax(-1)
-    # A token stays if those before it do not reach top_p, so the first always stays. top_p = 1 keeps all, however the
-    # sum is rounded.
-    outside = (probs.cumsum(-1) - probs >= top_p[:, None]) & (top_p[:, None] < 1)
+    # A token stays if those before it do not reach top_p; the first always stays, also where top_p is 0 in 32 bits.
+    # top_p = 1 keeps all, however the sum is rounded.
+    outside = (probs.cumsum(-1) - probs >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0)
     return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))
 
 

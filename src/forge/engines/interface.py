@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..architecture import longest
@@ -91,6 +92,20 @@ def extend(whole: Completion, piece: Completion) -> None:
     whole.top_logprobs += piece.top_logprobs
     whole.identities |= piece.identities
     whole.finish = piece.finish
+
+
+def part(piece: Completion, start: int, end: int) -> Completion:
+    """Some tokens of a piece; its `finish` only with the last of them."""
+    versions = piece.versions[start:end]
+    return replace(
+        piece,
+        token_ids=piece.token_ids[start:end],
+        logprobs=piece.logprobs[start:end],
+        versions=versions,
+        identities={version: piece.identities[version] for version in versions},
+        top_logprobs=piece.top_logprobs[start:end],
+        finish=piece.finish if end >= len(piece.token_ids) else "",
+    )
 
 
 def check_length(config: Any, max_seq_len: int | None) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files import open_plain
 from ..types import Episode, Sample
-from .lines import appended_lines
+from .lines import TURN, appended_lines, parsed
 
 HELD_OUT = "held_out.jsonl"
 PAGE, LONGEST = 50, 4000  # answers of a page, and characters of a text on it
@@ -48,16 +49,19 @@ class Answers:
 
     def __init__(self, path: Path) -> None:
         self._path, self._end = path, 0
+        self.behind = False  # there was more than one call reads
         self._places: dict[int, list[Place]] = {}  # by step
 
     def refresh(self) -> None:
         """Find the answers that were added since the last call."""
-        for end, line in appended_lines(self._path, self._end):
+        before = self._end
+        for end, line in appended_lines(self._path, self._end, TURN):
             start, self._end = self._end, end
             row = _row(line)
             if row is not None:
                 place = Place(start, end, row["problem"], row.get("correct"))
                 self._places.setdefault(row["step"], []).append(place)
+        self.behind = self._end - before >= TURN
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the answers of one evaluation.
@@ -87,7 +91,7 @@ class Answers:
         rows: list[dict[str, Any]] = []
         if not places:
             return rows
-        with self._path.open("rb") as file:
+        with open_plain(self._path) as file:
             for place in places:
                 file.seek(place.start)
                 row = _row(file.read(place.end - place.start))
@@ -98,10 +102,7 @@ class Answers:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     """An answer; None if the line is not one."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or not all(isinstance(row.get(key), int) for key in ("step", "problem")):
+    row = parsed(line)
+    if row is None or not all(isinstance(row.get(key), int) for key in ("step", "problem")):
         return None
     return row

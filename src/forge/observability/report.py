@@ -39,6 +39,7 @@ def write_report(folder: Path, state: str | None = None) -> None:
         state: of the run, where its lock is still held by the caller; None: what its folder says.
     """
     view = RunView(folder)
+    view.read_all()
     data = {
         "name": folder.name,
         "about": view.about() | ({} if state is None else {"state": state}),

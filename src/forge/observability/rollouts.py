@@ -12,14 +12,17 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 
-from ..files import written_aside
+from ..files import open_plain, written_aside
 from ..types import Batch, Episode, Group
+from .messages import BATCH as STEP
+from .messages import SCHEMA, Message, messages, read
 
 if TYPE_CHECKING:
     import pyarrow
@@ -214,38 +217,79 @@ def _flat(rows: Sequence[Sequence[Any]], dtype: type) -> np.ndarray:
 def batches(
     path: Path, columns: Sequence[str] | None = None, after: int = 0
 ) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
-    """(end in the file, rows) of each step, as far as the file is whole. It is mapped into memory: of the columns that
-    are not asked for, nothing is read.
+    """(end in the file, rows) of each step, as far as the file is whole. Of the columns that are not asked for, nothing
+    is decompressed. What is no plain file has no steps.
 
     Args:
-        after: the end of the last batch that is known; with it, all columns are read.
+        after: the end of the last batch that is known.
 
     Raises:
-        ValueError: the file is not of this format.
+        ValueError: the file is not of this format, or a step would not fit into memory.
     """
     import pyarrow as pa
 
-    if not path.is_file() or path.stat().st_size <= max(after, len(schema().serialize())):
-        return  # also if the process was killed within its first write
     fields = None if columns is None else [schema().get_field_index(name) for name in columns]
-    with pa.memory_map(str(path)) as source:
-        try:
-            stream = pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{path} is not a file of rollouts: {error}") from None
-        if stream.schema != pa.schema([field for field in schema() if columns is None or field.name in columns]):
-            raise ValueError(f"{path} has other columns: another version wrote it")
-        if after:
-            source.seek(after)
-        while True:
+    options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
+    with _opened(path) as file:
+        for message in () if file is None else _steps(file, path, after):
             try:
-                if after:
-                    batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema())
-                else:
-                    batch = stream.read_next_batch()
-            except (StopIteration, EOFError, pa.ArrowInvalid, OSError):  # the end, or a part of a message
+                source = pa.BufferReader(schema().serialize().to_pybytes() + read(file, message))  # type: ignore[arg-type]
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged: {error}") from None
+            try:
+                batch = pa.ipc.open_stream(source, options=options).read_next_batch()
+            except (StopIteration, pa.ArrowException, OSError, EOFError):  # it is damaged from here on
                 return
-            yield source.tell(), batch
+            yield message.end, batch
+
+
+def count(path: Path, after: int = 0) -> tuple[int, int]:
+    """The rows of the steps after a byte of the file, and the end of the last of them, without reading them.
+
+    Raises:
+        ValueError: as of `batches`.
+    """
+    rows = 0
+    with _opened(path) as file:
+        for message in () if file is None else _steps(file, path, after):
+            rows, after = rows + message.rows, message.end
+    return rows, after
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO | None]:
+    try:
+        file = open_plain(path)
+    except OSError:
+        yield None
+        return
+    with file:
+        yield file
+
+
+def _steps(file: BinaryIO, path: Path, after: int) -> Iterator[Message]:
+    """The messages of steps. ValueError: as of `batches`."""
+    import pyarrow as pa
+
+    if os.fstat(file.fileno()).st_size <= max(after, len(schema().serialize())):
+        return  # also if the process was killed within its first write
+    try:
+        first = next(messages(file), None)
+        file.seek(0)
+        known = None if first is None or first.kind != SCHEMA else pa.ipc.read_schema(pa.py_buffer(read(file, first)))
+    except (ValueError, OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path} is not a file of rollouts: {error}") from None
+    if first is None or known is None:
+        raise ValueError(f"{path} is not a file of rollouts: it does not begin with a schema")
+    if known != schema():
+        raise ValueError(f"{path} has other columns: another version wrote it")
+    try:
+        for message in messages(file, max(after, first.end)):
+            if message.kind != STEP:
+                return
+            yield message
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def cut(path: Path, last: int) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..config import flat
+from ..files import decoded, is_plain, open_plain, read_plain
 from ..masking import without_secrets
-from ..yaml_files import read_yaml
+from ..yaml_files import parse_yaml
+from .lines import Lines, numbers
 from .run import CONFIG, ENDED, FINISHED, MARK
 
-SERVED = "serve.json"  # of a run that is served: {"url": ...}
+SERVED = "serve.json"  # of a run that is served: {"url": ..., "key": ...}, for this user alone
 LONGEST_REASON = 500  # characters
+LARGEST = 1 << 20  # bytes of a configuration
 ABSENT, SECTION = "-", "(a section)"
 
 
@@ -29,7 +30,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a folder of runs")
-        found |= {folder for folder in (path, *path.iterdir()) if (folder / CONFIG).is_file()}
+        found |= {folder for folder in (path, *path.iterdir()) if is_plain(folder / CONFIG)}
     return sorted(found)
 
 
@@ -43,7 +44,7 @@ def state(folder: Path) -> str:
 
 def last_state(folder: Path) -> str:
     """`state` of a run that does not run."""
-    if (folder / FINISHED).exists():
+    if is_plain(folder / FINISHED):
         return "finished"
     return "failed" if ending(folder).startswith("failed") else "stopped"
 
@@ -51,42 +52,44 @@ def last_state(folder: Path) -> str:
 def ending(folder: Path) -> str:
     """Why a run ended before its last step, as "failed: KeyError: 'answer'"; empty where nothing says so."""
     try:
-        with (folder / ENDED).open(errors="replace") as file:
-            return file.readline(LONGEST_REASON).strip()
-    except FileNotFoundError:
+        with open_plain(folder / ENDED) as file:
+            return file.readline(LONGEST_REASON).decode(errors="replace").strip()
+    except OSError:
         return ""
 
 
 def _is_locked(folder: Path) -> bool:
-    if (folder / "lock").exists():
-        handle = os.open(folder / "lock", os.O_RDONLY)
+    try:
+        file = open_plain(folder / "lock")
+    except OSError:
+        return False
+    with file:
         try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        finally:
-            os.close(handle)
     return False
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """A run's configuration, by dotted keys. Secrets are masked, which earlier versions wrote down."""
-    nested = read_yaml(folder / CONFIG)
+    """A run's configuration, by dotted keys. Secrets are masked, which earlier versions wrote down.
+
+    Raises:
+        OSError: there is none that can be read. ValueError: it is malformed or too large.
+    """
+    path = folder / CONFIG
+    nested = parse_yaml(decoded(read_plain(path, LARGEST), path), path, fast=True)
     return flat(without_secrets(nested) if isinstance(nested, dict) else {})
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
     """The rows of metrics.jsonl in the order of steps. A line that is only half written is left out."""
+    file = Lines(folder / MARK)
     found = []
-    path = folder / MARK
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int | float):
-            found.append(row)
-    return found
+    while True:
+        found += [row for row in map(numbers, file.more()) if "step" in row]
+        if not file.behind:
+            return found
 
 
 def last(of: Iterable[dict[str, float]], metric: str) -> float | None:

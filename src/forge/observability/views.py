@@ -3,20 +3,21 @@ message is left out."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..files import is_plain
 from .alerts import alerts
 from .held_out import HELD_OUT, Answers
-from .lines import appended_lines
+from .lines import Lines, numbers
 from .rollouts import ROLLOUTS, TEXT, batches
 from .run import MARK
-from .runs import ending, settings, state
+from .runs import settings
+from .summaries import summary
 from .trace import TRACE
 
 if TYPE_CHECKING:
@@ -26,25 +27,9 @@ if TYPE_CHECKING:
 INDEX = ("step", "group", "sample", "branch", "reward", "advantage", "version", "length", "finish", "dropped")
 NUMBERS = ("step", "group", "reward", "advantage", "version", "length")  # that can be filtered by a range
 PAGE, BINS, PREVIEW = 50, 20, 160
+MOST_NAMES, MOST_CELLS = 5000, 20_000_000  # metrics of a run, and values that are sent at once
+MOST_ROWS, WIDEST, MOST_REASONS = 1 << 24, 1 << 10, 100  # rollouts, bytes of one in the index, reasons in a list
 SEARCHES, CACHED = 8, 8  # results of searches, and batches, that are kept
-
-
-class Lines:
-    """The whole lines of a growing file of JSON, from where the last call ended."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.at = path, 0
-
-    def more(self) -> Iterator[dict[str, Any]]:
-        """Lines that were appended since the last call; an incomplete last line is left for the next."""
-        for end, line in appended_lines(self.path, self.at):
-            self.at = end
-            try:
-                value = json.loads(line.decode(errors="replace").strip().removeprefix(","))
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(value, dict):
-                yield value
 
 
 class RunView:
@@ -57,11 +42,12 @@ class RunView:
     def refresh(self) -> None:
         """Read what was added since the last call."""
         mark = self.folder / MARK
-        found = mark.stat().st_ino if mark.exists() else 0
+        found = mark.lstat().st_ino if is_plain(mark) else 0
         if found != self.version or not hasattr(self, "rows"):  # a resumed run replaces the file
             self.version = found
             self._metrics, self._trace = Lines(mark), Lines(self.folder / TRACE)
             self.rows: list[dict[str, float]] = []
+            self._names: set[str] = set()
             self.events: list[dict[str, Any]] = []
             self._answers = Answers(self.folder / HELD_OUT)
             self._table: pyarrow.Table | None = None
@@ -69,21 +55,29 @@ class RunView:
             self._firsts: list[int] = [0]  # number of the first row of each batch
             self._searched: dict[tuple[str, int], np.ndarray] = {}
             self._read: dict[int, pyarrow.RecordBatch] = {}
-        for row in self._metrics.more():
-            numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)}
-            if "step" in numbers:
-                self.rows.append(numbers)
+        for row in map(numbers, self._metrics.more()):
+            if "step" in row:
+                self._names |= row.keys()
+                if len(self._names) > MOST_NAMES:
+                    raise ValueError(f"{mark} has more than {MOST_NAMES} metrics")
+                self.rows.append(row)
         self.events += self._trace.more()
         self._answers.refresh()
         self._index()
+        self.behind = self._metrics.behind or self._trace.behind or self._answers.behind
 
     def _index(self) -> None:
         import pyarrow as pa
 
         path = self.folder / ROLLOUTS
-        first, found = self._ends[-1] == 0, []
-        for end, batch in batches(path, INDEX if first else None, self._ends[-1]):
-            found.append(pa.RecordBatch.from_arrays([checked(batch[name]) for name in INDEX], list(INDEX)))
+        found = []
+        for end, batch in batches(path, INDEX, self._ends[-1]):
+            if self._firsts[-1] + len(batch) > MOST_ROWS:
+                raise ValueError(f"{path} has more than {MOST_ROWS} rows")
+            columns = [checked(batch[name]) for name in INDEX]
+            if sum(array.nbytes for array in columns) > WIDEST * (len(batch) + 1):
+                raise ValueError(f"{path} is damaged: finish or dropped are long texts")
+            found.append(pa.RecordBatch.from_arrays(columns, list(INDEX)))
             self._ends.append(end)
             self._firsts.append(self._firsts[-1] + len(batch))
         if found:
@@ -92,18 +86,7 @@ class RunView:
 
     def summary(self) -> dict[str, Any]:
         """Of the list of runs."""
-        last = self.rows[-1] if self.rows else {}
-        shown = {n: next((r[n] for r in reversed(self.rows) if n in r), None) for n in ("reward", "eval/accuracy")}
-        written = (self.folder / MARK).stat().st_mtime if (self.folder / MARK).exists() else 0.0
-        return {
-            "state": state(self.folder),
-            "ending": ending(self.folder),
-            "step": last.get("step", 0),
-            "steps": self.settings().get("training.steps"),
-            "written": written,
-            "rollouts": self._firsts[-1],
-            **shown,
-        }
+        return summary(self.folder)
 
     def settings(self) -> dict[str, Any]:
         """Plain values by dotted key; empty if config.yaml is damaged."""
@@ -111,6 +94,11 @@ class RunView:
             return {key: plain(value) for key, value in settings(self.folder).items()}
         except (ValueError, OSError):
             return {}
+
+    def read_all(self) -> None:
+        """Read what one call of `refresh` leaves for the next."""
+        while self.behind:
+            self.refresh()
 
     def about(self) -> dict[str, Any]:
         """Settings and alerts."""
@@ -123,6 +111,8 @@ class RunView:
         rows = self.rows[after:]
         rows = rows[:: max(1, math.ceil(len(rows) / most))] if most else rows
         names = sorted({name for row in rows for name in row})
+        if len(names) * len(rows) > MOST_CELLS:
+            raise ValueError(f"{len(rows)} rows of {len(names)} metrics are more than a page can show")
         columns = {name: [short(row[name]) if name in row else None for row in rows] for name in names}
         return {"version": self.version, "rows": len(self.rows), "columns": columns}
 
@@ -184,7 +174,7 @@ class RunView:
             row |= {name: clip(value(batch[name], inside)) for name in TEXT}
         return {
             **{"total": len(at), "all": len(table), "rows": rows, "histogram": histogram},
-            "reasons": sorted(reason for reason in reasons if reason),
+            "reasons": sorted(reason for reason in reasons if reason)[:MOST_REASONS],
         }
 
     def held_out(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -268,6 +258,8 @@ def plain(value: Any) -> Any:
         return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, int) and value.bit_length() > 64:  # digits of longer ones would take long
+        return f"{value:#x}"[:PREVIEW]
     return value if isinstance(value, int | str | None) else str(value)
 
 

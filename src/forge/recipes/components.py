@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -191,9 +192,10 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
         from ..serve import Server  # its import was checked with the configuration
         from ..web import required_key
 
-        server = Server(policy, open_tokenizer(job.model), cfg.run.name, required_key(cfg.serve.host))
+        tokenizer, own = open_tokenizer(job.model), secrets.token_urlsafe(32)
+        server = Server(policy, tokenizer, cfg.run.name, required_key(cfg.serve.host), own)
         url = await server.beside(at)
-        write_atomic(job.record.folder / SERVED, json.dumps({"url": url}))
+        write_atomic(job.record.folder / SERVED, json.dumps({"url": url, "key": own}), secret=True)
         log.info("%s is served at %s", cfg.run.name, url)
     return policy
 

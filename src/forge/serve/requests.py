@@ -40,6 +40,12 @@ NUMBERS: dict[str, Any] = {
     **dict.fromkeys(("temperature", "top_p"), (int, float)),
 }
 MOST = 4096  # samples in one request
+MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings, and characters of one
+MOST_STOP_TOKENS = 1024
+MOST_MESSAGES = 4096
+LONGEST_TEXT = 1 << 20  # characters of a prompt or of a chat, and token ids of a prompt
+REPEATED = 1 << 22  # tokens of the prompts in an answer, which has them once for each sample
+SHOWN = 60  # characters of a value in an error
 COMPLETIONS = {"prompt", "echo", "best_of"}
 CHAT = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 
@@ -81,31 +87,35 @@ def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
     known = COMMON | (CHAT if chat else COMPLETIONS)
     for name, value in body.items():
         if name in ABSENT and value not in ABSENT[name]:
-            raise BadRequest(f"{name} = {value!r} is not supported", name)
+            raise BadRequest(f"{name} = {shown(value)} is not supported", name)
         if name not in known | HARMLESS | ABSENT.keys():
-            raise BadRequest(f"unknown field {name!r}{nearest(name, sorted(known))}", name)
-        if value is not None and name in NUMBERS and (isinstance(value, bool) or not isinstance(value, NUMBERS[name])):
-            raise BadRequest(f"{name} must be a number{' without a fraction' * (NUMBERS[name] is int)}", name)
+            hint = nearest(name[:SHOWN], sorted(known))
+            raise BadRequest(f"unknown field {shown(name)}{hint}", name[:SHOWN])
+        if value is not None and name in NUMBERS:
+            _check_number(name, value)
         if name in ("echo", "stream") and value not in (None, True, False):
-            raise BadRequest(f"{name} must be true or false, got {value!r}", name)
+            raise BadRequest(f"{name} must be true or false, got {shown(value)}", name)
     if body.get("model") not in (None, model):
-        raise BadRequest(f"model {body['model']!r} is not served here: ask for {model!r}", "model", 404)
+        raise BadRequest(f"model {shown(body['model'])} is not served here: ask for {model!r}", "model", 404)
     if body.get("best_of") not in (None, body.get("n") or 1):
         raise BadRequest("best_of other than n is not supported: ask for n samples and choose", "best_of")
-    stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
-    if not isinstance(stop, list) or not all(isinstance(item, str) and item for item in stop):
-        raise BadRequest("stop must be a string or a list of strings that are not empty", "stop")
+    stop = _stop(body.get("stop"))
     options = body.get("stream_options") or {}
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
         raise BadRequest("stream_options supports only include_usage", "stream_options")
-    prompts = [_messages(body, tokenizer)] if chat else _prompts(body.get("prompt"), tokenizer)
+    samples = max(1, body.get("n") or 1)
+    prompts = [_messages(body, tokenizer)] if chat else _prompts(body.get("prompt"), tokenizer, samples)
     top = _logprobs(body, chat)
     sampling = _sampling(body, chat, top or 0)
     if chat:  # a model's own eos is often not what ends a turn
         stops = (*sampling.stop_token_ids, *_ends_of_turns(tokenizer, str(tokenizer.chat_template)))
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stops)))
-    if len(prompts) * sampling.n > MOST:
-        raise BadRequest(f"{len(prompts)} prompts of {sampling.n} samples are more than {MOST} in one request", "n")
+    _check_count(len(prompts), sampling.n)
+    if (size := sum(map(len, prompts)) * sampling.n) > REPEATED:
+        raise BadRequest(
+            f"the answer would repeat {size} tokens of prompts, more than {REPEATED}: ask for fewer samples at once",
+            "n",
+        )
     return Job(
         prompts,
         sampling,
@@ -119,6 +129,36 @@ def parse(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Job:
     )
 
 
+def _check_count(prompts: int, samples: int) -> None:
+    if prompts * samples > MOST:
+        raise BadRequest(f"{prompts} prompts of {samples} samples are more than {MOST} in one request", "n")
+
+
+def _check_number(name: str, value: Any) -> None:
+    """BadRequest: the value of a field is no number, or one that no machine word holds."""
+    if isinstance(value, bool) or not isinstance(value, NUMBERS[name]):
+        raise BadRequest(f"{name} must be a number{' without a fraction' * (NUMBERS[name] is int)}", name)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise BadRequest(f"{name} must be a number of at most 64 bits", name)
+
+
+def _stop(stop: Any) -> list[str]:
+    stop = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stop, list) or not all(isinstance(item, str) and item for item in stop):
+        raise BadRequest("stop must be a string or a list of strings that are not empty", "stop")
+    if len(stop) > MOST_STOPS:
+        raise BadRequest(f"stop must be at most {MOST_STOPS} strings, got {len(stop)}", "stop")
+    if (longest := max(map(len, stop), default=0)) > LONGEST_STOP:
+        raise BadRequest(f"stop strings must have at most {LONGEST_STOP} characters, got {longest}", "stop")
+    return stop
+
+
+def shown(value: Any) -> str:
+    """A value of a request in an error: at most its first characters."""
+    text = repr(value[:SHOWN] if isinstance(value, str | list) else value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
 def _sampling(body: dict[str, Any], chat: bool, top: int) -> Sampling:
     """With OpenAI's defaults, not the generator's: clients expect those."""
     # OpenAI's limits: 16 tokens of a completion, of a chat as many as the model has room for.
@@ -128,6 +168,8 @@ def _sampling(body: dict[str, Any], chat: bool, top: int) -> Sampling:
     given["top_k"] = max(given["top_k"], 0)  # -1 is off too
     if not _token_ids(given["stop_token_ids"]):
         raise BadRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
+    if len(given["stop_token_ids"]) > MOST_STOP_TOKENS:
+        raise BadRequest(f"stop_token_ids must be at most {MOST_STOP_TOKENS}", "stop_token_ids")
     given["stop_token_ids"] = tuple(given["stop_token_ids"])
     try:
         return Sampling(n=1 if body.get("n") is None else body["n"], max_tokens=limit, top_logprobs=top, **given)
@@ -140,7 +182,7 @@ def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
     name = "top_logprobs" if chat else "logprobs"
     top = body.get(name)
     if chat and body.get("logprobs") not in (None, True, False):
-        raise BadRequest(f"logprobs must be true or false, got {body['logprobs']!r}", "logprobs")
+        raise BadRequest(f"logprobs must be true or false, got {shown(body['logprobs'])}", "logprobs")
     wanted = body.get("logprobs") if chat else top is not None and top is not False
     if chat and top and not wanted:
         raise BadRequest("top_logprobs needs logprobs: true", name)
@@ -148,22 +190,30 @@ def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
         return None
     top = 0 if top is None else top
     if type(top) is not int or not 0 <= top <= TOP_LOGPROBS:
-        raise BadRequest(f"{name} must be 0 to {TOP_LOGPROBS}, got {top!r}", name)
+        raise BadRequest(f"{name} must be 0 to {TOP_LOGPROBS}, got {shown(top)}", name)
     if body.get("echo"):
         raise BadRequest("echo with logprobs is not supported: prompts are not scored", "echo")
     return top
 
 
-def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
-    """One text, several, one list of token ids, or several."""
+def _prompts(prompt: Any, tokenizer: Any, samples: int) -> list[list[int]]:
+    """One text, several, one list of token ids, or several: so many samples of each are asked for."""
     many = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    _check_count(len(many), samples)
     found = []
     for one in many:
+        if isinstance(one, str | list):
+            _check_length(len(one), "prompt")
         ids = tokenizer(whole(one))["input_ids"] if isinstance(one, str) else one
         if not ids or not _token_ids(ids):
             raise BadRequest("prompt must be a text or a list of token ids, or a list of these; none empty", "prompt")
         found.append(ids)
     return found
+
+
+def _check_length(size: int, param: str) -> None:
+    if size > LONGEST_TEXT:
+        raise BadRequest(f"a prompt may have at most {LONGEST_TEXT} characters or token ids, got {size}", param)
 
 
 def _token_ids(ids: Any) -> bool:
@@ -183,19 +233,23 @@ def _messages(body: dict[str, Any], tokenizer: Any) -> list[int]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
         raise BadRequest("messages must be a list of at least one message", "messages")
+    if len(messages) > MOST_MESSAGES:
+        raise BadRequest(f"messages must be at most {MOST_MESSAGES}, got {len(messages)}", "messages")
     if not tokenizer.chat_template:
         raise BadRequest("this model has no chat template: use /v1/completions", "messages")
     variables, taken = body.get("chat_template_kwargs") or {}, signature(tokenizer.apply_chat_template).parameters
     if not isinstance(variables, dict) or variables.keys() & taken.keys():
         raise BadRequest("chat_template_kwargs are variables of the model's own template", "chat_template_kwargs")
     limit_templates()
-    special, plain = SpecialTokens(tokenizer), []
+    special, plain, size = SpecialTokens(tokenizer), [], 0
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
             if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
                 raise BadRequest("only text can be in a message's content", "messages")
             content = "".join(str(part.get("text", "")) for part in content)
+        size += len(content) if isinstance(content, str) else 0
+        _check_length(size, "messages")
         plain.append(special.inert_values({**message, "content": content}))
     try:
         return tokenizer.apply_chat_template(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from ..types import Completion
 from .requests import Job
+
+PART = 256  # items of a list that are encoded at once
 
 
 class Answer:
@@ -32,10 +35,13 @@ class Answer:
         self.created = int(time.time())
         self._offsets: dict[int, int] = {}  # by choice: characters of the tokens sent so far
 
-    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The response with all choices."""
-        used = sum(len(choice["token_ids"]) for choice in choices)
-        return {**self._outer(self.kind), "choices": choices, "usage": self.usage(used), **self._prompt()}
+    def whole(self, choices: list[bytes], used: int) -> Iterator[bytes]:
+        """The response in parts: with all choices as JSON, which have so many tokens."""
+        rest = {"usage": self.usage(used), **self._prompt()}
+        yield encoded(self._outer(self.kind))[:-1] + b', "choices": ['
+        for number, choice in enumerate(choices):
+            yield b", " * (number > 0) + choice
+        yield b"], " + encoded(rest)[1:]
 
     def choice(self, index: int, text: str, completion: Completion, finish: str) -> dict[str, Any]:
         """One sample."""
@@ -116,6 +122,26 @@ class Answer:
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text, raw = self.spelled(token)
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
+
+
+def encoded(value: Any) -> bytes:
+    """JSON. Long lists in parts: the encoder keeps all other threads waiting until it returns."""
+    return "".join(_parts(value)).encode()
+
+
+def _parts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield "{"
+        for number, (key, item) in enumerate(value.items()):
+            yield f"{', ' * (number > 0)}{json.dumps(key)}: "
+            yield from _parts(item)
+        yield "}"
+    elif isinstance(value, list) and len(value) > PART:
+        for start in range(0, len(value), PART):
+            yield ("[" if start == 0 else ", ") + json.dumps(value[start : start + PART])[1:-1]
+        yield "]"
+    else:
+        yield json.dumps(value)
 
 
 def failure(message: str, kind: str, param: str | None = None) -> dict[str, Any]:

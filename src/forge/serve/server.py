@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import gc
 import logging
 import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -19,12 +18,15 @@ from ..controller import CallTimeout, Service
 from ..data.spelling import spelled
 from ..engines.interface import extend
 from ..types import Completion
-from ..web import guard, listen, web
+from ..web import guard, json_of, listen, web
 from .requests import BadRequest, Job, parse
-from .responses import Answer, failure
-from .text import TextStream
+from .responses import Answer, encoded, failure
+from .samples import Piece, Samples, slices
 
 LARGEST = 8 << 20  # bytes of a request
+MOST = 1 << 23  # tokens of an answer that is no stream, each with its likeliest ones
+AT_ONCE = 1 << 14  # of those: one message of a generator, which is unpacked without a pause
+WRITTEN = 1 << 16  # bytes that are written at once
 ATTEMPTS = 3  # at a response whose generator dies
 HEALTH = 10.0  # seconds for the generators' stats
 
@@ -42,17 +44,19 @@ class Server:
         tokenizer: the model's.
         model: its name for clients.
         key: what clients must send as their API key; see `forge.web`.
+        another: a second key, of the page that shows the run.
     """
 
-    def __init__(self, policy: Service, tokenizer: Any, model: str, key: str | None = None) -> None:
-        self.policy, self.tokenizer, self.model, self.key = policy, tokenizer, model, key
+    def __init__(
+        self, policy: Service, tokenizer: Any, model: str, key: str | None = None, another: str | None = None
+    ) -> None:
+        self.policy, self.tokenizer, self.model, self.key, self.another = policy, tokenizer, model, key, another
         self.spelled = cache(partial(spelled, tokenizer))  # at most one entry for each token of the vocabulary
-        self.thread = ThreadPoolExecutor(1, "forge-serve")
 
     @asynccontextmanager
     async def listen(self, at: socket.socket) -> AsyncIterator[str]:
         """Serve on a socket of `forge.web.bind` within the block; yields the clients' `base_url`."""
-        access = guard(at.getsockname()[0], self.key)
+        access = guard(at.getsockname()[0], self.key, self.another)
         app = web.Application(client_max_size=LARGEST, middlewares=[_errors_as_json, access])
         app.add_routes(
             [
@@ -63,8 +67,15 @@ class Server:
                 web.get("/health", self._health),
             ]
         )
-        async with listen(app, at) as url:
-            yield f"{url}/v1"
+        self.thread = ThreadPoolExecutor(1, "forge-serve")
+        # A full collection looks at all that PyTorch and transformers made at their import, a third of a second long.
+        gc.freeze()
+        try:
+            async with listen(app, at) as url:
+                yield f"{url}/v1"
+        finally:
+            gc.unfreeze()
+            self.thread.shutdown(wait=False, cancel_futures=True)
 
     async def beside(self, at: socket.socket) -> str:
         """Serve until the event loop ends; returns the `base_url`."""
@@ -96,36 +107,68 @@ class Server:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         chat = request.path == "/v1/chat/completions"
         try:
-            body = await request.json()
-        except (ValueError, RecursionError, LookupError) as error:  # LookupError: an unknown charset
+            body = await json_of(request)
+        except ValueError as error:
             raise BadRequest(f"the body is not JSON: {error}") from None
-        # In a thread: templates and long texts would block a run's event loop.
-        loop, work = asyncio.get_running_loop(), partial(parse, body, self.tokenizer, self.model, chat=chat)
-        job = await loop.run_in_executor(self.thread, work)
+        job = await self._in_thread(partial(parse, body, self.tokenizer, self.model, chat=chat))
         answer = Answer(job, self.tokenizer, self.spelled, self.model)
         if job.stream:
             return await self._stream(request, job, answer)
+        room = Room(MOST)
         async with asyncio.TaskGroup() as tasks:
-            waiting = [tasks.create_task(self._samples(job, answer, i)) for i in range(len(job.prompts))]
-        return web.json_response(answer.whole([choice for task in waiting for choice in task.result()]))
+            waiting = [tasks.create_task(self._samples(job, answer, i, room)) for i in range(len(job.prompts))]
+        found = [task.result() for task in waiting]
+        choices = [choice for some, _ in found for choice in some]
+        parts = await self._in_thread(lambda: list(answer.whole(choices, sum(used for _, used in found))))
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = sum(map(len, parts))
+        with suppress(ConnectionError):  # the client has disconnected
+            await response.prepare(request)
+            for some in parts:
+                for start in range(0, len(some), WRITTEN):
+                    await response.write(some[start : start + WRITTEN])
+            await response.write_eof()
+        return response
 
-    async def _samples(self, job: Job, answer: Answer, at: int) -> list[dict[str, Any]]:
-        """The choices of prompt number `at`."""
-        first = at * job.sampling.n
-        if not job.stop:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """In the one thread of this server, so that templates, long texts and many samples hold up neither a run's
+        event loop nor other requests: these take turns, of which each should be short."""
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+
+    async def _samples(self, job: Job, answer: Answer, at: int, room: Room) -> tuple[list[bytes], int]:
+        """The choices of prompt number `at`, and how many tokens they have."""
+        first, n = at * job.sampling.n, job.sampling.n
+
+        def choice(sample: int, text: str, whole: Completion, finish: str) -> bytes:
+            return encoded(answer.choice(first + sample, text, whole, finish))
+
+        if not job.stop and n * job.sampling.max_tokens * (1 + job.sampling.top_logprobs) <= AT_ONCE:
             ask = self.policy.generate.route(job.prompts[at], priority=job.priority, **_fields(job))
-            return [answer.choice(first + i, c.text, c, c.finish) for i, c in enumerate(await ask)]
+            found: list[Completion] = await ask
+            work = [partial(choice, i, c.text, c, c.finish) for i, c in enumerate(found)]
+            return [await self._in_thread(one) for one in work], sum(len(c.token_ids) for c in found)
 
-        async def collected() -> list[dict[str, Any]]:
-            # Streamed, so that a sample is cancelled once it reaches a stop string.
-            texts, ends = [""] * job.sampling.n, [""] * job.sampling.n
-            wholes = [Completion(prompt_ids=tuple(job.prompts[at])) for _ in texts]
-            async with aclosing(self._pieces(job, at)) as pieces:
-                async for i, text, piece, finish in pieces:
-                    texts[i] += text
-                    extend(wholes[i], piece)
-                    ends[i] = finish or ""
-            return [answer.choice(first + i, texts[i], wholes[i], ends[i]) for i in range(job.sampling.n)]
+        async def collected() -> tuple[list[bytes], int]:
+            # Streamed, so that a sample is cancelled once it reaches a stop string, and no message is long.
+            texts = [""] * n
+            wholes: list[Completion | None] = [Completion(prompt_ids=tuple(job.prompts[at])) for _ in texts]
+            done, used = [b""] * n, 0
+
+            def add(sample: int, text: str, piece: Completion, finish: str | None) -> int:
+                whole = wholes[sample]
+                assert whole is not None
+                texts[sample] += text
+                extend(whole, piece)
+                if finish is not None:
+                    done[sample] = choice(sample, texts[sample], whole, finish)
+                    wholes[sample] = None
+                return len(piece.token_ids)
+
+            async with aclosing(self._pieces(job, at, add)) as counts:
+                async for some in counts:
+                    used += sum(some)
+                    room.take(sum(some) * (1 + job.sampling.top_logprobs))
+            return done, used
 
         return await _retried(collected)
 
@@ -133,19 +176,25 @@ class Server:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         sending, begun = asyncio.Lock(), set[int]()
 
-        async def send(what: str) -> None:
+        async def send(what: bytes) -> None:
             async with sending:
                 await response.prepare(request)
-                await response.write(f"data: {what}\n\n".encode())
+                await response.write(what)
 
         async def samples(at: int) -> int:
             used = 0
-            async with aclosing(self._pieces(job, at)) as pieces:
-                async for i, text, piece, finish in pieces:
-                    used += len(piece.token_ids)
-                    index = at * job.sampling.n + i
-                    await send(json.dumps(answer.chunk(index, text, piece, first=index not in begun, finish=finish)))
-                    begun.add(index)
+
+            def chunk(sample: int, text: str, piece: Completion, finish: str | None) -> tuple[int, int, bytes]:
+                index = at * job.sampling.n + sample
+                found = answer.chunk(index, text, piece, first=index not in begun, finish=finish)
+                return index, len(piece.token_ids), _event(found)
+
+            async with aclosing(self._pieces(job, at, chunk)) as pieces:
+                async for some in pieces:
+                    for index, size, event in some:
+                        used += size
+                        await send(event)
+                        begun.add(index)
             return used
 
         try:
@@ -155,48 +204,55 @@ class Server:
                     for at in range(len(job.prompts))
                 ]
             if job.usage:
-                await send(json.dumps(answer.last(sum(task.result() for task in waiting))))
-            await send("[DONE]")
+                await send(_event(answer.last(sum(task.result() for task in waiting))))
+            await send(b"data: [DONE]\n\n")
         except Exception as group:
             error = _first(group)
             if not response.prepared:
                 raise
             if not isinstance(error, ConnectionError):  # the client has disconnected
                 # Too late for a status: the client gets the error as an event, and no [DONE].
-                await send(json.dumps(_explained(error, request)[1]))
+                await send(_event(_explained(error, request)[1]))
         return response
 
-    async def _pieces(self, job: Job, at: int) -> AsyncGenerator[tuple[int, str, Completion, str | None]]:
-        """(sample, text, tokens, finish) of prompt number `at`, as they come. A sample ends at a stop string; once all
-        have ended, the stream is closed."""
-        texts = [TextStream(self.tokenizer, job.stop) for _ in range(job.sampling.n)]
-        left = set(range(job.sampling.n))
+    async def _pieces(
+        self, job: Job, at: int, use: Callable[[int, str, Completion, str | None], T]
+    ) -> AsyncGenerator[list[T]]:
+        """What `use` makes, in the thread, of each (sample, text, tokens, finish) of prompt number `at`, as they come.
+        Once all samples have ended, the stream is closed."""
+        samples = Samples(self.tokenizer, job)
+
+        def turn(pieces: list[Piece]) -> list[T]:
+            return [use(*said) for said in samples.take(pieces)]
+
         async with self.policy.session():
             stream, ask = secrets.randbits(63), {"priority": job.priority, **_fields(job)}
             try:
                 await self.policy.open_stream.route(job.prompts[at], stream=stream, **ask)
-                while left:
-                    for i, piece in await self.policy.next_pieces.route(stream):
-                        if i not in left:
-                            continue
-                        before = len(texts[i].token_ids)
-                        text = texts[i].add(piece.token_ids)
-                        size = len(texts[i].token_ids) - before  # without tokens after a stop string
-                        versions = piece.versions[:size]
-                        piece = replace(
-                            piece,
-                            token_ids=piece.token_ids[:size],
-                            logprobs=piece.logprobs[:size],
-                            versions=versions,
-                            identities={version: piece.identities[version] for version in versions},
-                            top_logprobs=piece.top_logprobs[:size],
-                        )
-                        if piece.finish or texts[i].stopped:
-                            left.remove(i)
-                            text += texts[i].end()
-                        yield i, text, piece, "stop" if texts[i].stopped else piece.finish or None
+                while samples.left:
+                    for some in slices(await self.policy.next_pieces.route(stream)):
+                        yield await self._in_thread(partial(turn, some))
             finally:
                 await self.policy.close_stream.route(stream)
+
+
+class Room:
+    """How much an answer that is sent as a whole may still grow."""
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+    def take(self, size: int) -> None:
+        """BadRequest: it is longer."""
+        self.left -= size
+        if self.left < 0:
+            raise BadRequest(
+                f"the answer has more than {MOST} tokens and likeliest tokens: ask for fewer samples, or for a stream"
+            )
+
+
+def _event(found: dict[str, Any]) -> bytes:
+    return b"data: " + encoded(found) + b"\n\n"
 
 
 async def _retried(work: Callable[[], Awaitable[T]], allowed: Callable[[], bool] = lambda: True) -> T:

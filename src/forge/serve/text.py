@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from ..data.spelling import UNFINISHED
@@ -15,7 +16,7 @@ class TextStream:
     """The text of one sample's `token_ids`; `stopped` once a stop string was found: later tokens are ignored."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, stop
+        self.tokenizer, self.stop = tokenizer, [StopString(one) for one in stop]
         self.token_ids: list[int] = []
         self.stopped = False
         self._decoded = 0  # number of tokens whose text was returned or held back
@@ -43,20 +44,15 @@ class TextStream:
         if text.endswith(UNFINISHED) and not last:
             ready = self._finished(start, text)
             text = self.tokenizer.decode(self.token_ids[start:ready], skip_special_tokens=True)
-        if ready == self._decoded:
-            text = self._held
-        else:
-            text = self._held + text[len(before) :]
-            self._decoded = ready
-        # Of several stop strings the one that was complete first.
-        found = [(at + len(stop), at) for stop in self.stop if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
-        keep = 0  # characters at the end that may begin a stop string
-        for stop in () if last else self.stop:
-            sizes = range(min(len(text), len(stop) - 1), keep, -1)
-            keep = next((size for size in sizes if text.endswith(stop[:size])), keep)
+        added = text[len(before) :] if ready != self._decoded else ""
+        self._decoded = ready
+        text = self._held + added
+        for end, letter in enumerate(added, len(self._held) + 1):
+            # Of several stop strings the one that was complete first.
+            if complete := max((stop.add(letter) for stop in self.stop), default=0):
+                self.stopped, self._held = True, ""
+                return text[: end - complete]
+        keep = 0 if last else max((stop.size for stop in self.stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -68,3 +64,32 @@ class TextStream:
                 if text.startswith(self.tokenizer.decode(self.token_ids[start:end], skip_special_tokens=True)):
                     return end
         return self._decoded
+
+
+class StopString:
+    """One stop string and `size`, the length of its longest beginning that the text ends with. Each character is read
+    once, however long the string is (Knuth, Morris and Pratt)."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.size = text, 0
+
+    def add(self, letter: str) -> int:
+        """The length of the string if this letter completes it, else 0."""
+        self.size = longer(self.text, shorter(self.text), self.size, letter)
+        return self.size if self.size == len(self.text) else 0
+
+
+def longer(text: str, shorter: Sequence[int], size: int, letter: str) -> int:
+    """The length of the longest beginning of `text` with which its first `size` letters, not all, and this one end."""
+    while size and text[size] != letter:
+        size = shorter[size - 1]
+    return size + (text[size] == letter)
+
+
+@lru_cache(256)
+def shorter(text: str) -> list[int]:
+    """For each beginning of a text, the length of the next shorter one with which it ends."""
+    lengths = [0]
+    for letter in text[1:]:
+        lengths.append(longer(text, lengths, lengths[-1], letter))
+    return lengths

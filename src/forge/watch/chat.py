@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-import aiohttp
-
-from ..observability.runs import SERVED, settings, state
-from ..web import API_KEY, LOOPBACK
+from ..observability.runs import settings
+from .live import NoModel, as_text, ask
 
 if TYPE_CHECKING:
     from ..engines.interface import Engine
 
 PATIENCE = 120.0  # seconds for an answer
 MOST_TOKENS = 2048
-
-
-class NoModel(ValueError):
-    """There is nothing to ask; says why."""
+FIELDS = {"messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed"}
 
 
 class Chat:
@@ -51,9 +43,11 @@ class Chat:
             ValueError: an invalid request.
         """
         which = asked.pop("which", "run")
-        asked["max_tokens"] = min(int(asked.get("max_tokens") or 256), MOST_TOKENS)
+        if which not in ("run", "base", "live"):
+            raise ValueError("which must be run, base or live")
+        asked = checked(asked)
         if which == "live":
-            return await self._live(run, asked)
+            return await ask(run, asked, PATIENCE)
         async with self._lock:
             model = await asyncio.to_thread(self._model, run, which)
             _, engine, tokenizer = await asyncio.to_thread(self._load, which, model)
@@ -72,10 +66,8 @@ class Chat:
             known = settings(run)
             initial = run.parent / f"{run.name}-initial"
             path = Path(known["model"]).absolute() if known.get("model") else initial
-        elif which == "run":
-            path = run / "model"
         else:
-            raise ValueError(f"which must be run, base or live, got {which!r}")
+            path = run / "model"
         found = path.resolve()
         if not (found / "config.json").is_file():
             why = "it is exported at the end of a run" if which == "run" else "name it with --base"
@@ -106,36 +98,33 @@ class Chat:
             job = parse({**asked, "model": "m"}, tokenizer, "m", chat="messages" in asked)
         except BadRequest as error:
             raise ValueError(str(error)) from None
-        (completion,) = engine.submit(job.prompts[0], job.sampling).result(PATIENCE)
+        answer = engine.submit(job.prompts[0], job.sampling)
+        try:
+            (completion,) = answer.result(PATIENCE)
+        finally:
+            answer.cancel()
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         return {"text": text, "finish": completion.finish, "tokens": len(completion.token_ids)}
 
-    async def _live(self, run: Path, asked: dict[str, Any]) -> dict[str, Any]:
-        path = run / SERVED
-        if state(run) != "running" or not path.is_file():
-            raise NoModel("the policy is not served: the run is not running, or serve.port is not set")
-        url = str(json.loads(path.read_text())["url"])
-        host = urlsplit(url).hostname
-        if host not in LOOPBACK:  # a folder of others could name any address
-            raise NoModel(f"the policy is served at {host}, which is not this machine")
-        key = os.environ.get(API_KEY)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limit = aiohttp.ClientTimeout(PATIENCE)
-        async with aiohttp.ClientSession(timeout=limit, headers=headers) as session:
-            for ask in (asked, as_text(asked)) if "messages" in asked else (asked,):
-                what = "chat/completions" if "messages" in ask else "completions"
-                async with session.post(f"{url}/{what}", json=ask, allow_redirects=False) as response:
-                    body = await response.json()
-                if "no chat template" not in str(body.get("error")):
-                    break
-        if "choices" not in body:
-            raise ValueError(str(body.get("error", {}).get("message", body)))
-        choice = body["choices"][0]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-        return {"text": text, "finish": choice["finish_reason"], "tokens": body["usage"]["completion_tokens"]}
 
+def checked(asked: dict[str, Any]) -> dict[str, Any]:
+    """The body of a request, with no more tokens than a page should ask for.
 
-def as_text(asked: dict[str, Any]) -> dict[str, Any]:
-    """For a model without a template, which continues text: the last message is what it continues."""
-    rest = {name: given for name, given in asked.items() if name != "messages"}
-    return rest | {"prompt": str(asked["messages"][-1]["content"])}
+    Raises:
+        ValueError: names the field at fault.
+    """
+    if unknown := sorted(asked.keys() - FIELDS):
+        raise ValueError(f"unknown field {unknown[0][:60]!r}")
+    tokens = 256 if asked.get("max_tokens") is None else asked["max_tokens"]
+    if type(tokens) is not int or tokens < 1:
+        raise ValueError("max_tokens must be a whole number of at least 1")
+    messages = asked.get("messages")
+    if messages is None and not isinstance(asked.get("prompt"), str):
+        raise ValueError("ask with messages, or with a text as prompt")
+    if messages is not None and not (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in messages)
+    ):
+        raise ValueError("messages must be a list of at least one message, each an object with a text as content")
+    return asked | {"max_tokens": min(tokens, MOST_TOKENS)}

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from ..files import is_plain
 from ..observability.held_out import HELD_OUT
 from ..observability.report import CHARTS, PAGE, SCRIPTS, STYLES
 from ..observability.rollouts import ROLLOUTS
 from ..observability.run import CONFIG, ENDED, FINISHED, MARK
-from ..observability.runs import SERVED, differences
+from ..observability.runs import SERVED, differences, state
+from ..observability.summaries import signature, summary
 from ..observability.trace import TRACE
 from ..observability.views import RunView, plain
-from ..web import guard, listen, web
-from .chat import Chat, NoModel
+from ..web import guard, json_of, listen, web
+from .chat import Chat
+from .live import NoModel
 
 READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, SERVED, "lock")  # of a run's folder
 DEPTH = 3  # levels of folders that runs are looked for in
+ENTRIES = 100_000  # of these folders that are looked at
+VIEWS = 16  # runs whose numbers are kept
+PATIENCE = 1.0  # seconds for a list of runs; those that were not read in it follow with the next one
+SHOWN, LONGEST = 100, 500  # characters of a name, and of an error
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -47,7 +57,8 @@ class Watch:
     def __init__(self, root: Path, base: str | None = None, key: str | None = None) -> None:
         self.root, self.key = root.resolve(), key
         self.chat = Chat(self.root, base)
-        self._views: dict[str, RunView] = {}
+        self._views: dict[Path, RunView] = {}  # those that were asked for last at the end
+        self._summaries: dict[Path, tuple[Any, dict[str, Any]]] = {}
         # One thread: views are not shared, and the event loop stays free.
         self._thread = ThreadPoolExecutor(1, "forge-watch")
 
@@ -87,39 +98,67 @@ class Watch:
         """
         try:
             path = (self.root / name).resolve()
-        except (ValueError, OSError):  # a name that no file can have
-            raise FileNotFoundError(f"there is no run {name!r}") from None
-        config = path / CONFIG
-        if not path.is_relative_to(self.root) or not config.is_file() or not inside(path, self.root):
-            raise FileNotFoundError(f"there is no run {name!r}")
+        except (ValueError, OSError, RuntimeError):  # a name that no file can have, or a link to itself
+            raise FileNotFoundError(f"there is no run {name[:SHOWN]!r}") from None
+        if not path.is_relative_to(self.root) or not is_plain(path / CONFIG) or not inside(path, self.root):
+            raise FileNotFoundError(f"there is no run {name[:SHOWN]!r}")
         return path
 
     def view(self, name: str) -> RunView:
         """A run with all that was added since the last request."""
         folder = self.folder(name)
-        if (view := self._views.get(name)) is None or view.folder != folder:
-            self._views[name] = view = RunView(folder)
+        if (view := self._views.pop(folder, None)) is None:
+            view = RunView(folder)
         else:
             view.refresh()
+        self._views[folder] = view
+        while len(self._views) > VIEWS:
+            self._views.pop(next(iter(self._views)))
         return view
 
     def _runs(self, _: Any) -> list[dict[str, Any]]:
-        found = []
-        for path in sorted(self._find(self.root, DEPTH)):
+        runs, paths, deadline = [], sorted(self._find()), time.monotonic() + PATIENCE
+        for path in paths:
             name = str(path.relative_to(self.root))
-            try:
-                found.append({"run": name, "name": path.name if name == "." else name, **self.view(name).summary()})
-            except (OSError, ValueError) as error:  # one that is damaged does not hide the others
-                found.append({"run": name, "name": name, "state": "damaged", "error": str(error)})
+            about = {"run": name, "name": path.name if name == "." else name}
+            runs.append({**about, **self._summary(path, deadline)})
+        self._summaries = {path: self._summaries[path] for path in paths if path in self._summaries}
+        return runs
+
+    def _summary(self, path: Path, deadline: float) -> dict[str, Any]:
+        """Of a list. One that is damaged does not hide the others, nor hold them up for longer than the others do."""
+        now = signature(path)
+        known, found = self._summaries.get(path, (None, {"step": 0}))
+        if known != now and time.monotonic() > deadline:
+            return {"state": "not read yet", **found}
+        try:
+            if known != now:
+                found = summary(path)
+                json.dumps(found, allow_nan=False)
+            elif found["state"] != "damaged":
+                found = {**found, "state": state(path)}
+        except Exception as error:  # whatever a folder of others leads to
+            found = {"state": "damaged", "step": 0, "error": line(error)}
+        self._summaries[path] = now, found
         return found
 
-    def _find(self, folder: Path, depth: int) -> list[Path]:
-        if (folder / CONFIG).is_file() and inside(folder, self.root):
-            return [folder]
-        if not depth:
-            return []
-        inner = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-        return [run for path in inner for run in self._find(path, depth - 1)]
+    def _find(self) -> list[Path]:
+        """The folders of runs, no link among them."""
+        runs, folders, left = list[Path](), [(self.root, DEPTH)], ENTRIES
+        while folders and left > 0:
+            folder, depth = folders.pop()
+            if is_plain(folder / CONFIG):
+                if inside(folder, self.root):
+                    runs.append(folder)
+                continue
+            if not depth:
+                continue
+            with suppress(OSError), os.scandir(folder) as entries:  # it may be closed to this user, or gone
+                for entry in islice(entries, left):
+                    left -= 1
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append((folder / entry.name, depth - 1))
+        return runs
 
     async def _answer(self, answer: Callable[[Any], Any], request: web.Request) -> web.Response:
         query = request.query
@@ -129,9 +168,9 @@ class Watch:
         return web.Response(body=found, content_type="application/json", headers=HEADERS)
 
     async def _chat(self, request: web.Request) -> web.Response:
-        asked = await request.json()
+        asked = await json_of(request)
         if not isinstance(asked, dict) or not isinstance(asked.get("run"), str):
-            raise ValueError("the body must be an object with the name of a run")
+            raise ValueError("the body must be a JSON object with the name of a run")
         found = await self.chat.answer(self.folder(asked.pop("run")), asked)
         return web.json_response(found, headers=HEADERS)
 
@@ -150,13 +189,22 @@ async def _explained(
     except web.HTTPException as error:
         return web.json_response({"error": error.reason}, status=error.status, headers=HEADERS)
     except (FileNotFoundError, IndexError, NoModel) as error:
-        return web.json_response({"error": str(error)}, status=404, headers=HEADERS)
+        return web.json_response({"error": line(error)}, status=404, headers=HEADERS)
     except KeyError as error:
         return web.json_response({"error": f"the query lacks {error}"}, status=400, headers=HEADERS)
-    except (ValueError, TypeError, OSError, aiohttp.ClientError) as error:
-        return web.json_response({"error": str(error)}, status=400, headers=HEADERS)
+    except (ValueError, TypeError, ArithmeticError, RecursionError, OSError, aiohttp.ClientError) as error:
+        return web.json_response({"error": line(error)}, status=400, headers=HEADERS)
+
+
+def line(error: Exception) -> str:
+    """An error as one line of bounded length."""
+    return " ".join(str(error).split())[:LONGEST]
 
 
 def inside(folder: Path, root: Path) -> bool:
-    """Whether all files of a run that are read lie below `root`, links resolved."""
-    return all((folder / name).resolve().is_relative_to(root) for name in READ)
+    """Whether no file of a run that is read is a link out of `root`; other links are not followed either."""
+    links = [folder / name for name in READ if os.path.islink(folder / name)]
+    try:
+        return all(link.resolve().is_relative_to(root) for link in links)
+    except (OSError, RuntimeError):  # a link to itself
+        return False
