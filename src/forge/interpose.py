@@ -76,12 +76,18 @@ def _writable(place: int) -> bool:
 
 
 def _loaded(library: str) -> tuple[str, int]:
-    """The file of a library, and where it begins in memory."""
+    """The file of a library, and what the addresses in it are relative to in memory."""
     for line in _maps():
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and library in fields[5] and int(fields[2], 16) == 0:
-            return fields[5], int(fields[0].partition("-")[0], 16)
+            fixed = _head(fields[5])[16:18] == b"\x02\0"  # a program that is always at the same place
+            return fields[5], 0 if fixed else int(fields[0].partition("-")[0], 16)
     raise OSError("it is not loaded")
+
+
+def _head(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(64)
 
 
 def imports(path: str, name: bytes) -> Iterator[int]:

@@ -24,6 +24,7 @@ from ..cluster.process import Process, is_stopped
 from ..cluster.rendezvous import SCHEME
 from ..cluster.wire import HostError
 from ._monarch import HostMesh, attach_to_workers, end_at_exit, new_service_proc_id, run_worker_loop_forever, this_host
+from .ending import let_threads_wait
 from .errors import ReplicaDied
 from .private import hidden_announcement, sockets_in, warn_if_exposed
 
@@ -38,6 +39,7 @@ def start_client() -> None:
     with hidden_announcement():
         this_host()
     end_at_exit()
+    let_threads_wait()
     warn_if_exposed()
 
 
