@@ -71,6 +71,56 @@ def test_a_reward_that_raises_on_the_command_line(tmp_path: Path):
         assert '"state":"failed"' in (folder / "report.html").read_text()
 
 
+MISBEHAVING = """
+import sys, threading
+
+calls = 0
+
+def when(count):
+    global calls
+    calls += 1
+    return calls > count
+
+def another_type(prompt, response, target):
+    return "good" if when(16) else calls / 100
+
+def nothing(prompt, response, target):
+    return None
+
+def leaves(prompt, response, target):
+    return sys.exit(3) if when(16) else calls / 100
+
+def recurses(prompt, response, target):
+    return recurses(prompt, response, target) if when(16) else calls / 100
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("function", "message", "traced"),
+    [
+        pytest.param("another_type", "the reward another_type gave 'good': give a finite number", False),
+        pytest.param("nothing", "no episode of 64 groups in a row could be scored", False, marks=pytest.mark.full),
+        pytest.param("leaves", "reward_actor[0].score (pid", True, marks=pytest.mark.full),
+        pytest.param("recurses", "RecursionError: maximum recursion depth exceeded", True, marks=pytest.mark.full),
+    ],
+)
+def test_a_reward_that_misbehaves_is_a_line_with_its_own_traceback(
+    tmp_path: Path, function: str, message: str, traced: bool
+):
+    (tmp_path / "rewards.py").write_text(MISBEHAVING)
+    (tmp_path / "run.yaml").write_text(RUN.replace("later", function).replace("steps: 6", "steps: 60"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    program = Path(sys.executable).with_name("forge")
+    done = subprocess.run([program, "train", "run.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert ("Traceback in your code" in done.stderr) == traced
+    assert "Traceback (most recent call last)" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert "src/forge" not in done.stderr
+
+
 class Breaks(Environment):
     """It raises in the second turn."""
 

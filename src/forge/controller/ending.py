@@ -1,8 +1,8 @@
 """Threads that want the interpreter while it ends wait for ever, as they do from Python 3.14 on.
 
-Before, Python ends such a thread by `pthread_exit`, which unwinds its stack like an exception. Through a frame of Rust or
-C++ that catches everything, as those of Monarch's threads do, this is no way: "FATAL: exception not rethrown", and the
-process aborts although its work was done.
+Before, Python ends such a thread by `pthread_exit`, which unwinds its stack like an exception. Where a frame of Rust or
+C++ catches everything, as those of Monarch's threads do, that is "FATAL: exception not rethrown": the process aborts,
+although its work was done.
 """
 
 from __future__ import annotations

@@ -21,6 +21,10 @@ from .rollout import rollout as play_episode
 MAX_UNSCORED_GROUPS = 64
 
 
+class NothingScored(RuntimeError):
+    """No reward has scored any episode."""
+
+
 class GroupEnv(ABC):
     """Plays groups of episodes of a sample and scores them."""
 
@@ -43,7 +47,7 @@ class GroupEnv(ABC):
             sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
 
         Raises:
-            RuntimeError: all episodes of `MAX_UNSCORED_GROUPS` groups in a row are unscored: the run would never end.
+            NothingScored: all episodes of `MAX_UNSCORED_GROUPS` groups in a row are unscored: the run would never end.
         """
         episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
         for episode in episodes:
@@ -52,7 +56,7 @@ class GroupEnv(ABC):
         self._unscored_groups = 0 if scored else self._unscored_groups + 1
         if self._unscored_groups == MAX_UNSCORED_GROUPS:
             info = {name: value for name, value in episodes[0].info.items() if name != "messages"}
-            raise RuntimeError(
+            raise NothingScored(
                 f"no episode of {MAX_UNSCORED_GROUPS} groups in a row could be scored; of the last one: {info}"
             )
         return episodes
@@ -84,7 +88,7 @@ class GroupEnv(ABC):
         verdicts = [bool(episode.info["correct"]) for episode in episodes if episode.info["correct"] is not None]
         rewards = [episode.outcome for episode in episodes if episode.outcome is not None]
         if not verdicts:
-            raise RuntimeError(f"no episode of the evaluation could be scored: {episodes[0].info}")
+            raise NothingScored(f"no episode of the evaluation could be scored: {episodes[0].info}")
         return {
             "eval/accuracy": sum(verdicts) / len(verdicts),
             **({"eval/reward": sum(rewards) / len(rewards)} if rewards else {}),

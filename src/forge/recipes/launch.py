@@ -23,6 +23,7 @@ from ..architecture import longest, rotary_limit
 from ..cluster import REQUEUE
 from ..config import Arguments, ConfigError, to_dict
 from ..controller import ForgeError, forked_processes, run
+from ..controller.errors import RemoteError
 from ..controller.private import log_to
 from ..data.config import DatasetConfig, RowsConfig
 from ..flops import peak_tflops
@@ -69,6 +70,8 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     except KeyboardInterrupt:  # before the run has handlers, or once more while it is being closed
         raise SystemExit(128 + signal.SIGINT) from None
     except (ConfigError, BadInput, ForgeError) as error:
+        if isinstance(error, RemoteError):  # a component's code ended its process, or what cannot be sent
+            print_user_frames(error)
         raise SystemExit(masked(f"error: {error}")) from error
     except BrokenPipeError as error:
         if not _has_no_reader(sys.stdout):  # a pipe of something else
@@ -78,16 +81,23 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
         raise SystemExit("error: the reader of standard output has ended, and so has the run") from error
     except Exception as error:
         # Imported here: checkpoints bring the trainer along, which this process does not need.
+        from ..envs.group import NothingScored
         from ..training.checkpoint import CheckpointFailed
+        from ..verifiers.reward import BadScore
 
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if isinstance(error, CheckpointFailed | DamagedFile) or full:
             raise SystemExit(masked(f"error: {error}")) from error
-        frames = user_frames(error)
-        if not frames:
+        if not print_user_frames(error) and not isinstance(error, BadScore | NothingScored):
             raise
-        print("Traceback in your code (most recent call last):", *frames, sep="\n", file=sys.stderr)
         raise SystemExit(masked("\n".join([f"error: {summary(error)}", *getattr(error, "__notes__", ())]))) from error
+
+
+def print_user_frames(error: BaseException) -> bool:
+    """Print the traceback of an exception as far as it is in the user's own code; whether there was any."""
+    if frames := user_frames(error):
+        print(masked("\n".join(["Traceback in your code (most recent call last):", *frames])), file=sys.stderr)
+    return bool(frames)
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

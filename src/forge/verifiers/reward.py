@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 REASONS = 10  # logged per verifier
 
 
+class BadScore(ValueError):
+    """A reward gave something that is no score."""
+
+
 class FunctionVerifier:
     """A function as a verifier of one column: `f(prompt, response, target) -> float | None`, plain or async, or an
     object whose async `score_group(prompt, responses, target)` scores all responses of a prompt together.
@@ -68,7 +72,7 @@ class FunctionVerifier:
         else:
             found = await asyncio.to_thread(lambda: [called(response) for response in responses])
         if len(found) != len(responses):
-            raise ValueError(f"the reward {name} gave {len(found)} scores for {len(responses)} responses")
+            raise BadScore(f"the reward {name} gave {len(found)} scores for {len(responses)} responses")
         scores = Scores(np.full((len(responses), 1), np.nan))
         for i, score in enumerate(found):
             try:
@@ -80,7 +84,7 @@ class FunctionVerifier:
             except (TypeError, OverflowError):
                 wanted = "give a finite number, or None for no score"
                 with self._named(prompt, target, responses[i]):
-                    raise ValueError(f"the reward {name} gave {score!r:.80}: {wanted}") from None
+                    raise BadScore(f"the reward {name} gave {score!r:.80}: {wanted}") from None
             scores.values[i, 0] = score
         return scores
 
