@@ -76,7 +76,7 @@ def test_a_hostile_folder_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture
     (bad / "other.jsonl").symlink_to("nowhere")
     main(["runs", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "failed: ?]0;owned? (metrics.jsonl is too large)" in said
+    assert r"failed: \x1b]0;owned\x07 (metrics.jsonl is too large)" in said
     assert "\x1b" not in said
     assert re.search("good +stopped +1/2", said)
     with pytest.raises(SystemExit, match=r"error: .* has more than 3 lines"):
