@@ -177,6 +177,45 @@ def test_what_a_server_forked_outlives_it_and_another_server_forks(tmp_path: Pat
         assert survivor.returncode == 0
 
 
+RUN = """
+import asyncio, os, signal
+from pathlib import Path
+from forge.controller import forked_processes, run
+from tests.controller.components import Counter
+
+def servers():
+    me = os.getpid()
+    return [int(pid) for pid in Path(f"/proc/self/task/{me}/children").read_text().split()
+            if Path(f"/proc/{pid}/comm").read_text() == "forge-fork\\n"]
+
+async def main():
+    service = await Counter.options(num_replicas=2).as_service()
+    before = sorted(await service.where.fanout())
+    (lost,) = servers()
+    os.kill(lost, signal.SIGKILL)
+    while not servers() or lost in servers():
+        await asyncio.sleep(0.05)
+    assert sorted(await service.where.fanout()) == before
+    os.kill(before[0][1], signal.SIGKILL)
+    while sorted(await service.where.fanout()) == before:
+        await asyncio.sleep(0.05)
+    print(lost, flush=True)
+
+with forked_processes():
+    run(main())
+"""
+
+
+def test_a_run_whose_server_is_killed_loses_nothing_and_has_another_at_once():
+    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    notice, *rest = done.stderr.splitlines()
+    assert notice.endswith(
+        f"the fork server (process {done.stdout.strip()}) ended with SIGKILL: another one is started"
+    )
+    assert [line for line in rest if "is dead" not in line and "serves again" not in line] == []
+
+
 def test_a_server_that_does_not_live_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "transformers.py").write_text("import os\nos._exit(9)\n")
     server = ForkServer(tmp_path, {"PYTHONPATH": str(tmp_path)})

@@ -183,6 +183,7 @@ class Connection(asyncio.Protocol):
         return cls._by_inner.get(request.protocol)
 
     def connection_made(self, transport: Any) -> None:
+        """It is open, unless there are too many whose requests are being answered."""
         if len(self._open) >= self._most:
             longest = next((one for one in self._open if one._waited_for and not one._writes()), None)
             if longest is None:
@@ -197,6 +198,7 @@ class Connection(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
+        """A part of a request, whose headers are bounded in size and time."""
         if self._limit is not None:
             if self._headers is None:
                 self._headers = b""
@@ -259,9 +261,11 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def eof_received(self) -> bool | None:
+        """The client sends no more."""
         return None if self._transport is None else self._inner.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
+        """It is closed."""
         for timer in (self._limit, self._writing):
             if timer is not None:
                 timer.cancel()
@@ -271,10 +275,12 @@ class Connection(asyncio.Protocol):
             self._inner.connection_lost(error)
 
     def pause_writing(self) -> None:
+        """The client does not read."""
         self._writing = asyncio.get_running_loop().call_later(WRITE_TIME, self._leave)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        """It reads again."""
         if self._writing is not None:
             self._writing.cancel()
         self._inner.resume_writing()

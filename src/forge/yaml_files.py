@@ -76,12 +76,14 @@ class Strict:
     becomes large when aliases are written out, contains itself, or is a number of a thousand digits."""
 
     def get_single_node(self) -> yaml.Node | None:
+        """The document, if it is of a reasonable size."""
         node: yaml.Node | None = super().get_single_node()  # type: ignore[misc]
         if node is not None:
             check_size(node)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Keys and values, each key once."""
         marks: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):

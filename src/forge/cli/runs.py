@@ -128,7 +128,7 @@ def _ago(seconds: float) -> str:
 
 
 def _print(table: list[list[str]]) -> None:
-    """In columns. What a terminal would take for a command, which a folder of others may hold, is a question mark."""
+    """In columns."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

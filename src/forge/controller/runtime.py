@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
 from ..cluster.inventory import VISIBLE, visible_gpus
 from ..cluster.pool import HOSTS, Demand, NoRoom, Pool, expected
+from ..cluster.process import Process
 from ..cluster.wire import split
 from ..forkserver import ForkServer
 from ..janitor import Scratch, sweep
@@ -48,6 +49,7 @@ class Runtime:
         self._groups: dict[str, ProcessGroup] = {}
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # shared groups
         self.hosts: dict[str, list[Hosts]] = {}
+        self._server: Process | None = None  # the fork server
         self.pool: Pool | None = None  # the other machines of this run
         self.shared: Any = None  # the weight store as all hosts reach it
         self._pooled: dict[tuple[str, int], PooledHosts] = {}
@@ -103,6 +105,8 @@ class Runtime:
     async def shutdown(self) -> None:
         """Stop every component; returns when their processes are gone."""
         self._watchdog.cancel()
+        if self._server is not None:
+            self._server.close()
         await asyncio.gather(*(service.stop() for service in self.services.values()), return_exceptions=True)
         await asyncio.gather(*self._pending_stops, return_exceptions=True)
         await asyncio.gather(*(hosts.stop() for group in self.hosts.values() for hosts in group))
@@ -160,6 +164,7 @@ class Runtime:
             standbys = None
             if type(hosts) is Hosts:
                 plain = options.threads == 1 and not any(gpus.values()) and not options.env
+                self._watch_server()
                 standbys = Standbys(name, procs, _private_folder(), processes.allocator_settings(options))
                 await standbys.start(_server if plain else None, options.setup_timeout)
             spawned = processes.spawn(mesh, name, procs, options, gpus, standbys, spans_machines=hosts.spans_machines)
@@ -167,6 +172,18 @@ class Runtime:
             if shared:
                 self._groups[name] = group
             return group
+
+    def _watch_server(self) -> None:
+        """Replace the fork server as soon as it ends, so that the next process need not wait for its imports."""
+        if _server is None or (self._server is not None and self._server.pid == _server.pid):
+            return
+        if self._server is not None:
+            self._server.close()
+        self._server = Process(_server.pid, self._on_end_of_server)
+
+    def _on_end_of_server(self) -> None:
+        if _server is not None and _server.revive():
+            self._watch_server()
 
     async def _hosts_of(self, component: Component, index: int) -> Hosts:
         """Of a replica; those of the pool, once there is room."""
