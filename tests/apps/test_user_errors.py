@@ -90,6 +90,11 @@ def nothing(prompt, response, target):
 def leaves(prompt, response, target):
     return sys.exit(3) if when(16) else calls / 100
 
+def ends_generators(prompt, response, target):
+    if when(16):
+        raise GeneratorExit("nothing left")
+    return calls / 100
+
 def recurses(prompt, response, target):
     return recurses(prompt, response, target) if when(16) else calls / 100
 """
@@ -102,6 +107,7 @@ def recurses(prompt, response, target):
         pytest.param("another_type", "the reward another_type gave 'good': give a finite number", False),
         pytest.param("nothing", "no episode of 64 groups in a row could be scored", False, marks=pytest.mark.full),
         pytest.param("leaves", "reward_actor[0].score (pid", True, marks=pytest.mark.full),
+        pytest.param("ends_generators", "GeneratorExit: nothing left", True, marks=pytest.mark.full),
         pytest.param("recurses", "RecursionError: maximum recursion depth exceeded", True, marks=pytest.mark.full),
     ],
 )

@@ -17,7 +17,7 @@ from ..cluster.wire import LEASE
 from ._monarch import ActorError, SupervisionError
 from .actor_host import Answer
 from .context import ActorContext
-from .errors import CallTimeout, RemoteError, RemoteFailure, ReplicaDied
+from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, ReplicaDied
 from .options import Options
 from .patience import wait_for
 from .processes import ProcessGroup
@@ -286,7 +286,9 @@ class Replica:
             raise self.fail("Monarch gave up its start", blameless=True) from None
         except ActorError as error:
             # The message could not be read there, or its answer not be sent back. The actor lives.
-            raise RemoteError(f"{self}.{label} could not be called or answered: {error}") from error
+            text = str(error).strip()
+            summary = text.splitlines()[-1] if text else type(error).__name__
+            raise RemoteError(f"{self}.{label} could not be called or answered: {summary}") from RemoteTraceback(text)
         finally:
             self._answers.discard(answer)
             # A late failure of an answer that is no longer awaited would be logged as an exception never retrieved.
