@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from forge.controller import first_to_end
 from forge.controller.errors import RemoteFailure, RemoteTraceback
 from forge.envs import Environment, Step
 from forge.observability.runs import ending, state
+from forge.recipes.slowness import reported
 from forge.recipes.user_errors import summary, user_frames
 from forge.verifiers.reward import FunctionVerifier
 
@@ -231,6 +234,17 @@ def test_what_a_reward_raises_says_what_was_scored_also_from_another_process(fun
     frames = user_frames(error)
     assert all("test_user_errors.py" in frame for frame in frames)
     assert bool(frames) is (function is not listed) or any("test_what" in frame for frame in frames)
+
+
+def test_data_that_block_say_where(caplog: pytest.LogCaptureFixture):
+    said = threading.Event()
+    caplog.handler.addFilter(lambda record: said.set() or True)
+    with reported("reading", every=0.05):
+        said.wait()
+    first = caplog.records[0].getMessage()
+    assert re.fullmatch(
+        rf"reading: \d+ s so far, in {re.escape(__file__)}:\d+ \(test_data_that_block_say_where\)", first
+    )
 
 
 def test_a_summary_is_one_line():

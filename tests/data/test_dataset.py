@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import islice
@@ -155,6 +156,12 @@ def test_bad_files(tmp_path, places):
         make(str(tmp_path / "rows.parquet"))
     with pytest.raises(ValueError, match="no field 'label': it has question, answer, id"):
         make(places["folder"], target_field="label", streaming=True)
+
+
+def test_a_pipe_is_no_data(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=r"rows.jsonl is neither a file nor a folder, but a pipe or a device"):
+        make(str(tmp_path / "rows.jsonl"))
 
 
 def test_a_hub_id_without_the_datasets_package(monkeypatch):

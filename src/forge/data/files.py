@@ -143,6 +143,8 @@ def _local(path: str) -> Path | None:
         if place.suffix not in _BUILDERS:
             raise ValueError(f"{place} has the unknown extension {place.suffix!r}: use {', '.join(_BUILDERS)}")
         return place
+    if place.exists():
+        raise ValueError(f"{place} is neither a file nor a folder, but a pipe or a device: write its rows to a file")
     if place.suffix in _FILE_SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path:
         siblings = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
         near = difflib.get_close_matches(place.name, siblings, n=1)

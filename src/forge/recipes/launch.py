@@ -46,6 +46,7 @@ from .preemption import Preempted, Preemption, deadline_of
 from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
 from .signals import end_at_signals, finishing
+from .slowness import reported
 from .user_errors import summary, user_frames
 
 NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of data, by its kind
@@ -240,7 +241,8 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
     check_others(cfg, model, dict(zip(cfg.others(), others, strict=True)))
     cfg.check_tokenizer(model)
     cfg.check_reward()
-    items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
+    with reported("reading and checking the data"):
+        items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
     if items is not None and (steps := -(-items // cfg.training.batch_size)) < cfg.training.steps:
         log.info(
             "the data ends after its epochs, %d %ss or %d steps of %d: so does the run, before training.steps = %d",

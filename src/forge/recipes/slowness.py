@@ -1,0 +1,36 @@
+"""A line for what takes long before a run begins, when nothing else would say anything."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .user_errors import innermost
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY = 30.0  # seconds
+
+
+@contextmanager
+def reported(what: str, every: float = REPORT_EVERY) -> Iterator[None]:
+    """Log how long the block has taken, again and again, with the line of the user's own code that it is in."""
+    ended, begun, caller = threading.Event(), time.monotonic(), threading.get_ident()
+
+    def report() -> None:
+        while not ended.wait(every):
+            stack = traceback.extract_stack(sys._current_frames()[caller])
+            log.warning("%s: %.0f s so far%s", what, time.monotonic() - begun, innermost(stack))
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
