@@ -18,7 +18,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 
 def ask(
     listener: socket.socket, address: str, program: str, environment: dict[bytes, bytes], standard_input: int = 0
-) -> int:
+) -> int | None:
     """Request that the process at an address runs a program as this process would, or forks one that does.
 
     Args:
@@ -26,7 +26,7 @@ def ask(
         environment, standard_input: those of the process; limits, folder and the other streams are this one's.
 
     Returns:
-        its process id; 0 if it refuses, or ended.
+        its process id; 0 if it does not, None if nothing answers.
     """
     limits = b",".join(b"%d:%d:%d" % (number, *resource.getrlimit(number)) for number in LIMITS)
     request = b"\0".join([program.encode(), limits, *(name + b"=" + value for name, value in environment.items())])
@@ -37,8 +37,9 @@ def ask(
         os.close(folder)
         listener.sendall(request)
     except OSError:  # nothing listens, or it ended
-        return 0
-    return int.from_bytes(receive(listener, 4), "little")
+        return None
+    answer = receive(listener, 4)
+    return int.from_bytes(answer, "little") if len(answer) == 4 else None
 
 
 def receive(connection: socket.socket, length: int) -> bytes:

@@ -3,8 +3,8 @@
 Importing them takes 3 to 5 CPU-seconds in each process; a fork of a process that has imported them has them at once,
 and then stands by for its launcher (`standby.py`). It lives on where the server ends.
 
-The fork is safe because the server has one thread and opens no accelerator. The server refuses where it has more than
-one thread, and where a variable of the environment differs that a library may have read when it was imported.
+The fork is safe because the server has one thread and opens no accelerator. The server does not fork where it has more
+than one thread, and where a variable of the environment differs that a library may have read when it was imported.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -60,6 +61,7 @@ class ForkServer:
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self.address, self._settings, self._lives = folder / "fork", settings, LIVES
+        self._reviving = threading.Lock()
         self._start()
         atexit.register(self.end)
 
@@ -68,23 +70,26 @@ class ForkServer:
         """Its process id."""
         return self._process.pid
 
-    def revive(self) -> bool:
-        """Start the server again if it has ended; whether it had, and is worth another try."""
-        if self._process.poll() is None or self._lives == 0:
-            return False
-        status = self._process.returncode
-        cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        self._lives = self._lives - 1 if time.monotonic() - self._began < SOUND_AFTER else LIVES
-        outcome = "another one is started" if self._lives else "processes are started without it from now on"
-        log.warning("the fork server (process %d) ended with %s: %s", self.pid, cause, outcome)
-        self._close()
-        if self._lives:
-            self._start()
-        return self._lives > 0
+    def revive(self, patience: float = 0.0) -> bool:
+        """Start the server again if it ends within so many seconds; whether one is there that has not been asked."""
+        asked = self._process
+        with self._reviving, suppress(subprocess.TimeoutExpired):
+            status = asked.wait(patience)
+            if asked is self._process and self._lives:
+                cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+                self._lives = self._lives - 1 if time.monotonic() - self._began < SOUND_AFTER else LIVES - 1
+                outcome = "another one is started" if self._lives else "processes are started without it from now on"
+                log.warning("the fork server (process %d) ended with %s: %s", asked.pid, cause, outcome)
+                self._close()
+                if self._lives:
+                    self._start()
+            return self._lives > 0
+        return False
 
     def end(self) -> None:
         """End the server."""
         atexit.unregister(self.end)
+        self._lives = 0
         self._process.kill()
         self._process.wait()
         self._close()

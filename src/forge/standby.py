@@ -1,7 +1,7 @@
 """A process that is up before Monarch starts it.
 
-Monarch 0.7 loses a process that has not called back 30 s after its start: the process comes up, and whoever waits for
-it does so for ever. On a busy machine, or where `sitecustomize` is slow, that is too short for Python and its imports.
+Monarch 0.7 loses a process that has not called back 30 s after its start: the process comes up, and the wait for it
+never ends. On a busy machine, or where `sitecustomize` is slow, that is too short for Python and its imports.
 So the controller starts the process itself, waits for as long as it takes, and then has Monarch start a launcher of a
 few milliseconds (`forklauncher.py`), whose place the process takes.
 

@@ -19,7 +19,7 @@ from forge.envs import Environment, Step
 from forge.observability.runs import ending, state
 from forge.recipes.slowness import reported
 from forge.recipes.user_errors import summary, user_frames
-from forge.verifiers.reward import FunctionVerifier
+from forge.verifiers.reward import BadScore, FunctionVerifier
 
 REWARD = """
 class Odd(Exception):
@@ -219,7 +219,7 @@ class Whole:
         (by_key, KeyError),
         (later, ZeroDivisionError),
         (Callable(), RuntimeError),
-        (listed, ValueError),
+        (listed, BadScore),
         (Whole(), OSError),
     ],
 )

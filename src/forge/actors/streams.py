@@ -13,7 +13,7 @@ from ..observability import Reduce, record_metric
 from ..types import Completion, Sampling
 
 WAIT = 1.0  # seconds that a caller waits for something to tell
-MOST = 4096  # log-probabilities that are told at once: an answer holds up its caller while it is unpacked
+MOST = 4096  # log-probabilities that are sent at once: an answer holds up its caller while it is unpacked
 FORGOTTEN = 60.0  # seconds without a request after which a stream is closed
 
 
@@ -99,7 +99,7 @@ class _Stream:
         return list(pieces.items())
 
     def _some(self) -> dict[int, Completion]:
-        """What is told at once."""
+        """What is sent at once."""
         pieces: dict[int, Completion] = {}
         room = MOST
         while self.pieces and room > 0:

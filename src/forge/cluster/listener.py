@@ -1,4 +1,4 @@
-"""The listening side of `wire`: who does not know the secret costs little, and locks nobody out."""
+"""The listening side of `wire`: a peer without the secret costs little and keeps no other out."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import forklauncher
-from ..forkserver import ForkServer
+from ..forkserver import LIVES, ForkServer
 from ..standby import ADDRESS, HELD, PROGRAM
 from .errors import ReplicaDied
 from .patience import cpu_seconds
@@ -24,6 +24,7 @@ from .patience import cpu_seconds
 log = logging.getLogger(__name__)
 
 CHECK_EVERY = 1.0  # seconds
+ENDING = 10.0  # seconds in which a server that does not answer any more has ended
 REPORT_AFTER = 30.0  # seconds; on an idle machine a process is up after one
 _numbers = itertools.count()
 
@@ -140,13 +141,14 @@ class Standby:
 
 
 async def _forked(server: ForkServer, environment: dict[bytes, bytes], standard_input: int) -> int:
-    """The id of a process that the server forked, 0 if it could not; it is started again once if it has ended."""
-    for _ in range(2):
+    """The id of a process that the server forked, 0 if it could not; it is started again if it has ended."""
+    for _ in range(LIVES):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             words = asking, str(server.address), "forge.standby", environment, standard_input
-            if pid := await asyncio.to_thread(forklauncher.ask, *words):
-                return pid
-        if not server.revive():
+            pid = await asyncio.to_thread(forklauncher.ask, *words)
+        if pid is not None:
+            return pid
+        if not await asyncio.to_thread(server.revive, ENDING):
             break
     return 0
 

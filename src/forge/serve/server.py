@@ -24,7 +24,7 @@ from .responses import Answer, encoded, failure
 from .samples import Piece, Samples, slices
 
 LARGEST = 8 << 20  # bytes of a request
-MOST = 1 << 23  # tokens of an answer that is no stream, each with its likeliest ones
+MOST = 1 << 23  # tokens of an answer that is no stream, each with its most probable ones
 AT_ONCE = 1 << 14  # of those: one message of a generator, which is unpacked without a pause
 WRITTEN = 1 << 16  # bytes that are written at once
 ATTEMPTS = 3  # at a response whose generator dies
@@ -247,7 +247,7 @@ class Room:
         self.left -= size
         if self.left < 0:
             raise BadRequest(
-                f"the answer has more than {MOST} tokens and likeliest tokens: ask for fewer samples, or for a stream"
+                f"the answer has more than {MOST} tokens and top log-probabilities: ask for fewer samples, or for a stream"
             )
 
 
