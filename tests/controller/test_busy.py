@@ -60,7 +60,9 @@ def test_a_start_takes_as_long_as_its_processes_need(tmp_path: Path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("prefix", [[], ["nice", "-n", "10"]], ids=["", "niced"])
+@pytest.mark.parametrize(
+    "prefix", [[], pytest.param(["nice", "-n", "10"], marks=pytest.mark.slow)], ids=["usual", "niced"]
+)
 def test_a_run_beside_16_busy_processes(prefix: list[str]):
     with busy(16):
         done = run_script(*prefix)

@@ -247,7 +247,7 @@ class Room:
         self.left -= size
         if self.left < 0:
             raise BadRequest(
-                f"the answer has more than {MOST} tokens and top log-probabilities: ask for fewer samples, or for a stream"
+                f"the answer has more than {MOST} tokens and log-probabilities: ask for fewer samples, or for a stream"
             )
 
 
