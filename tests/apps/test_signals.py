@@ -55,18 +55,18 @@ def temporary(tmp_path: Path) -> Path:
     return folder
 
 
-def leftovers(temporary: Path) -> set[Path]:
-    return {folder for base in (temporary, Path("/dev/shm")) for folder in base.glob("forge-*")}
+def leftovers(temporary: Path, pid: int) -> list[Path]:
+    return [*temporary.glob("forge-*"), *Path("/dev/shm").glob(f"forge-*-{pid}-*")]
 
 
 @pytest.fixture
-def interrupted(tmp_path: Path, temporary: Path) -> Callable[[str, str], tuple[int, list[str]]]:
-    """A run that is interrupted in a phase: its exit code and its last words."""
+def interrupted(tmp_path: Path, temporary: Path) -> Callable[[str, str], tuple[int, list[str], int]]:
+    """A run that is interrupted in a phase: its exit code, its lines and its process id."""
 
-    def run(phase: str, ending: str) -> tuple[int, list[str]]:
+    def run(phase: str, ending: str) -> tuple[int, list[str], int]:
         own = environment(HOLD=phase, MARK=str(tmp_path / "mark"), TMPDIR=str(temporary))
         own["PYTHONPATH"] = os.pathsep.join([str(HELD), own["PYTHONPATH"]])
-        output, before = tmp_path / "output", leftovers(temporary)
+        output = tmp_path / "output"
         with output.open("w") as file:
             process = subprocess.Popen(
                 [*COMMAND, *LOCAL, "--run.root", str(tmp_path)],
@@ -83,8 +83,8 @@ def interrupted(tmp_path: Path, temporary: Path) -> Callable[[str, str], tuple[i
         code = process.wait(300)
         wait_until(lambda: not any(map(alive, pids)), 60, "the end of all")
         if not ending.endswith("to all"):  # the shells that remove folders were killed too; the next run does it
-            wait_until(lambda: not leftovers(temporary) - before, 60, "an end without folders")
-        return code, output.read_text().splitlines()
+            wait_until(lambda: not leftovers(temporary, process.pid), 60, "an end without folders")
+        return code, output.read_text().splitlines(), process.pid
 
     return run
 
@@ -109,11 +109,10 @@ def test_a_run_that_is_interrupted_ends_in_order(
     ending: str,
     tmp_path: Path,
     temporary: Path,
-    interrupted: Callable[[str, str], tuple[int, list[str]]],
+    interrupted: Callable[[str, str], tuple[int, list[str], int]],
     uninterrupted: str,
 ):
-    before = leftovers(temporary)
-    code, lines = interrupted(phase, ending)
+    code, lines, pid = interrupted(phase, ending)
     name = ending.split()[0]
     finishes = phase == "report" or (phase == "export" and ending == "SIGTERM")
     codes = {"SIGINT": 130, "SIGINT twice": 130, "SIGTERM": 0 if finishes else 75, "SIGKILL to all": -9}
@@ -128,14 +127,14 @@ def test_a_run_that_is_interrupted_ends_in_order(
         text=True,
     )
     assert again.returncode == 0, again.stderr
-    assert not leftovers(temporary) - before
+    assert not leftovers(temporary, pid)
     assert trained(tmp_path / "tiny") == uninterrupted
 
 
 @pytest.mark.parametrize("ending", ["SIGINT", "SIGTERM"])
 def test_a_program_that_still_imports_ends_with_a_line(
-    ending: str, interrupted: Callable[[str, str], tuple[int, list[str]]]
+    ending: str, interrupted: Callable[[str, str], tuple[int, list[str], int]]
 ):
-    code, lines = interrupted("imports", ending)
+    code, lines, _ = interrupted("imports", ending)
     assert code == 128 + getattr(signal, ending)
     assert lines == [f"forge: {ending}: ended before the run began"]
