@@ -37,10 +37,10 @@ from forge.training import checkpoint
 
 BATCH, SAMPLES = 128, 8
 SAVED = 75  # exit code of a run that has saved itself
-CHANCE = 2e-5  # that a call of the reward ends its process
+CHANCE = 4e-6  # that a call of the reward ends its process
 HELPERS = ("sh", "forge-launcher")
 # A fault and its weight: those that end the whole run cost half a minute each.
-KINDS = {"SIGKILL": 6, "SIGSTOP": 4, "fork server": 3, "busy": 2, "SIGTERM to all": 1, "SIGKILL to all": 1}
+KINDS = {"SIGKILL": 6, "SIGSTOP": 4, "fork server": 1, "busy": 2, "SIGTERM to all": 1, "SIGKILL to all": 1}
 Sample = dict[str, float]
 
 
@@ -78,6 +78,7 @@ class Run:
     """The run in a process of its own, resumed whenever it ends early."""
 
     def __init__(self, settings: dict[str, Any], output: Path) -> None:
+        self._metrics, self._rows = ROOT / "runs" / settings["run.name"] / "metrics.jsonl", 0
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         self._command = [sys.executable, "-m", "forge", "train", str(ROOT / "apps/grpo/tiny.yaml"), *words]
         self._output = output.open("w")
@@ -97,8 +98,13 @@ class Run:
     def resume(self) -> int:
         """Wait for the end of the process, and resume the run; its exit code."""
         code = self.process.wait()
+        self._rows = self._metrics.read_bytes().count(b"\n")
         self.process = self._start("--resume", "auto")
         return code
+
+    def has_trained(self) -> bool:
+        """Whether the process has done a step."""
+        return self._metrics.exists() and self._metrics.read_bytes().count(b"\n") > self._rows + 1
 
     def all(self, number: signal.Signals) -> None:
         """Send a signal to every process."""
@@ -186,12 +192,12 @@ def main() -> None:
     (ROOT / "runs").mkdir(exist_ok=True)
     run = Run(settings, ROOT / "runs" / f"{name}.log")
     end, due, samples = time.monotonic() + 3600 * args.hours, time.monotonic() + 30, list[Sample]()
-    while time.monotonic() < end:
+    while time.monotonic() < end or not run.has_trained():
         time.sleep(1)
         if (code := run.process.poll()) is not None:
             raise SystemExit(f"the run ended by itself with {code}: see runs/{name}.log")
         samples.append(sample(run.process.pid))
-        if any(args.every) and time.monotonic() > due:
+        if any(args.every) and time.monotonic() > due and run.has_trained():
             (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
             counts[strike(run, kind, rng) or "nothing to hit"] += 1
             due = time.monotonic() + rng.uniform(*args.every)
