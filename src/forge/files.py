@@ -77,8 +77,8 @@ def remove_tree(folder: str | Path, handle: int) -> None:
 def _empty(folder: int, top: int, left: list[str]) -> None:
     """Remove the files of a folder, and move the folders in it up to `top`, where no path is too long."""
     with os.scandir(folder) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in found:
+        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in children:
         if not is_folder:
             os.unlink(name, dir_fd=folder)
         elif folder == top:

@@ -72,14 +72,14 @@ class ForkServer:
 
     def revive(self, patience: float = 0.0) -> bool:
         """Start the server again if it ends within so many seconds; whether one is there that has not been asked."""
-        asked = self._process
+        server = self._process
         with self._reviving, suppress(subprocess.TimeoutExpired):
-            status = asked.wait(patience)
-            if asked is self._process and self._lives:
+            status = server.wait(patience)
+            if server is self._process and self._lives:
                 cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
                 self._lives = self._lives - 1 if time.monotonic() - self._began < SOUND_AFTER else LIVES - 1
                 outcome = "another one is started" if self._lives else "processes are started without it from now on"
-                log.warning("the fork server (process %d) ended with %s: %s", asked.pid, cause, outcome)
+                log.warning("the fork server (process %d) ended with %s: %s", server.pid, cause, outcome)
                 self._close()
                 if self._lives:
                     self._start()

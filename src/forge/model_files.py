@@ -165,8 +165,8 @@ def try_tokenizer(folder: Path) -> None:
     tried = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if tried.returncode == 0:
         return
-    said = tried.stderr.decode(errors="replace").splitlines()
-    reason = next((line for line in reversed(said) if "Error" in line or "Exception" in line), "")
+    lines = tried.stderr.decode(errors="replace").splitlines()
+    reason = next((line for line in reversed(lines) if "Error" in line or "Exception" in line), "")
     if tried.returncode < 0:
         reason = f"its library ended with {signal.Signals(-tried.returncode).name}"
         if -tried.returncode in (signal.SIGXCPU, signal.SIGKILL):

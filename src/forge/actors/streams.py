@@ -105,9 +105,9 @@ class _Stream:
         while self.pieces and room > 0:
             sample = next(iter(self.pieces))
             piece = self.pieces.pop(sample)
-            size, each = len(piece.token_ids), 1 + max(map(len, piece.top_logprobs), default=0)
-            count = min(size, max(1, room // each))
-            room -= max(1, count) * each
+            size, width = len(piece.token_ids), 1 + max(map(len, piece.top_logprobs), default=0)
+            count = min(size, max(1, room // width))
+            room -= max(1, count) * width
             pieces[sample] = part(piece, 0, count)
             if count < size:
                 self.pieces[sample] = part(piece, count, size)

@@ -51,10 +51,10 @@ def list_runs(args: argparse.Namespace) -> None:
         except ValueError:
             numbers, damaged = [], " (metrics.jsonl is too large)"
         try:
-            known = settings(folder)
+            config = settings(folder)
         except (ValueError, OSError):
-            known, damaged = {}, " (damaged config.yaml)"
-        of = known.get("training.steps") or "?"
+            config, damaged = {}, " (damaged config.yaml)"
+        of = config.get("training.steps") or "?"
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         reached = f"{numbers[-1]['step']:g}" if numbers else "0"
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
@@ -70,7 +70,7 @@ def list_runs(args: argparse.Namespace) -> None:
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
     _print([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
     if len(folders) == 1:
-        for alert in alerts(numbers, known):
+        for alert in alerts(numbers, config):
             print(f"alert: {alert}")
         if text := ending(folders[0]):
             print(f"{printable(text)}; more in {printable(folders[0] / ENDED)}")

@@ -70,8 +70,8 @@ def check_arrow(folder: Path) -> None:
         with pa.memory_map(str(path)) as source:
             try:
                 for message in _messages(source):
-                    found, compressed = _read_header(message)
-                    rows += found
+                    batch_rows, compressed = _read_header(message)
+                    rows += batch_rows
                     if compressed:
                         raise ValueError(f"{path} has compressed columns: write it without compression")
             except (struct.error, IndexError, pa.ArrowException, OSError) as error:

@@ -30,12 +30,12 @@ def finishing(message: str) -> Iterator[None]:
     Raises:
         SystemExit(130): at its end, where that signal was SIGINT.
     """
-    asked: list[int] = []
+    received: list[int] = []
 
     def note(number: int) -> None:
-        if asked:
+        if received:
             os._exit(128 + number)
-        asked.append(number)
+        received.append(number)
         _say(number, f"{message} (once more to stop at once)")
 
     before = {number: signal.getsignal(number) for number in NUMBERS}
@@ -46,7 +46,7 @@ def finishing(message: str) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
-    if asked and asked[0] == signal.SIGINT:
+    if received and received[0] == signal.SIGINT:
         raise SystemExit(128 + signal.SIGINT)
 
 
