@@ -31,7 +31,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machine import descendants
 from forge.api import Result
 from forge.training import checkpoint
 
@@ -39,6 +38,7 @@ BATCH, SAMPLES = 128, 8
 SAVED = 75  # exit code of a run that has saved itself
 CHANCE = 4e-6  # that a call of the reward ends its process
 HELPERS = ("sh", "forge-launcher")
+MARK = "FORGE_SOAK"  # variable of all processes of the run, also of those whose parent was killed
 # A fault and its weight: those that end the whole run cost half a minute each.
 KINDS = {"SIGKILL": 6, "SIGSTOP": 4, "fork server": 1, "busy": 2, "SIGTERM to all": 1, "SIGKILL to all": 1}
 Sample = dict[str, float]
@@ -62,10 +62,20 @@ def named(pid: int) -> str:
         return ""
 
 
+def family(root: int) -> list[int]:
+    """The processes of the run whose controller is `root`, which is left out."""
+    pids = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"{MARK}={os.getpid()}".encode() in environ.read_bytes().split(b"\0"):
+                pids.append(int(environ.parent.name))
+    return [pid for pid in pids if pid != root]
+
+
 def sample(root: int) -> Sample:
     """Memory in MB, open descriptors and shared memory in MB of a run's processes."""
     resident = descriptors = 0
-    for pid in descendants(root):
+    for pid in (root, *family(root)):
         with suppress(OSError):
             _, pages, mapped, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
             resident += pages - mapped  # files and what processes share counts once, below
@@ -85,7 +95,7 @@ class Run:
         self.process = self._start("--run.overwrite", "true")
 
     def _start(self, *words: str) -> subprocess.Popen:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), MARK: str(os.getpid())}
         return subprocess.Popen(
             [*self._command, *words],
             cwd=ROOT,
@@ -108,14 +118,14 @@ class Run:
 
     def all(self, number: signal.Signals) -> None:
         """Send a signal to every process."""
-        for pid in descendants(self.process.pid):
+        for pid in (self.process.pid, *family(self.process.pid)):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
 
 def strike(run: Run, kind: str, rng: random.Random) -> str | None:
     """Do a fault; what it was, None if there was nothing to hit."""
-    processes = {pid: named(pid) for pid in descendants(run.process.pid)[1:]}
+    processes = {pid: named(pid) for pid in family(run.process.pid)}
     if kind == "busy":
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
         time.sleep(10)

@@ -1,0 +1,309 @@
+"""Parts of `gpu.py` that compare numbers: with transformers, with themselves, before and after a move."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_setup import Row, Setup, build, generated, prompts, synchronize
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from forge.data.packing import pack
+from forge.engines import load_engine
+from forge.losses import GRPOLoss
+from forge.training import checkpoint
+from forge.training.distributed import join
+from forge.training.policy import precision
+from forge.training.settings import OptimizerSettings
+from forge.training.trainer import PolicyTrainer
+from forge.types import Batch, Completion, Episode
+
+# Name, class and configuration of small models with the shapes of attention that published models have.
+COMMON: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 2, "tie_word_embeddings": False}
+FAMILIES: dict[str, tuple[type, Callable[[], Any]]] = {
+    "Qwen2, 7 heads a key, 64": (
+        Qwen2ForCausalLM,
+        lambda: Qwen2Config(
+            **COMMON, hidden_size=896, intermediate_size=512, num_attention_heads=14, num_key_value_heads=2
+        ),
+    ),
+    "Qwen3, heads of 128": (
+        Qwen3ForCausalLM,
+        lambda: Qwen3Config(
+            **COMMON,
+            hidden_size=256,
+            intermediate_size=512,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=128,
+        ),
+    ),
+    "Gemma 3, heads of 256, window 96": (
+        Gemma3ForCausalLM,
+        lambda: Gemma3TextConfig(
+            **COMMON,
+            hidden_size=256,
+            intermediate_size=512,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=256,
+            sliding_window=96,
+            query_pre_attn_scalar=256,
+            layer_types=["sliding_attention", "full_attention"],
+            pad_token_id=0,
+        ),
+    ),
+}
+
+
+def tree_batch(vocab: int, seed: int, groups: int = 3, samples: int = 3, longest: int = 200) -> Batch:
+    """Samples of a few prompts with random lengths, so that runs share prefixes."""
+    random = np.random.default_rng(seed)
+    episodes = []
+    for _ in range(groups):
+        prompt = random.integers(5, vocab, int(random.integers(2, longest))).tolist()
+        for _ in range(samples):
+            response = random.integers(5, vocab, int(random.integers(1, longest))).tolist()
+            episodes.append(Episode(prompt_ids=prompt, response_ids=response, reward=0.0, advantage=1.0))
+    return pack(episodes)
+
+
+def scores(model: Any, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a batch's trained tokens by transformers, one sequence at a time."""
+    logprobs, entropies, start = [], [], 0
+    for length in batch.lengths.tolist():
+        ids = torch.from_numpy(batch.tokens[start : start + length]).to(device)
+        mask = torch.from_numpy(batch.mask[start + 1 : start + length]).to(device)
+        logp = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
+        logprobs.append(logp.gather(1, ids[1:, None])[:, 0][mask])
+        entropies.append(-(logp.exp() * logp).sum(-1)[mask])
+        start += length
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def objective(logprobs: Tensor, entropies: Tensor) -> Tensor:
+    """A loss whose gradient differs by token."""
+    factors = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1)).to(logprobs.device)
+    return (logprobs * factors).mean() + 0.1 * (entropies * factors.flip(0)).mean()
+
+
+def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The largest relative distance of a parameter's gradient, |ours - exact| / |exact|."""
+    return max(float((ours[name].float() - grad).norm() / grad.norm()) for name, grad in exact.items())
+
+
+def gradients(setup: Setup) -> Iterator[Row]:
+    """Log-probabilities and every parameter's gradient of packed trees, against transformers' eager float32. In
+    bfloat16 the limit is what transformers' own bfloat16 is away from it."""
+    device = setup.device
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for number, (name, (kind, config)) in enumerate(FAMILIES.items()):
+        folder = setup.folder / f"family-{number}"
+        build(folder, config(), kind)
+        batch = tree_batch(COMMON["vocab_size"], seed=number)
+        exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        exact.to(device)
+        expected = scores(exact, batch, device)
+        objective(*expected).backward()
+        expected = tuple(values.detach() for values in expected)
+        wanted = {name: p.grad.clone() for name, p in exact.named_parameters()}
+        exact.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=setup.on_gpu):
+            peer = scores(exact, batch, device)
+        objective(*peer).backward()
+        of_peer = {name: p.grad.clone() for name, p in exact.named_parameters()}
+        for dtype in ("float32", "bfloat16") if setup.on_gpu else ("float32",):
+            trainer = PolicyTrainer(folder, join(), OptimizerSettings(), seq_len=4096, dtype=dtype)
+            start = time.perf_counter()
+            with precision(trainer.ranks, trainer.dtype):
+                found = trainer.policy(batch)
+            objective(found.logprobs, found.entropy).backward()
+            synchronize(setup)
+            seconds = time.perf_counter() - start
+            ours = {name: p.grad for name, p in trainer.policy.named_weights()}
+            what = f"{name}, {dtype}"
+            apart = float((found.logprobs.detach() - expected[0]).abs().mean())
+            most = 1e-5 if dtype == "float32" else 1.5 * float((peer[0].detach() - expected[0]).abs().mean())
+            yield Row.at_most(f"{what}: log-probabilities from float32, mean", apart, most)
+            most = 1e-3 if dtype == "float32" else 1.5 * distance(of_peer, wanted)
+            yield Row.at_most(f"{what}: furthest gradient, relative", distance(ours, wanted), most)
+            yield Row(f"{what}: first forward and backward", f"{seconds:.1f} s")
+
+
+def correctness(setup: Setup) -> Iterator[Row]:
+    """How far log-probabilities of sampled tokens are from transformers in float32; in bfloat16 the limit is half more
+    than those of transformers' own bfloat16."""
+    device = setup.device
+
+    @torch.no_grad()
+    def of(model: Any, completion: Completion) -> np.ndarray:
+        ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device=device)
+        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(1, ids[0, 1:, None])[-len(completion.token_ids) :, 0].cpu().numpy()
+
+    def peer(dtype: torch.dtype) -> Any:
+        return AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype).to(device).eval()
+
+    exact, rounded = peer(torch.float32), peer(getattr(torch, setup.dtype))
+    contexts, drawn = prompts(8, 32, setup.shape["vocab_size"]), list[Completion]()
+    for name in setup.engines:
+        engine = load_engine(name, setup.model, slots=8, max_seq_len=256, dtype=setup.dtype)
+        try:
+            drawn = generated(engine, contexts, 64)
+        finally:
+            engine.close()
+        apart = np.concatenate([np.abs(np.array(c.logprobs) - of(exact, c)) for c in drawn])
+        theirs = np.concatenate([np.abs(of(rounded, c) - of(exact, c)) for c in drawn])
+        most = max(1.5 * theirs.mean(), 1e-5)
+        yield Row.at_most(f"{name}: log-probabilities from float32, mean", apart.mean(), most)
+    batch = pack([Episode(c, 0.0, advantage=1.0) for c in drawn])
+    trainer = PolicyTrainer(setup.model, join(), OptimizerSettings(), seq_len=4096, dtype=setup.dtype)
+    apart = np.abs(trainer.logprobs(batch)[batch.mask] - np.concatenate([of(exact, c) for c in drawn]))
+    yield Row.at_most("trainer: log-probabilities from float32, mean", apart.mean(), most)
+
+
+def compilations() -> int:
+    """Graphs that torch.compile made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def shapes(setup: Setup) -> Iterator[Row]:
+    """200 packs of random lengths, with and without windows: graphs compiled after the first pack."""
+    packs = 10 if setup.quick else 200
+    for name in ("Qwen2, 7 heads a key, 64", "Gemma 3, heads of 256, window 96"):
+        kind, config = FAMILIES[name]
+        folder = setup.folder / "shapes"
+        build(folder, config(), kind)
+        trainer = PolicyTrainer(folder, join(), OptimizerSettings(), seq_len=8192, dtype=setup.dtype)
+        seconds, before = [], 0
+        for turn in range(packs):
+            random = np.random.default_rng(turn)
+            batch = tree_batch(COMMON["vocab_size"], turn, *random.integers(1, 5, 2).tolist(), longest=300)
+            start = time.perf_counter()
+            trainer.train_step(batch, GRPOLoss())
+            seconds.append(time.perf_counter() - start)
+            before = compilations() if turn == 0 else before
+        yield Row.at_most(f"{name}: graphs compiled in {packs} packs, after the first", compilations() - before, 2, "d")
+        rest = statistics.median(seconds[1:])
+        yield Row(f"{name}: first step, others (median)", f"{seconds[0]:.1f} s, {1e3 * rest:.0f} ms")
+
+
+def waits(setup: Setup) -> Iterator[Row]:
+    """Places where the host waits for the device, in an update and in a decode step."""
+    if setup.device.type != "cuda":
+        yield Row("host waits", "counted on CUDA only")
+        return
+
+    yield from waits_of_trainer(setup)
+    engine = load_engine("embedded", setup.model, slots=8, max_seq_len=512, dtype=setup.dtype)
+    contexts = prompts(8, 32, setup.shape["vocab_size"])
+    generated(engine, contexts, 4)
+    few, many = (counted(lambda tokens=tokens: generated(engine, contexts, tokens)) for tokens in (20, 120))
+    engine.close()
+    yield Row.at_most("host waits of a decode step", (many - few) / 100, 1, ".2f")
+
+
+def counted(act: Callable[[], Any]) -> int:
+    """The host's waits while it acts, by the warnings of CUDA's debug mode."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            act()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+def waits_of_trainer(setup: Setup) -> Iterator[Row]:
+    """Of updates of one and of three micro-batches."""
+    batch = tree_batch(setup.shape["vocab_size"], 0)
+    trainer = PolicyTrainer(setup.model, join(), OptimizerSettings(), seq_len=len(batch.tokens), dtype=setup.dtype)
+    trainer.train_step(batch, GRPOLoss())
+    one = counted(lambda: trainer.train_step(batch, GRPOLoss()))
+    trainer.passes = trainer.passes.model_copy(update={"gradient_accumulation_steps": 3})
+    three = counted(lambda: trainer.train_step(batch, GRPOLoss()))
+    yield Row.at_most("host waits of a micro-batch", (three - one) / 2, 1, ".1f")
+    yield Row.at_most("host waits of an update besides", one - (three - one) / 2, 2, ".1f")
+
+
+def repeat(setup: Setup) -> Iterator[Row]:
+    """The same two steps from the same weights: bits, and the distance where they differ."""
+    batch = tree_batch(setup.shape["vocab_size"], 0)
+    logprobs = []
+    for _ in range(2):
+        trainer = PolicyTrainer(setup.model, join(), OptimizerSettings(), seq_len=8192, dtype=setup.dtype)
+        for _ in range(2):
+            trainer.train_step(batch, GRPOLoss())
+        logprobs.append(trainer.logprobs(batch)[batch.mask])
+    apart = float(np.abs(logprobs[0] - logprobs[1]).max())
+    yield Row("two steps, twice: largest difference of log-probabilities", "none" if apart == 0 else f"{apart:.1e}")
+
+
+def moves(setup: Setup) -> Iterator[Row]:
+    """Checkpoint and resume, offload and onload, release and restore: bits, seconds, and memory that stays."""
+    batch = tree_batch(setup.shape["vocab_size"], 0)
+    trainer = PolicyTrainer(setup.model, join(), OptimizerSettings(), seq_len=8192, dtype=setup.dtype)
+    trainer.train_step(batch, GRPOLoss())
+
+    def state(of: PolicyTrainer) -> list[Tensor]:
+        parameters = [parameter.detach().cpu() for parameter in of.policy.parameters()]
+        moments = [v.cpu() for s in of.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return parameters + moments
+
+    def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+        return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    before = state(trainer)
+    start = time.perf_counter()
+    path = checkpoint.save(trainer, setup.folder / "checkpoints")
+    middle = time.perf_counter()
+    other = PolicyTrainer(setup.model, join(), OptimizerSettings(), seq_len=8192, dtype=setup.dtype)
+    loading = time.perf_counter()
+    checkpoint.load(other, path)
+    seconds = f"{middle - start:.1f} s, {time.perf_counter() - loading:.1f} s"
+    yield Row("checkpoint: write, read", seconds, "the same bits", equal(before, state(other)))
+    del other
+    start = time.perf_counter()
+    trainer.offload()
+    middle = time.perf_counter()
+    left = torch.accelerator.memory_allocated() / 2**20 if setup.on_gpu else 0.0
+    trainer.onload()
+    synchronize(setup)
+    seconds = f"{middle - start:.2f} s, {time.perf_counter() - middle:.2f} s"
+    yield Row("trainer: offload, onload", seconds, "the same bits", equal(before, state(trainer)))
+    # A workspace of cuBLAS, 32 MiB on Hopper, is no tensor of the trainer.
+    yield Row.at_most("trainer: memory that offload leaves", left, 64, ".0f", " MiB")
+    trainer.offload()
+    weights = [(name, tensor.clone()) for name, tensor in trainer.export_weights()]
+    engine = load_engine("embedded", setup.model, slots=8, max_seq_len=256, dtype=setup.dtype)
+    contexts = prompts(8, 32, setup.shape["vocab_size"])
+    try:
+        engine.update_weights(iter(weights), 1).result(timeout=600)
+        drawn = [completion.token_ids for completion in generated(engine, contexts, 16)]
+        start = time.perf_counter()
+        engine.release().result(timeout=600)
+        middle = time.perf_counter()
+        left = torch.accelerator.memory_allocated() / 2**20 if setup.on_gpu else 0.0
+        engine.restore().result(timeout=600)
+        engine.update_weights(iter(weights), 2).result(timeout=600)
+        seconds = f"{middle - start:.2f} s, {time.perf_counter() - middle:.2f} s"
+        again = [completion.token_ids for completion in generated(engine, contexts, 16)]
+    finally:
+        engine.close()
+    yield Row("embedded: release, restore with weights", seconds, "the same tokens", drawn == again)
+    yield Row.at_most("embedded: memory that release leaves", left, 64, ".0f", " MiB")
