@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                          # on a GPU: a model of Qwen3-0.6B's shape, random weights
     python benchmarks/gpu.py --size tiny --quick      # anywhere: the same path, figures without meaning
-    python benchmarks/gpu.py --parts gradients waits  # some of it
+    python benchmarks/gpu.py --parts waits training   # some of it
 
 Each part is a process of its own with a time limit. Those that compare numbers run `--jobs` at once; those that measure
 run alone. Each line of the table has a figure and, where there is one, its limit; the script fails if one is exceeded.
@@ -20,13 +20,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_exact import correctness, gradients, moves, repeat, shapes, waits
+from gpu_exact import FAMILIES, correctness, gradients, moves, repeat, shapes, waits
 from gpu_setup import SIZES, Row, Setup, build_model
 from gpu_speed import colocated, device, device_name, generation, long_samples, published, training, weight_sync
 from sides import as_a_component
@@ -41,19 +42,21 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "gradients": Part(gradients, 240, alone=False),
+    **{f"gradients_{family}": Part(partial(gradients, family), 240, alone=False) for family in FAMILIES},
     "correctness": Part(correctness, 120, alone=False),
     "shapes": Part(shapes, 240, alone=False),
     "waits": Part(waits, 120, alone=False),
     "repeat": Part(repeat, 120, alone=False),
     "moves": Part(moves, 120, alone=False),
+    "colocated": Part(colocated, 240, alone=False),
     "device": Part(device, 60),
-    "training": Part(training, 120),
-    "published": Part(published, 240),
+    "training": Part(partial(training, False), 120),
+    "training_compiled": Part(partial(training, True), 180),
+    "published": Part(partial(published, False), 240),
+    "published_lora": Part(partial(published, True), 180),
     "generation": Part(generation, 180),
     "long_samples": Part(long_samples, 120),
     "weight_sync": Part(weight_sync, 120),
-    "colocated": Part(colocated, 240),
 }
 
 
@@ -63,7 +66,7 @@ def begin(setup: Setup) -> Iterator[Row]:
     yield Row(f"{device_name(setup)}, torch {torch.__version__}", f"{setup.size}, {parameters / 1e6:.0f}M parameters")
 
 
-def carry_out(act: Callable[[Setup], Iterator[Row]], setup: Setup, rows: Path) -> None:
+def carry_out(name: str, act: Callable[[Setup], Iterator[Row]], setup: Setup, rows: Path) -> None:
     """A part's process: its rows go to a file, one a line."""
     os.setpgid(0, 0)  # with what it starts it can be ended
     with rows.open("w") as file:
@@ -74,7 +77,7 @@ def carry_out(act: Callable[[Setup], Iterator[Row]], setup: Setup, rows: Path) -
         except Exception as error:
             traceback.print_exc()
             reason = str(error).strip().splitlines() or [""]
-            file.write(json.dumps([act.__name__, f"{type(error).__name__}: {reason[0][:160]}", "", False]) + "\n")
+            file.write(json.dumps([name, f"{type(error).__name__}: {reason[0][:160]}", "", False]) + "\n")
 
 
 class Run:
@@ -84,7 +87,9 @@ class Run:
         self.name, self.rows = name, setup.folder / f"{name}.rows"
         self.ends = time.monotonic() + part.limit
         # Forked before this process opens the device: its imports are there at once.
-        self.process: BaseProcess = get_context("fork").Process(target=carry_out, args=(part.act, setup, self.rows))
+        self.process: BaseProcess = get_context("fork").Process(
+            target=carry_out, args=(name, part.act, setup, self.rows)
+        )
         self.process.start()
 
     def finished(self) -> bool:
@@ -130,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         setup = Setup(args.size, args.quick, Path(folder))
         print("| what | figure | limit | |\n|---|---|---|---|", flush=True)
-        parts = {"begin": Part(begin, 300), **{name: PARTS[name] for name in args.parts}}
+        parts = {"begin": Part(begin, 300), **{name: PARTS[name] for name in dict.fromkeys(args.parts)}}
         for row in results(parts, setup, args.jobs):
             verdict = "FAILED" if not row.passed else "ok" if row.limit else ""
             print(f"| {row.what} | {row.figure} | {row.limit} | {verdict} |", flush=True)

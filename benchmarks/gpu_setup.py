@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.data.tokenizer import PRINTABLE, character_tokenizer
+from forge.training.distributed import Ranks, join
+from forge.training.settings import OptimizerSettings
+from forge.training.trainer import PolicyTrainer
 from forge.types import Completion, Sampling
 
 SIZES: dict[str, dict[str, int]] = {
@@ -95,6 +99,17 @@ class Setup:
     def engines(self) -> list[str]:
         """The installed engines."""
         return ["embedded", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
+
+
+@lru_cache
+def ranks(dtype: str) -> Ranks:
+    """The one rank of this process, as an actor of a trainer has it."""
+    return join(mesh=dtype == "bfloat16")
+
+
+def trainer(model: Path, dtype: str, seq_len: int = 8192, **settings: Any) -> PolicyTrainer:
+    """A trainer of the model in a folder."""
+    return PolicyTrainer(model, ranks(dtype), OptimizerSettings(), seq_len=seq_len, dtype=dtype, **settings)
 
 
 def build(folder: Path, config: Any, kind: Any = Qwen3ForCausalLM, dtype: torch.dtype = torch.float32) -> int:

@@ -16,6 +16,11 @@ from typing import BinaryIO
 REMOVED = ".forge-removed-"  # folders on their way
 
 
+def cache_folder() -> Path:
+    """Where this user keeps what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchforge"
+
+
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """A path to write to, renamed to `path` at the end: a killed process leaves the old file or the new one."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .architecture import FAMILIES, check_config
+from .files import cache_folder
 from .hub import is_hub_id, split_revision
 from .integrity import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
 from .model_files import PICKLES, check_gguf, check_model_files, read_json
@@ -134,7 +135,7 @@ def open_gguf(file: Path) -> Path:
         import gguf  # noqa: F401
     except ImportError as error:
         raise ImportError(f"a .gguf model needs more packages: pip install 'torchforge-rl[gguf]' ({error})") from error
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchforge" / "gguf"
+    cache = cache_folder() / "gguf"
     folder = cache / file_digest(file)
     if folder.is_dir():
         return Path(resolve_model(str(folder)))

@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from forge.training.attention import PackedLayout, packed_attention
 from forge.training.flex import TreeMask
+from forge.training.norms import fuse_norms
 
 RUNS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 10**6)), min_size=1, max_size=9)
 
@@ -61,3 +64,38 @@ def test_layouts_of_an_accelerator_have_the_mask():
     assert layout.mask.first.device.type == "meta"
     assert not layout.shapes
     assert PackedLayout.of([3]).mask is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10**6)), min_size=1, max_size=9),
+    st.sampled_from([None, 1, 100, 256]),
+)
+@settings(max_examples=30)
+def test_blocks_are_those_of_every_pair(runs, window):
+    lengths, parents = tree_of(runs)
+    mask = TreeMask.of(lengths, parents)
+    count = sum(lengths)
+    slow = create_block_mask(
+        lambda batch, head, query, key: mask.sees(query, key, window), None, None, count, count, device="cpu"
+    )
+    fast = mask.blocks(window)
+    assert torch.equal(fast.to_dense(), slow.to_dense())
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, columns = (getattr(fast, f"{kind}_{part}") for part in ("num_blocks", "indices"))
+        assert torch.equal(counts, getattr(slow, f"{kind}_num_blocks"))
+        assert torch.equal(columns, getattr(slow, f"{kind}_indices"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_is_the_models(dtype):
+    norms = [Qwen3RMSNorm(64).to(dtype) for _ in range(2)]
+    norms[0].weight.data.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(0))
+    norms[1].load_state_dict(norms[0].state_dict())
+    fuse_norms(norms[1])
+    assert list(norms[1].state_dict()) == ["weight"]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(norms[0](x), norms[1](x))
+    # What an accelerator computes, by the same operator in host memory.
+    weight = norms[1].weight
+    fused = torch.nn.functional.rms_norm(x, weight.shape, weight, norms[1].variance_epsilon)
+    torch.testing.assert_close(fused, norms[0](x), rtol=2 * torch.finfo(dtype).eps, atol=0)

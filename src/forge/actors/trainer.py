@@ -57,6 +57,8 @@ class Trainer(ForgeActor):
         max_policy_age: the most versions (steps) that a trained token may be old; None is any age. A batch with an
             older one is an error.
         colocated: leave the device to others whenever a call is done: what it holds goes to host memory.
+        publish_dtype: of published weights, float32 or bfloat16, where a GPU casts them: half the bytes for engines
+            that compute in bfloat16. Adapters stay as they are. None: that of the weights.
         **settings: further settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
             `backend`, `lora` (train adapters alone), `temperature`, and the fields of
             `forge.training.settings.PassSettings`, such as `seq_len`, `dtype` and `mini_batches`.
@@ -76,8 +78,10 @@ class Trainer(ForgeActor):
         report: str = "train",
         max_policy_age: int | None = None,
         colocated: bool = False,
+        publish_dtype: str | None = None,
         **settings: Any,
     ) -> None:
+        self.publish_dtype = publish_dtype
         self.model, self.loss, self.reach, self.horizon = model, loss, store, horizon
         own: Aggregation = getattr(loss, "aggregation", "token_mean")
         self.aggregation: Aggregation = aggregation or own
@@ -109,6 +113,8 @@ class Trainer(ForgeActor):
 
     def setup(self) -> None:
         """Join the ranks, and load model, optimiser and loss."""
+        import torch
+
         from ..training.distributed import join
         from ..training.trainer import PolicyTrainer
 
@@ -117,7 +123,8 @@ class Trainer(ForgeActor):
         self.identities = None if self.store is None else Identities(self.store)
         place = self.context
         on_host = self.settings.get("cpu_offload", False)
-        ranks = join(place.rank, place.world_size, place.rendezvous, self.layout, cpu_offload=on_host)
+        half = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
+        ranks = join(place.rank, place.world_size, place.rendezvous, self.layout, cpu_offload=on_host, mesh=half)
         with self._on_device():
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
 
@@ -218,12 +225,16 @@ class Trainer(ForgeActor):
         Raises:
             IncompleteVersion, VersionConflict, OSError: see `VersionStore.put`; nothing was published.
         """
+        import torch
+
         if self.store is None:
             raise ValueError(
                 "this trainer has no weight store to publish to: start it with store=VersionStore.create()"
             )
         with phase("push_weights") if self.context.rank == 0 else nullcontext():
-            self.store.put(POLICY, self.trainer.weights(), version)
+            whole = self.trainer.lora is None and self.trainer.ranks.device.type != "cpu"
+            dtype = getattr(torch, self.publish_dtype) if whole and self.publish_dtype else None
+            self.store.put(POLICY, self.trainer.weights(), version, dtype=dtype)
 
     @endpoint
     def publish_step(self, version: int) -> None:

@@ -19,6 +19,7 @@ from ..cluster import HOST
 from ..cluster.inventory import VISIBLE
 from ..cluster.machine import RemoteProcess
 from ..cluster.process import Process
+from ..files import cache_folder
 from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import PROCESS_NAME
 from ..standby import PROGRAM
@@ -40,6 +41,8 @@ ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
 }
+# What torch.compile has made, up to 40 s of work for FlexAttention. By default it is in TMPDIR, which ends with a run.
+COMPILERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -208,6 +211,7 @@ def environment(threads: int = 1) -> dict[str, str]:
         # One loading bar from each process at once is noise.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
+        **{name: os.environ.get(name, str(cache_folder() / folder)) for name, folder in COMPILERS.items()},
         # Ranks listen at the loopback, those of gloo on several machines as well. Otherwise at the host name's address.
         **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
     }

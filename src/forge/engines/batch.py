@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ..types import TOP_LOGPROBS, UNKNOWN_EXPERT, Completion, Sampling
-from .decoder import Decoder, rounded
+from .cache import BLOCK, WIDTH, rounded
+from .decoder import Decoder
 from .interface import Listener
 from .prefixes import TOKENS, Prefix, PrefixCache
 from .weights import Weights
 
-WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
 WORTH_A_STEP = 64  # prompt tokens for which a prompt waits a step: another one that is being computed has them too
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
@@ -46,6 +46,11 @@ class Request:
     admitted: int = 0
     done: dict[int, Completion] = field(default_factory=dict)  # by sample
     prefix: Prefix | None = None  # of the prompt, while samples wait for a row
+
+    @property
+    def most(self) -> int:
+        """The most positions that a sample can come to."""
+        return len(self.prompt) + self.limit
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +72,11 @@ class Row:
     def tokens(self) -> list[int]:
         """The prompt and the drawn tokens, which it continues."""
         return [*self.request.prompt, *self.drawn.token_ids]
+
+    @property
+    def most(self) -> int:
+        """The most positions that it can come to."""
+        return self.request.most
 
     @property
     def context(self) -> int:
@@ -103,6 +113,7 @@ class Batch:
         self.cut: deque[Row] = deque()  # preempted, to be resumed before waiting requests
         self.steps = self.generated = self.prefilled = self.reused = 0
         self._docked: tuple[Request | Row | None, int] = (None, 0)  # a long prompt in the dock, its tokens there
+        self._most = 0  # positions that a running row, or the prompt in the dock, can come to
         # (first step, version, identity) of the weights, in order.
         self._drew = [(0, decoder.weights.version, decoder.weights.identity)]
         device, length, rows = decoder.device, decoder.cache.longest, rounded(slots, WIDTH)
@@ -165,6 +176,10 @@ class Batch:
 
     def admit(self, waiting: deque[Request]) -> None:
         """Assign free rows to preempted samples, then to `waiting` ones, in order; close the gaps between rows."""
+        compacted = self.decoder.cache.limit is not None and bool(self.holes)
+        if compacted:
+            self._compact()  # the cache may have fewer rows than before
+        self._most = max((row.most for row in self.rows), default=0)
         self.holes.sort()
         free = self.holes + list(range(len(self.rows), self.slots))
         placed: dict[int, Row] = {}
@@ -174,6 +189,10 @@ class Batch:
         spent = 0
         while len(placed) < len(free) and (self.cut or waiting):
             item = self.cut[0] if self.cut else waiting[0]
+            left_rows = self._room_for(item) - self.running - len(placed)
+            if left_rows <= 0:
+                break
+            self._most = max(self._most, item.most)
             tokens = item.tokens if isinstance(item, Row) else item.prompt
             context, found = list(tokens[:-1]), list[Prefix]()
             if context and item.prefix is None:
@@ -192,7 +211,7 @@ class Batch:
                     break
                 else:
                     spent += left
-            rows = free[len(placed) :]
+            rows = free[len(placed) :][:left_rows]
             if isinstance(item, Row):
                 item.start, rows = self.steps, rows[:1]
                 placed[rows[0]] = item
@@ -211,7 +230,7 @@ class Batch:
                 self.cut.popleft()
             elif item.admitted == item.sampling.n:
                 waiting.popleft()
-        if not placed and not self.holes:
+        if not placed and not self.holes and not compacted:
             return
         for i, row in placed.items():
             self.rows[i : i + 1] = [row]
@@ -232,17 +251,26 @@ class Batch:
         self._listening = [i for i, row in enumerate(self.rows) if row.request.listener]
         self._wants_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
 
+    def _room_for(self, item: Request | Row) -> int:
+        """The number of rows that may run if `item` does: what it and they can come to has room in the cache."""
+        cache, most = self.decoder.cache, max(self._most, item.most)
+        room = cache.room(max(most, cache.length))
+        if room <= self.running and room < cache.room(most):
+            cache.resize(rounded(most, BLOCK), len(self.rows))  # longer ones have ended
+            room = cache.room(cache.length)
+        return room
+
     def _dock(self, item: Request | Row, context: list[int], found: list[Prefix]) -> int:
         """Compute the next piece of a long prompt; returns its length. The last one sets `item.prefix`."""
         cache = self.decoder.cache
         docked, done = self._docked
         if docked is not item:
             done = TOKENS * len(found)
-            cache.reserve(done, len(self.rows))
+            cache.reserve(done, len(self.rows), self._most)
             cache.fill([cache.dock], found)
             self.reused += done
         piece = context[done : done + self.prefill_tokens]
-        cache.reserve(done + len(piece), len(self.rows))
+        cache.reserve(done + len(piece), len(self.rows), self._most)
         self.decoder.prefill([piece], [cache.dock], [done])
         done += len(piece)
         self.prefilled += len(piece)
@@ -257,7 +285,7 @@ class Batch:
         if not fresh:
             return
         cache = self.decoder.cache
-        cache.reserve(max(len(each.context) for each in fresh), len(self.rows))
+        cache.reserve(max(len(item.context) for item in fresh), len(self.rows), self._most)
         for each in fresh:
             cache.fill(each.rows[:1], each.found)
             self.reused += each.start
@@ -320,10 +348,10 @@ class Batch:
         """Draw one token for every row; returns the requests that became complete. Call `admit` before."""
         rows, cache = len(self.rows), self.decoder.cache
         length = min(rounded(self._reach + self.steps + 1, self.decoder.granule), cache.longest)
-        cache.reserve(length, rows)
+        cache.reserve(length, rows, self._most)
         # At least two rows: other kernels multiply a single one, and round differently.
         width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
-        logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)[:rows].float()
+        logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)[:rows]
         positions = self.positions[:rows]
         logits /= self.temperature[:rows, None]
         if self._narrow is not None:

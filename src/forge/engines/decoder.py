@@ -10,105 +10,17 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..architecture import attention_kinds, rotary_parameters, sparse_layers
-from ..types import UNKNOWN_EXPERT
+from ..architecture import attention_kinds, rotary_parameters
 from ..weight_layouts import head_size
+from .cache import BLOCK, Cache, rounded
 from .experts import Experts
 from .weights import Layer, Weights
 
-BLOCK = 128  # the cache has room for a multiple of this many positions
 QUERIES = 64  # prompt tokens in one attention call
-
-
-class Cache:
-    """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`.
-
-    One more row after those that decode, the `dock`, is for long prompts computed in pieces. With `record` there are
-    also the `choices` of experts, (layers with experts, rows, 1, T, k), `UNKNOWN_EXPERT` where they were not computed.
-    """
-
-    def __init__(
-        self, config: Any, rows: int, max_seq_len: int, dtype: torch.dtype, device: torch.device, record: bool = False
-    ):
-        self.dock, self.longest = rows, rounded(max_seq_len, BLOCK)
-        layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        self.heads = torch.arange(heads, device=device)
-        self.least, size = min(2 * BLOCK, self.longest), head_size(config)
-        # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
-        self.keys, self.values = (
-            torch.zeros(layers, rows + 1, heads, self.least, size, dtype=dtype, device=device) for _ in range(2)
-        )
-        self.stores = ["keys", "values"]
-        if record:
-            shape = len(sparse_layers(config)), rows + 1, 1, self.least, config.num_experts_per_tok
-            self.choices = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.uint8, device=device)
-            self.stores.append("choices")
-        self.token_bytes = sum(getattr(self, name)[:, 0, :, 0].nbytes for name in self.stores)
-
-    def clear(self) -> None:
-        """Free all memory; the next `reserve` allocates again."""
-        for name in self.stores:
-            setattr(self, name, getattr(self, name)[:, :, :, :0].clone())
-
-    def reserve(self, length: int, rows: int) -> None:
-        """Make room for `length` positions, keeping the first `rows` rows and the dock."""
-        length, old = rounded(length, BLOCK), self.keys.shape[3]
-        if length > old:
-            size = min(max(length, 2 * old, self.least), self.longest)
-            for name in self.stores:
-                before = getattr(self, name)
-                after = before.new_zeros(*before.shape[:3], size, before.shape[4])
-                for kept in (slice(rows), slice(self.dock, None)):
-                    after[:, kept, :, :old] = before[:, kept]
-                setattr(self, name, after)
-
-    def index(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """The index for `write`: rows and positions (N,) -> (N * K,)."""
-        return ((rows[:, None] * len(self.heads) + self.heads) * self.keys.shape[3] + positions[:, None]).flatten()
-
-    def tables(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer, keys and values of all rows, (rows * K * T, D) each, for `write`."""
-        keys, values = (store.flatten(1, 3).unbind() for store in (self.keys, self.values))
-        return list(zip(keys, values, strict=True))
-
-    @staticmethod
-    def write(table: tuple[Tensor, Tensor], index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values, (N, K, D) each, in the table of a layer."""
-        table[0].index_copy_(0, index, keys.flatten(0, 1))
-        table[1].index_copy_(0, index, values.flatten(0, 1))
-
-    def write_choices(self, rows: Tensor, positions: Tensor, choices: Sequence[Tensor]) -> None:
-        """Record the experts of tokens, (N, k) for each layer with experts; of layers left out they are unknown."""
-        if "choices" in self.stores:
-            self.choices[:, rows, 0, positions] = UNKNOWN_EXPERT
-            if choices:
-                self.choices[: len(choices), rows, 0, positions] = torch.stack(list(choices)).byte()
-
-    def experts(self, row: int, tokens: int) -> np.ndarray | None:
-        """The recorded experts of a row's tokens, of which all but the last are in the cache: `Completion.experts`."""
-        if "choices" not in self.stores:
-            return None
-        known = self.choices[:, row, 0, : tokens - 1].transpose(0, 1)
-        return F.pad(known, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
-
-    def read(self, row: int, length: int) -> tuple[Tensor, ...]:
-        """A view of one row's first positions in each store, for `fill`."""
-        return tuple(getattr(self, name)[:, row, :, :length] for name in self.stores)
-
-    def fill(self, rows: Sequence[int], parts: Sequence[tuple[Tensor, ...]]) -> None:
-        """Copy parts of what `read` returned, one after the other, to the beginning of each of `rows`."""
-        at = 0
-        for part in parts:
-            end = at + part[0].shape[2]
-            for name, values in zip(self.stores, part, strict=True):
-                for row in rows:
-                    getattr(self, name)[:, row, :, at:end] = values
-            at = end
 
 
 class Decoder:
@@ -128,10 +40,11 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         record: bool = False,
+        cache_bytes: int | None = None,
     ):
         self.weights = weights
         self.device = device
-        self.cache = Cache(config, rows, max_seq_len, dtype, device, record)
+        self.cache = Cache(config, rows, max_seq_len, dtype, device, record, cache_bytes)
         self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         self.eps = config.rms_norm_eps
         # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
@@ -159,7 +72,8 @@ class Decoder:
             torch.accelerator.empty_cache()
 
     def decode(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
-        """One token for each of the first B rows: tokens and positions (B,) -> next-token logits (B, V).
+        """One token for each of the first B rows: tokens and positions (B,) -> next-token logits (B, V), at
+        least float32.
 
         `length`, a multiple of `granule`, bounds every row's position plus one, and with it the cost of attention.
         """
@@ -190,7 +104,7 @@ class Decoder:
                 out = torch.embedding_bag(tables[i][1], *bags, mode=0, per_sample_weights=probs.view(-1))[0]
             self._finish_layer(layer, x, out.view(rows, -1), choices)
         cache.write_choices(self.row_ids[:rows], positions, choices)
-        return self.weights.head(self._norm(x, self.weights.norm))
+        return self.weights.head.wide(self._norm(x, self.weights.norm))
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
@@ -322,11 +236,6 @@ class _Block(NamedTuple):
     prompts: int
     rows: Any  # index of the prompts' cache rows
     masks: list[Tensor]  # of each kind of attention, (queries of a prompt, keys)
-
-
-def rounded(count: int, to: int) -> int:
-    """`count`, rounded up to a multiple of `to`."""
-    return -(-count // to) * to
 
 
 @lru_cache

@@ -17,14 +17,17 @@ import torch
 from torch import Tensor
 
 from ..types import Completion, Sampling
-from .batch import WIDTH, Batch, Request
-from .decoder import Decoder, rounded
+from ..weight_layouts import layout
+from .batch import Batch, Request
+from .cache import BLOCK, WIDTH, rounded, token_bytes
+from .decoder import Decoder
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .linear import has_bfloat16
 from .settings import EngineSettings
 from .weights import Weights, load_config, load_eos, read_checkpoint
 
 log = logging.getLogger(__name__)
+MARGIN = 3 << 29  # bytes that a GPU keeps for a prefill, libraries and gaps
 Order = tuple[Weights | Literal["release", "restore"], "Future[None]"]
 
 
@@ -72,10 +75,11 @@ class EmbeddedEngine:
             self.dtype = torch.float32
         self.eos = load_eos(folder, config)
         self.on_update = how.on_update
-        weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
         how.check(config)
+        weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
         rows, record = rounded(how.slots, WIDTH), how.router_replay
-        decoder = Decoder(config, weights, rows, self.max_seq_len, self.dtype, self.device, record)
+        limit = self._cache_limit(how)
+        decoder = Decoder(config, weights, rows, self.max_seq_len, self.dtype, self.device, record, limit)
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
         self._batch = Batch(decoder, how.slots, prefill_tokens, int(how.prefix_cache_mb * 1e6))
         self._waiting: deque[Request] = deque()
@@ -157,8 +161,9 @@ class EmbeddedEngine:
         return self._batch.serves[1]
 
     def stats(self) -> dict[str, int]:
-        """As `Engine.stats`, with `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache) and
-        `decode_steps`. A preempted sample counts as waiting, tokens recomputed after a weight update as prefilled.
+        """As `Engine.stats`, with `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache),
+        `decode_steps` and `cache_bytes`. A preempted sample counts as waiting, tokens recomputed after a weight update
+        as prefilled.
         """
         with self._wake:
             self._check_alive()
@@ -170,6 +175,7 @@ class EmbeddedEngine:
             "prefilled_tokens": self._batch.prefilled,
             "reused_tokens": self._batch.reused,
             "decode_steps": self._batch.steps,
+            "cache_bytes": self._batch.decoder.cache.nbytes,
         }
 
     def close(self) -> None:
@@ -185,6 +191,32 @@ class EmbeddedEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _cache_limit(self, how: EngineSettings) -> int | None:
+        """Bytes for keys and values; None: as many as they need, on a CPU.
+
+        Raises:
+            ValueError: too few for two rows, which a decode step has at least, and the dock.
+        """
+        least = 3 * rounded(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, how.router_replay)
+        if how.cache_gb is not None:
+            limit, what = round(how.cache_gb * 1e9), "generator.cache_gb"
+        elif self.device.type != "cuda":
+            return None
+        else:
+            torch.accelerator.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self.device)
+            # Of the next weights, which are filled while these decode, of logits and their copies, and of a prefill.
+            weights = sum(torch.Size(p.shape).numel() for parts in layout(self.config).values() for p in parts)
+            logits = 4 * how.slots * self.config.vocab_size * 4
+            reserved = weights * self.dtype.itemsize + logits + int(how.prefix_cache_mb * 1e6) + MARGIN
+            limit, what = free - reserved, f"this device has {free / 1e9:.1f} GB left, and the engine"
+        if limit < least:
+            raise ValueError(
+                f"{what}: {max(limit, 0) / 1e6:,.1f} MB for keys and values are less than the {least / 1e6:,.1f} MB of "
+                f"three sequences of {self.max_seq_len} tokens: lower generator.max_seq_len or generator.slots"
+            )
+        return limit
 
     def _order(self, what: Literal["release", "restore"]) -> Future[None]:
         future: Future[None] = Future()

@@ -41,3 +41,13 @@ class Linear:
         if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """The product in at least float32. Of half-precision matrices on CUDA the sums are not rounded to half
+        precision, as those of a trainer are not."""
+        half = x.dtype == self.weight.dtype in (torch.bfloat16, torch.float16)
+        if not half or x.device.type != "cuda" or torch.version.hip is not None:
+            y = self(x)
+            return y.float() if half else y
+        y = torch.mm(x, self.weight.T, out_dtype=torch.float32)
+        return y if self.bias is None else y + self.bias

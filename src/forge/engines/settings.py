@@ -28,6 +28,10 @@ class EngineSettings(Section):
     prefix_cache_mb: float = Field(256, ge=0)
     """Memory for keys and values of prompts, in MB: a prompt that begins as another did, such as an episode's next
     turn, is computed from where they differ. A weight update empties it. 0: none. vLLM has its own."""
+    cache_gb: float | None = Field(None, gt=0)
+    """Memory for keys and values of running sequences, in GB (`embedded`): a request whose longest possible answer has
+    no room beside those that run waits. Null: what a GPU has left beside two versions of the weights; on a CPU as much
+    as `slots` sequences need. vLLM has `gpu_memory_utilization`."""
     router_replay: bool = False
     """Of a mixture of experts: completions carry the experts of each token, and the trainer computes with them
     ([mixtures.md](mixtures.md)). Needs `embedded`."""
@@ -40,6 +44,10 @@ class EngineSettings(Section):
         if self.engine == "vllm" and self.prefix_cache_mb != type(self).model_fields["prefix_cache_mb"].default:
             raise ValueError(
                 "generator.prefix_cache_mb is of the embedded engine: set generator.vllm: {enable_prefix_caching: true}"
+            )
+        if self.engine == "vllm" and self.cache_gb is not None:
+            raise ValueError(
+                "generator.cache_gb is of the embedded engine: set generator.vllm: {gpu_memory_utilization: ...}"
             )
         if self.vllm and self.engine != "vllm":
             raise ValueError(

@@ -108,16 +108,18 @@ async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv |
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
     single_turn = make_env is None and cfg.environment is None
-    parts: list[Any] = await asyncio.gather(
+    data, buffer, (policy, trained), rewards, frozen, valued = await asyncio.gather(
         dataset(cfg, job),
         replay_buffer(cfg, job, algorithm),
-        generator(cfg, job, **sampling),
-        trainer(cfg, job, algorithm, store=job.store, temperature=temperature, max_policy_age=age),
+        policy_and_trainer(
+            cfg.colocated,
+            partial(generator, cfg, job, **sampling),
+            partial(trainer, cfg, job, algorithm, store=job.store, temperature=temperature, max_policy_age=age),
+        ),
         reward(cfg) if single_turn else nothing(),
         reference(cfg, cfg.grpo.reference or job.model, temperature) if frozen_model else nothing(),
         critic(cfg, job) if algorithm.needs_critic else nothing(),
     )
-    data, buffer, policy, trained, rewards, frozen, valued = parts
     env: GroupEnv
     if single_turn:
         env = SingleTurnEnv(rewards, open_tokenizer(job.model) if cfg.reward.gives_steps else None)
@@ -126,6 +128,22 @@ async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv |
     state = RunState(trained, data, buffer, valued, rewards if cfg.reward.learns else None)
     await state.resume(job.record)
     return RLComponents(data, buffer, policy, trained, env, frozen, valued, state)
+
+
+async def policy_and_trainer(
+    colocated: bool, start_policy: Callable[[], Awaitable[Handle]], start_trainer: Callable[[], Awaitable[Handle]]
+) -> tuple[Handle, Handle]:
+    """Start generator and trainer at once; on one device one after the other.
+
+    vLLM takes a share of the device's memory, which must be free, and fails if another process changes what is free
+    while it measures. So it comes first, and has left the device when the trainer comes.
+    """
+    if not colocated:
+        policy, trained = await asyncio.gather(start_policy(), start_trainer())
+        return policy, trained
+    policy = await start_policy()
+    await policy.release.fanout()
+    return policy, await start_trainer()
 
 
 async def nothing() -> None:
@@ -214,8 +232,12 @@ async def trainer(cfg: Any, job: Job, loss: Callable[..., Any], *, service: str 
         **cfg.training.trainer(),
     }
     if "store" in more:
-        more["store"] = await share(more["store"])
-    return await Trainer.options(**cfg.placement(service)).as_actor(job.model, loss=loss, **(settings | more))
+        more |= {"store": await share(more["store"]), "publish_dtype": cfg.generator.dtype}
+    options = cfg.placement(service)
+    if options["with_gpus"] and not settings["colocated"]:
+        # Every pack has another length: segments that grow leave no gaps. vLLM's sleep does not work with them.
+        options["env"] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **options["env"]}
+    return await Trainer.options(**options).as_actor(job.model, loss=loss, **(settings | more))
 
 
 async def critic(cfg: Any, job: Job) -> Handle:

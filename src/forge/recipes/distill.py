@@ -6,6 +6,7 @@ Sampling and training take turns. Rewards play no part in training: they decide 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import numpy as np
 
@@ -25,11 +26,15 @@ async def train(cfg: DistillConfig, job: Job) -> None:
     """Sample from the student, score its tokens with the teacher, and train (on-policy distillation)."""
     settings, record = cfg.distill, job.record
     loss = Distill(settings.clip_high, entropy_coef=cfg.training.entropy_coef)
-    dataset, student, trainer, teacher, reward = await asyncio.gather(
+    temperature = settings.temperature
+    dataset, (student, trainer), teacher, reward = await asyncio.gather(
         components.dataset(cfg, job, in_turn=True),
-        components.generator(cfg, job, temperature=settings.temperature, max_tokens=settings.max_tokens),
-        components.trainer(cfg, job, loss, store=job.store, temperature=settings.temperature, max_policy_age=0),
-        components.reference(cfg, settings.teacher, settings.temperature),
+        components.policy_and_trainer(
+            cfg.colocated,
+            partial(components.generator, cfg, job, temperature=temperature, max_tokens=settings.max_tokens),
+            partial(components.trainer, cfg, job, loss, store=job.store, temperature=temperature, max_policy_age=0),
+        ),
+        components.reference(cfg, settings.teacher, temperature),
         components.reward(cfg),
     )
     state = RunState(trainer, dataset)

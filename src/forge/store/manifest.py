@@ -154,7 +154,8 @@ def copy_and_hash(source: Tensor, target: Tensor, of_source: bool = False) -> st
     source = source.resolve_conj().resolve_neg()
     on_cpu = source.device.type == target.device.type == "cpu"
     if not (on_cpu and source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()):
-        target.copy_(source)
+        # On a device it is cast there: half the bytes to copy, and a CPU casts on one thread.
+        target.copy_(source if source.device.type == "cpu" else source.to(target.dtype))
         return checksum(source if of_source else target)
     read, written = (values.reshape(-1).view(torch.uint8) for values in (source, target))
     state, data = xxhash.xxh3_64(), read.numpy()

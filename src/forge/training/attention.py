@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from .distributed import ALONE, Group
-from .flex import TreeMask, tree_attention
+from .flex import Runs, TreeMask, tree_attention
 
 NAME = "forge_packed"
 FILL = 0.75  # a rectangle's shortest sequence is at least this share of its longest
@@ -53,8 +53,9 @@ class PackedLayout:
     ) -> PackedLayout:
         """The layout of runs of these lengths, back to back in this order; parents come before, -1 is none."""
         if torch.device(device).type != "cpu":
-            nothing = torch.empty(0, dtype=torch.long, device=device)
-            return cls(nothing, nothing, nothing, [], TreeMask.of(lengths, parents or [-1] * len(lengths), device))
+            runs = Runs.of(lengths, parents or [-1] * len(lengths))
+            columns = {name: column.to(device) for name, column in runs.columns().items()}
+            return cls.masked(TreeMask(runs, **columns))
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -82,6 +83,12 @@ class PackedLayout:
             at += len(rows) * width
             shapes.append((len(rows), width, context))
         return cls(torch.cat(queries).to(device), torch.cat(keys).to(device), scatter.to(device), shapes)
+
+    @classmethod
+    def masked(cls, mask: TreeMask) -> PackedLayout:
+        """The layout of an accelerator: nothing but the mask."""
+        nothing = torch.empty(0, dtype=torch.long, device=mask.first.device)
+        return cls(nothing, nothing, nothing, [], mask)
 
 
 # Not compiled, as the shapes differ in every pack; what it calls is not either, but for FlexAttention.
@@ -179,9 +186,9 @@ def _seen(width: int, before: int, window: int, device: torch.device) -> Tensor:
     return (key <= query) & (key > query - window)
 
 
+# Without a mask function of this name: transformers then makes no mask, and does not ask the device whether the pack is
+# one sequence.
 AttentionInterface.register(NAME, packed_attention)
-# Without a mask function of this name transformers would build a dense mask for it.
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def repeats(heads: int, ranks: int) -> int:

@@ -67,6 +67,7 @@ def join(
     parallelism: Parallelism | None = None,
     *,
     cpu_offload: bool = False,
+    mesh: bool = False,
 ) -> Ranks:
     """Join the process group of `world_size` ranks and make its mesh.
 
@@ -74,6 +75,8 @@ def join(
         rendezvous: name of a FileStore in TMPDIR that no other process group used, or board://HOST:PORT/NAME for ranks
             on several machines; not needed for one process.
         cpu_offload: parameters will be in host memory, for which FSDP needs a mesh even with a single process.
+        mesh: make one for a single process as well: in bfloat16 FSDP casts weights and keeps states in bfloat16, where
+            autocast keeps states in float32.
 
     Raises:
         ValueError: degrees whose product is not `world_size`, several ranks without a rendezvous, or `cpu_offload`
@@ -88,7 +91,7 @@ def join(
     else:
         device = torch.device(found.type, rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
-    if world_size == 1 and not cpu_offload:
+    if world_size == 1 and not (cpu_offload or mesh):
         return Ranks(0, 1, device, None)
     store: dist.Store
     if world_size == 1:
@@ -107,7 +110,11 @@ def join(
     backend = dist.get_default_backend_for_device(device)
     # gloo sums offloaded gradients in host memory, for their norm.
     backend = f"cpu:gloo,{device.type}:{backend}" if cpu_offload else backend
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    # NCCL would otherwise guess the device of a rank from its number.
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=bound
+    )
     return lay_out(layout, device)
 
 

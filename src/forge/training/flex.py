@@ -1,40 +1,41 @@
 """Attention over a tree of packed runs by FlexAttention (Dong et al. 2024, arXiv:2412.05496): the path of accelerators.
 
 One kernel computes the whole pack, without the padding and the copies of the rectangles in `attention.py`, and skips
-blocks of keys that no query of a block sees. The kernels were not run on a GPU yet. On a CPU, FlexAttention has no
-backward pass: tests compare its forward pass with the rectangles.
+blocks of keys that no query of a block sees. On an H100 gradients are transformers' (`benchmarks/gpu.py`). On a CPU,
+FlexAttention has no backward pass: tests compare its forward pass with the rectangles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-_compiled: dict[str, Any] = {}  # of this process, once an accelerator needs it
+from .transfer import to_device
+
+# Packs are padded to a multiple of BLOCK, and to at least LEAST tokens: of shorter ones the kernels are compiled anew.
+BLOCK, LEAST = 128, 256
 
 
-@dataclass(frozen=True, slots=True)
-class TreeMask:
-    """Which tokens of a pack see which: those before them in their own run and in the runs that it continues.
+class Runs(NamedTuple):
+    """The runs of a pack in depth-first order, so that a run and all that continue it are an interval; arrays [runs].
 
-    Runs are numbered in depth-first order, so that a run and all that continue it are an interval.
-
-    first, end: [tokens], that interval of each token's run.
-    position: [tokens], in the sequence.
+    first, end: that interval. lengths: tokens. before: positions before its first token.
     """
 
-    first: Tensor
-    end: Tensor
-    position: Tensor
-    _blocks: dict[int | None, BlockMask] = field(default_factory=dict, repr=False)
+    first: np.ndarray
+    end: np.ndarray
+    lengths: np.ndarray
+    before: np.ndarray
 
     @classmethod
-    def of(cls, lengths: list[int], parents: list[int], device: torch.device | str = "cpu") -> TreeMask:
-        """Of runs that lie back to back; parents come before, -1 is none."""
+    def of(cls, lengths: list[int], parents: list[int]) -> Runs:
+        """Runs that lie back to back; parents come before, -1 is none."""
         size, before = [1] * len(lengths), [0] * len(lengths)
         for run in reversed(range(len(lengths))):
             if parents[run] >= 0:
@@ -49,46 +50,116 @@ class TreeMask:
                 free[parent] += size[run]
                 before[run] = before[parent] + lengths[parent]
             free.append(first[run] + 1)
-        count = torch.tensor(lengths)
-        start = count.cumsum(0) - count
-        offset = torch.tensor(before) - start
-        columns = (torch.tensor(first), torch.tensor(first) + torch.tensor(size), offset)
-        of_token = [column.repeat_interleave(count) for column in columns]
-        of_token[2] += torch.arange(int(count.sum()))
-        begins, ends, position = (column.to(device) for column in of_token)
-        return cls(begins, ends, position)
+        numbers = np.array(first)
+        return cls(numbers, numbers + np.array(size), np.array(lengths), np.array(before))
 
-    def sees(self, query: Tensor, key: Tensor, window: int | None = None) -> Tensor:
+    def columns(self) -> dict[str, Tensor]:
+        """Of each token, by the names of `TreeMask`, [tokens]."""
+        starts = self.lengths.cumsum() - self.lengths
+        position = np.arange(self.lengths.sum()) + (self.before - starts).repeat(self.lengths)
+        arrays = {"first": self.first.repeat(self.lengths), "end": self.end.repeat(self.lengths), "position": position}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Which blocks of keys the queries of a block see: some pairs of tokens, and all of them; bool [blocks, blocks]
+        each.
+
+        A run is cut where a block ends. Positions of a piece are an interval, and so are the distances between those
+        of two pieces: for 3 to 5 and 1 to 2 they are 1 to 4. With a window of 3 some distances are below it, not all.
+        """
+        ends = self.lengths.cumsum()
+        tokens = int(ends[-1])
+        cuts = np.unique(np.concatenate([[0], ends, np.arange(BLOCK, tokens, BLOCK)]))
+        starts, stops = cuts[:-1], cuts[1:]
+        run = np.searchsorted(ends, starts, side="right")
+        low = self.before[run] + starts - (ends - self.lengths)[run]
+        high = low + stops - starts - 1
+        number, end = self.first[run], self.end[run]
+        continues = (number <= number[:, None]) & (number[:, None] < end)
+        nearest, furthest = low[:, None] - high, high[:, None] - low
+        some, every = continues & (furthest >= 0), continues & (nearest >= 0)
+        if window is not None:
+            some &= nearest < window
+            every &= furthest < window
+        heads = np.searchsorted(starts, np.arange(0, tokens, BLOCK))
+        some = np.logical_or.reduceat(np.logical_or.reduceat(some, heads, axis=0), heads, axis=1)
+        every = np.logical_and.reduceat(np.logical_and.reduceat(every, heads, axis=0), heads, axis=1)
+        if tokens % BLOCK:  # what is beyond the last token sees nothing
+            every[-1] = every[:, -1] = False
+        return some, every
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMask:
+    """Which tokens of a pack see which: those before them in their own run and in the runs that it continues.
+
+    runs: of the pack, in host memory.
+    first, end: [tokens], the interval of each token's run and those that continue it.
+    position: [tokens], in the sequence.
+    """
+
+    runs: Runs
+    first: Tensor
+    end: Tensor
+    position: Tensor
+    _blocks: dict[int | None, BlockMask] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, lengths: list[int], parents: list[int]) -> TreeMask:
+        """Of runs that lie back to back, in host memory; parents come before, -1 is none."""
+        runs = Runs.of(lengths, parents)
+        return cls(runs, **runs.columns())
+
+    def sees(self, query: Tensor, key: Tensor, window: int | Tensor | None = None) -> Tensor:
         """Whether tokens see others, by index in the pack; `window` counts the token itself."""
         first, position = self.first, self.position
         seen = (first[key] <= first[query]) & (first[query] < self.end[key]) & (position[key] <= position[query])
         return seen if window is None else seen & (position[query] - position[key] < window)
 
     def blocks(self, window: int | None) -> BlockMask:
-        """The mask as FlexAttention takes it; made once for each kind of attention of a model."""
+        """The mask as FlexAttention takes it; made once for each kind of attention of a model.
+
+        From the runs, in host memory: `create_block_mask` asks for every pair of tokens, which takes an H100 17 ms for
+        8,192 tokens, and 64 times that for 65,536.
+        """
         if window not in self._blocks:
             count, device = len(self.first), self.first.device
+            # A tensor: as a number it would be compiled into the kernels, or be a symbol that inductor has not
+            # everywhere.
+            size = None if window is None else torch.full((), window, device=device)
 
             def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return self.sees(query, key, window)
+                return self.sees(query, key, size)
 
-            make = create_block_mask if device.type == "cpu" else _compile("mask", create_block_mask)
-            self._blocks[window] = make(mask, None, None, count, count, device=device)
+            some, every = self.runs.blocks(window)
+            kinds = {"": some & ~every, "full_": every}
+            lists = {f"{kind}kv": ordered(blocks) for kind, blocks in kinds.items()}
+            lists |= {f"{kind}q": ordered(blocks.T) for kind, blocks in kinds.items()}
+            host = {f"{name}_num_blocks": counts for name, (counts, _) in lists.items()}
+            host |= {f"{name}_indices": indices for name, (_, indices) in lists.items()}
+            on_device: Any = to_device(host, device)
+            self._blocks[window] = BlockMask((count, count), **on_device, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask)
         return self._blocks[window]
+
+
+def ordered(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Of each row of a bool matrix the number of columns that are set, [1, 1, rows], and those columns before the
+    others, [1, 1, rows, columns]; int32."""
+    columns = torch.from_numpy((~blocks).argsort(axis=1, kind="stable").astype(np.int32))
+    return torch.from_numpy(blocks.sum(1, dtype=np.int32))[None, None], columns[None, None]
 
 
 def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, window: int | None, scale: float | None
 ) -> Tensor:
     """Query [1, heads, tokens, head_dim], key and value [1, key heads, ...] -> [tokens, heads, head_dim]."""
-    attend = flex_attention if query.device.type == "cpu" else _compile("attention", flex_attention)
+    attend = flex_attention if query.device.type == "cpu" else _compiled_attention()
     grouped = query.shape[1] != key.shape[1]
     out = attend(query, key, value, block_mask=mask.blocks(window), scale=scale, enable_gqa=grouped)
     return out[0].transpose(0, 1)
 
 
-def _compile(name: str, function: Any) -> Any:
+@lru_cache
+def _compiled_attention() -> Any:
     """Dynamic, as every pack has another number of tokens."""
-    if name not in _compiled:
-        _compiled[name] = torch.compile(function, dynamic=True)
-    return _compiled[name]
+    return torch.compile(flex_attention, dynamic=True)

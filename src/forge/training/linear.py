@@ -7,13 +7,19 @@ The results differ by rounding only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 # oneDNN caches a kernel for every shape: callers pad rows to a multiple of this, or memory grows with every new length.
 ROWS = 64
-CHUNK = 256  # rows of logits at a time: 256 rows of a 152k vocabulary are 156 MB in float32
+# Rows of logits at a time. On a CPU 256, which are 156 MB of a 152k vocabulary in float32. On a GPU as many as take
+# half a gigabyte: each chunk adds to the head's whole gradient, and with 256 rows that took a third of an H100's step.
+CHUNK, CHUNK_BYTES = 256, 2**29
 
 AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
@@ -75,6 +81,54 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
+    """The number of rows whose logits are computed at a time."""
+    if device.type == "cpu":
+        return CHUNK
+    return max(CHUNK, CHUNK_BYTES // (4 * vocabulary) // ROWS * ROWS)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b.T` in at least float32. Of half-precision matrices on CUDA the sums are not rounded to half precision."""
+    if a.device.type == "cuda" and torch.version.hip is None and a.dtype == b.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b.T, out_dtype=torch.float32)
+    return at_least_float32(product(a, b))
+
+
+def scores_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of logits [rows, vocabulary] the label's log-probability, the log-normaliser and the entropy."""
+    logits = logits / temperature
+    normaliser = logits.logsumexp(-1)
+    logp = logits - normaliser[:, None]
+    return logits.gather(-1, labels[:, None])[:, 0] - normaliser, normaliser, -(logp.exp() * logp).sum(-1)
+
+
+def gradient_of(
+    logits: Tensor,
+    labels: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of logits [rows, vocabulary] from those of each row's scores, in `dtype`.
+
+    d logp(y) / d logit_j = [j = y] - p_j   and   d H / d logit_j = -p_j (logp_j + H)
+    """
+    logp = logits / temperature - normaliser[:, None]
+    grad = logp.exp() * (-grad_entropy[:, None] * (logp + entropy[:, None]) - grad_logprob[:, None])
+    is_label = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
+    return ((grad + torch.where(is_label, grad_logprob[:, None], 0.0)) / temperature).to(dtype)
+
+
+@lru_cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One pass over the logits where there would be ten; the last chunk of a batch has another number of rows."""
+    return torch.compile(function, dynamic=True)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Keeps one log-normaliser and one entropy per row; backward recomputes each chunk's logits."""
 
@@ -83,13 +137,17 @@ class _TokenLogprobs(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         logprobs, normalisers, entropies = [], [], []
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            logits = at_least_float32(product(h, head)).div_(temperature)
-            normaliser = logits.logsumexp(-1)
-            taken = logits.gather(-1, y[:, None])[:, 0]
-            logp = logits.sub_(normaliser[:, None])
-            entropies.append(-(logp.exp() * logp).sum(-1))
-            logprobs.append(taken - normaliser)
+            if hidden.device.type == "cpu":
+                logits = at_least_float32(product(h, head)).div_(temperature)
+                normaliser = logits.logsumexp(-1)
+                logprob = logits.gather(-1, y[:, None])[:, 0] - normaliser
+                logp = logits.sub_(normaliser[:, None])
+                entropy = -(logp.exp() * logp).sum(-1)
+            else:
+                logprob, normaliser, entropy = _fused(scores_of, h)(wide_product(h, head), y, temperature)
+            logprobs.append(logprob)
             normalisers.append(normaliser)
+            entropies.append(entropy)
         normaliser, entropy = torch.cat(normalisers), torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
@@ -99,32 +157,44 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
         hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
         grad_hidden, head = torch.empty_like(hidden), weight.to(hidden.dtype)
-        # Accumulated in float32: thousands of small bf16 additions would be lost.
-        grad_weight = torch.zeros_like(at_least_float32(weight)) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            # Accumulated in float32: thousands of small bf16 additions would be lost.
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            grad_weight = torch.zeros_like(weight, dtype=wide)
         rows = (x.split(ctx.chunk) for x in (hidden, labels, normaliser, entropy, grad_logprobs, grad_entropy))
         at = 0
         for h, y, lse, ent, g_logp, g_ent in zip(*rows, strict=True):
-            logp = at_least_float32(product(h, head)).div_(ctx.temperature).sub_(lse[:, None])
-            p = logp.exp()
-            # d logp(y) / d logit_j = [j = y] - p_j   and   d H / d logit_j = -p_j (logp_j + H)
-            grad = logp.add_(ent[:, None]).mul_(-g_ent[:, None]).sub_(g_logp[:, None]).mul_(p)
-            grad.scatter_add_(1, y[:, None], g_logp[:, None])
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            if hidden.device.type == "cpu":
+                logp = at_least_float32(product(h, head)).div_(ctx.temperature).sub_(lse[:, None])
+                p = logp.exp()
+                grad = logp.add_(ent[:, None]).mul_(-g_ent[:, None]).sub_(g_logp[:, None]).mul_(p)
+                grad.scatter_add_(1, y[:, None], g_logp[:, None])
+                grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            else:
+                of_rows = (y, lse, ent, g_logp, g_ent)
+                grad = _fused(gradient_of, h)(wide_product(h, head), *of_rows, ctx.temperature, hidden.dtype)
             grad_hidden[at : at + len(h)] = product(grad, head.T)
             if grad_weight is not None:
-                grad_weight += product(grad.T, h.T)
+                grad_weight += wide_product(grad.T, h.T)
             at += len(h)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
+def _fused(function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
+    """Compiled for a GPU."""
+    return _compiled(function) if rows.device.type in ("cuda", "xpu") else function
+
+
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `labels`, and entropies, under softmax(hidden @ weight.T / temperature); differentiable.
 
     Args:
         hidden: [tokens, dim]; weight: [vocabulary, dim]; labels: [tokens].
         temperature: of the sampler.
+        chunk: rows of logits at a time; None: `rows_of_chunk`.
 
     Returns:
         (logprobs [tokens], entropy [tokens]) in float32, or float64 if the weights are, in nats.
@@ -138,5 +208,6 @@ def token_logprobs(
     device = hidden.device.type
     # Backward runs outside autocast and must compute the same logits as forward.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    chunk = chunk or rows_of_chunk(hidden.device, len(weight))
     logprobs, entropy = _TokenLogprobs.apply(hidden.to(dtype), weight, labels, temperature, chunk)
     return logprobs[:count], entropy[:count]

@@ -28,11 +28,14 @@ from ..types import UNKNOWN_EXPERT, Batch
 from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks
 from .experts import Routers
+from .flex import BLOCK, LEAST, Runs, TreeMask
 from .linear import ROWS, at_least_float32, speed_up, token_logprobs
 from .loading import fill, on_meta
 from .lora import SCORE, add_adapters
+from .norms import fuse_norms
 from .settings import LoraSettings, Parallelism
 from .tensor_parallel import parallelize
+from .transfer import to_device
 
 if TYPE_CHECKING:
     from .titan import TitanPolicy
@@ -85,7 +88,7 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
     """This rank's share of a batch, whose states are read `lag` tokens before those with mask True."""
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
-    surplus = -len(tree.source) % lcm(ROWS, sequence.size)
+    surplus = padding(len(tree.source), sequence.size, device)
     lengths = tree.lengths + [1] * surplus  # padding: untrained sequences of one token
     parents = tree.parents + [-1] * surplus
     tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, surplus))
@@ -93,27 +96,39 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
     own = tokens.chunk(sequence.size)[sequence.rank]
     first = sequence.rank * len(own)
     real = min(max(len(tree.source) - first, 0), len(own))
-    experts = None
-    if batch.experts is not None:
-        experts = torch.from_numpy(batch.experts[tree.source[first : first + real]]).long().to(device)
-        experts = F.pad(experts, (0, 0, 0, 0, 0, len(own) - real), value=UNKNOWN_EXPERT)
     trained = np.flatnonzero(batch.mask)
     read = torch.from_numpy(tree.place[trained - lag])
     rank = read // len(own)
     by_rank = rank.argsort(stable=True)
     mine = (rank == sequence.rank).nonzero()[:, 0]
-    return OwnTokens(
-        own.to(device),
-        tokens.chunk(context.size)[context.rank].to(device),
-        positions.chunk(context.size)[context.rank].to(device),
-        PackedLayout.of(lengths, device, parents),
-        (read[mine] - first).to(device),
-        torch.from_numpy(batch.tokens[trained])[mine].to(device),
-        experts,
-        real,
-        torch.bincount(rank, minlength=sequence.size).tolist(),
-        torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))).to(device),
-    )
+    columns = {
+        "tokens": own,
+        "gathered": tokens.chunk(context.size)[context.rank],
+        "positions": positions.chunk(context.size)[context.rank],
+        "at": read[mine] - first,
+        "labels": torch.from_numpy(batch.tokens[trained])[mine],
+        "order": torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))),
+    }
+    if batch.experts is not None:
+        experts = torch.from_numpy(batch.experts[tree.source[first : first + real]]).long()
+        columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(own) - real), value=UNKNOWN_EXPERT)
+    runs = None if device.type == "cpu" else Runs.of(lengths, parents)
+    if runs is not None:
+        columns |= runs.columns()
+    on_device = to_device(columns, device)
+    if runs is None:
+        layout = PackedLayout.of(lengths, device, parents)
+    else:
+        layout = PackedLayout.masked(TreeMask(runs, *(on_device.pop(name) for name in ("first", "end", "position"))))
+    counts = torch.bincount(rank, minlength=sequence.size).tolist()
+    return OwnTokens(layout=layout, experts=on_device.pop("experts", None), real=real, counts=counts, **on_device)
+
+
+def padding(tokens: int, ranks: int, device: torch.device) -> int:
+    """The number of tokens to add to a pack of `tokens`, which `ranks` share."""
+    if device.type == "cpu":
+        return -tokens % lcm(ROWS, ranks)
+    return max(tokens, LEAST) + -max(tokens, LEAST) % lcm(BLOCK, ranks) - tokens
 
 
 class PackedModel(nn.Module):
@@ -133,6 +148,7 @@ class PackedModel(nn.Module):
                 # Off in training as well: a ratio or a KL compares two scorings, which dropout would set apart.
                 module.p = 0.0
         speed_up(model)
+        fuse_norms(model)
         self.model = model
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -18,6 +18,7 @@ from ..algorithms.terms import importance_ratio, kl_k3
 from ..types import Batch
 from .distributed import Ranks
 from .policy import TokenScores, TokenValues
+from .transfer import to_device
 
 Loss = Callable[..., Tensor]
 Inputs = dict[str, Tensor | None]
@@ -56,24 +57,26 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
 
 def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     """The tensors that a loss may name as parameters, each [trained]; None where missing."""
-
-    def trained(values: np.ndarray | None) -> Tensor | None:
-        return None if values is None else torch.from_numpy(values[micro.mask]).to(output[0].device)
-
-    branch_shares = None if micro.branch_shares is None else np.repeat(micro.branch_shares, micro.lengths)
+    numbers: dict[str, np.ndarray | None] = {
+        "ref_logprobs": micro.ref_logprobs,
+        "old_values": micro.values,
+        "returns": micro.returns,
+        "advantages": micro.advantages,
+        "weights": micro.weights,
+        "sequences": np.repeat(np.arange(len(micro)), micro.lengths),
+        "branch_shares": None if micro.branch_shares is None else np.repeat(micro.branch_shares, micro.lengths),
+        "behaviour_logprobs": micro.logprobs,
+        "proximal_logprobs": micro.proximal_logprobs,
+    }
+    columns = {name: torch.from_numpy(values[micro.mask]) for name, values in numbers.items() if values is not None}
     inputs: Inputs = {
         **output._asdict(),
-        "ref_logprobs": trained(micro.ref_logprobs),
-        "old_values": trained(micro.values),
-        "returns": trained(micro.returns),
-        "advantages": trained(micro.advantages),
-        "weights": trained(micro.weights),
-        "sequences": trained(np.repeat(np.arange(len(micro)), micro.lengths)),
-        "branch_shares": trained(branch_shares),
+        **dict.fromkeys(numbers),
+        **to_device(columns, output[0].device),
         "padding_mask": torch.ones_like(output[0]),
     }
+    behaviour, proximal = inputs.pop("behaviour_logprobs"), inputs.pop("proximal_logprobs")
     if isinstance(output, TokenScores):
-        behaviour, proximal = trained(micro.logprobs), trained(micro.proximal_logprobs)
         proximal = output.logprobs.detach() if proximal is None else proximal
         assert behaviour is not None
         # NaN: the sampler of this token is unknown.
@@ -257,11 +260,14 @@ class Metrics:
     _maxima: dict[str, Tensor] = field(default_factory=dict)
     load: Tensor = field(default_factory=lambda: torch.zeros(()))  # of experts, see `experts.load_metrics`
 
-    def add(self, name: str, values: Tensor) -> None:
-        """Add every element of `values` to the mean of this name."""
-        total = values.detach().double().sum()
-        both = torch.stack([total, torch.full_like(total, values.numel())])
-        self._sums[name] = self._sums[name] + both if name in self._sums else both
+    def add(self, name: str, values: Tensor, chosen: Tensor | None = None) -> None:
+        """Add every element of `values`, or those of the mask `chosen`, to the mean of this name."""
+        # A mask, not an index: the number of chosen elements would have to come back from the device.
+        terms = values.detach() if chosen is None else values.detach().where(chosen, 0.0)
+        total = terms.double().sum()
+        count = torch.full_like(total, values.numel()) if chosen is None else chosen.sum(dtype=torch.float64)
+        term = torch.stack([total, count])
+        self._sums[name] = self._sums[name] + term if name in self._sums else term
 
     def add_load(self, load: Tensor) -> None:
         """Add the load of experts over all ranks' micro-batches, [2, layers, E]."""
@@ -308,9 +314,9 @@ class Metrics:
         self.add("on_policy", current)
         if scored_at_start:
             apart = (proximal - behaviour).abs()
-            self.add("engine_difference", apart[current & whole])
+            self.add("engine_difference", apart, current & whole)
             # Their context was computed under older weights, and the engine may have kept its keys and values.
-            self.add("engine_difference_across_updates", apart[current & ~whole])
+            self.add("engine_difference_across_updates", apart, current & ~whole)
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Means and maxima over all ranks; every rank must call this. Means over nothing are left out."""
@@ -320,15 +326,14 @@ class Metrics:
             own, by_rank = (sums, maxima), [([], [])] * ranks.data.size  # type: ignore[var-annotated]
             dist.all_gather_object(by_rank, own, group=ranks.data.group)
             sums, maxima = (sorted({name for names in both for name in names}) for both in zip(*by_rank, strict=True))
-        found: dict[str, float] = {}
-        if sums:
-            nothing = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-            totals = ranks.sum(torch.stack([self._sums.get(name, nothing) for name in sums])).tolist()
-            found |= {name: total / count for name, (total, count) in zip(sums, totals, strict=True) if count}
-        if maxima:
-            least = torch.zeros((), dtype=torch.float64, device=ranks.device)  # none is negative
-            largest = torch.stack([self._maxima.get(name, least) for name in maxima])
-            if ranks.data.group is not None:
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.data.group)
-            found |= dict(zip(maxima, largest.tolist(), strict=True))
-        return found
+        zero = torch.zeros((), dtype=torch.float64, device=ranks.device)  # no maximum is negative
+        totals = [self._sums.get(name, zero.expand(2)) for name in sums]
+        largest = torch.stack([self._maxima.get(name, zero) for name in maxima]) if maxima else zero[None][:0]
+        if ranks.data.group is not None and maxima:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.data.group)
+        flat = ranks.sum(torch.cat(totals)) if sums else zero[None][:0]
+        # All of them at once, as the host waits for the device to read them.
+        numbers = torch.cat([flat, largest]).tolist()
+        pairs = zip(numbers[: 2 * len(sums) : 2], numbers[1 : 2 * len(sums) : 2], strict=True)
+        means = {name: total / count for name, (total, count) in zip(sums, pairs, strict=True) if count}
+        return means | dict(zip(maxima, numbers[2 * len(sums) :], strict=True))

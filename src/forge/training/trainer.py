@@ -27,6 +27,7 @@ from .optimizers import build_optimizer
 from .policy import Backend, Head, TokenScores, TokenValues, build, precision, reshard, resolve_dtype
 from .settings import LoraSettings, OptimizerSettings, PassSettings
 from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
+from .transfer import to_device
 
 
 class PolicyTrainer:
@@ -224,17 +225,19 @@ class PolicyTrainer:
                 before = micro.mask & ~sampled_now
                 began_before = np.add.reduceat(before, np.cumsum(micro.lengths) - micro.lengths) > 0
                 in_whole = ~np.repeat(began_before, micro.lengths)
-                current, whole = (
-                    torch.from_numpy(tokens[micro.mask]).to(self.ranks.device) for tokens in (sampled_now, in_whole)
-                )
+                masks = {"current": sampled_now, "whole": in_whole}
+                columns = {name: torch.from_numpy(tokens[micro.mask]) for name, tokens in masks.items()}
+                current, whole = to_device(columns, self.ranks.device).values()
             # In the first update the current policy is the one at the start, scored or not.
             known = first or micro.proximal_logprobs is not None
             metrics.add_micro_batch(loss, inputs, current, whole, first_epoch=first_epoch, scored_at_start=known)
             if record is not None:
                 record.add(micro, loss, inputs, first_epoch=first_epoch)
-        loss_value = float(self.ranks.sum(total))
-        norm = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
-        if not torch.tensor([loss_value, norm]).isfinite().all():
+        total = self.ranks.sum(total)
+        length = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
+        # Both at once: here the host waits for the device.
+        loss_value, norm = torch.stack([total, length.to(total)]).tolist()
+        if not (math.isfinite(loss_value) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
                 f"step {self.step}: loss {loss_value}, gradient norm {norm}; the update was not applied"
@@ -286,26 +289,28 @@ class PolicyTrainer:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> float:
-    """Clip the global norm of gradients, sharded in any layout, to `bound`; returns the norm before. All ranks must
-    call this."""
+def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> Tensor:
+    """Clip the global norm of gradients, sharded in any layout, to `bound`; returns the norm before, a scalar. All
+    ranks must call this."""
+    parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
-        return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
+        return torch.nn.utils.clip_grad_norm_(parameters, bound)
     # Each rank sums its squares, divided by the number of ranks with the same elements: each element counts once.
     own, shares = [], []
     for gradient in gradients:
         local, parts = gradient, 1
         if isinstance(gradient, DTensor):
-            places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-            parts = math.prod(size for place, size in places if not isinstance(place, Replicate))
+            sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            parts = math.prod(size for place, size in sizes if not isinstance(place, Replicate))
             local = gradient.to_local()
         own.append(local)
         shares.append(parts / dist.get_world_size())
     squares = torch.stack(torch._foreach_norm(own)).double().square()
-    dist.all_reduce(total := (squares * squares.new_tensor(shares)).sum())
-    norm = math.sqrt(total) if math.isfinite(total) else math.nan
-    torch._foreach_mul_(own, min(1.0, bound / (norm + 1e-6)))
+    weights = to_device({"shares": torch.tensor(shares, dtype=torch.float64)}, squares.device)["shares"]
+    dist.all_reduce(total := (squares * weights).sum())
+    norm = total.sqrt()
+    torch._foreach_mul_(own, (bound / (norm + 1e-6)).clamp(max=1.0).float())
     return norm
 
 

@@ -1,0 +1,160 @@
+"""Keys and values of the running sequences of an engine, within a budget of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..architecture import sparse_layers
+from ..types import UNKNOWN_EXPERT
+from ..weight_layouts import head_size
+
+BLOCK = 128  # the cache has room for a multiple of this many positions
+WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
+
+
+def rounded(count: int, to: int) -> int:
+    """`count`, rounded up to a multiple of `to`."""
+    return -(-count // to) * to
+
+
+class Cache:
+    """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`.
+
+    One more row after those that decode, the `dock`, is for long prompts computed in pieces. With `record` there are
+    also the `choices` of experts, (layers with experts, rows, 1, T, k), `UNKNOWN_EXPERT` where they were not computed.
+
+    With a `limit` in bytes there are as many rows as fit with T positions. For example 40 GB and 114,688 bytes a token:
+    256 rows of 1,280 positions, or 64 of 4,096.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        rows: int,
+        max_seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        record: bool = False,
+        limit: int | None = None,
+    ):
+        self.rows, self.longest, self.limit = rows, rounded(max_seq_len, BLOCK), limit
+        layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, head_size(config)
+        self.heads = torch.arange(heads, device=device)
+        self.least = min(2 * BLOCK, self.longest)
+        self.token_bytes = token_bytes(config, dtype, record)
+        self.dock = self.room(self.least)
+        # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
+        self.keys, self.values = (
+            torch.zeros(layers, self.dock + 1, heads, self.least, size, dtype=dtype, device=device) for _ in range(2)
+        )
+        self.stores = ["keys", "values"]
+        if record:
+            shape = len(sparse_layers(config)), self.dock + 1, 1, self.least, config.num_experts_per_tok
+            self.choices = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.uint8, device=device)
+            self.stores.append("choices")
+
+    @property
+    def length(self) -> int:
+        """T, the positions of a row."""
+        return self.keys.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(getattr(self, name).nbytes for name in self.stores)
+
+    def room(self, length: int) -> int:
+        """The number of rows beside the dock that fit with `length` positions each."""
+        if self.limit is None:
+            return self.rows
+        fit = self.limit // (rounded(length, BLOCK) * self.token_bytes) - 1
+        return min(self.rows, fit - fit % WIDTH if fit > WIDTH else fit)
+
+    def clear(self) -> None:
+        """Free all memory; the next `reserve` allocates again."""
+        for name in self.stores:
+            setattr(self, name, getattr(self, name)[:, :, :, :0].clone())
+
+    def reserve(self, length: int, rows: int, most: int | None = None) -> None:
+        """Make room for `length` positions, keeping the first `rows` rows and the dock. With a limit there is never
+        more room than for `most`, which these rows may need."""
+        length = rounded(length, BLOCK)
+        if length <= self.length:
+            return
+        size = min(max(length, 2 * self.length, self.least), self.longest)
+        if self.limit is not None and most is not None:
+            size = max(length, min(size, rounded(most, BLOCK)))
+        self.resize(size, rows)
+
+    def resize(self, size: int, rows: int) -> None:
+        """Have `size` positions and as many rows as fit, keeping the first `rows` rows and the dock."""
+        count, kept = self.room(size), min(size, self.length)
+        for name in self.stores:
+            before: Tensor = getattr(self, name)
+            shape = before.shape[0], count + 1, before.shape[2], size, before.shape[4]
+            running, docked = before[:, :rows, :, :kept], before[:, self.dock, :, :kept]
+            if self.limit is not None:
+                # By way of host memory: old and new together would exceed the limit.
+                running, docked = running.to("cpu", copy=True), docked.to("cpu", copy=True)
+                before = before[:, :0].clone()
+                setattr(self, name, before)
+            after = before.new_zeros(shape)
+            after[:, :rows, :, :kept] = running
+            after[:, count, :, :kept] = docked
+            setattr(self, name, after)
+        self.dock = count
+
+    def index(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The index for `write`: rows and positions (N,) -> (N * K,)."""
+        return ((rows[:, None] * len(self.heads) + self.heads) * self.length + positions[:, None]).flatten()
+
+    def tables(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer, keys and values of all rows, (rows * K * T, D) each, for `write`."""
+        keys, values = (store.flatten(1, 3).unbind() for store in (self.keys, self.values))
+        return list(zip(keys, values, strict=True))
+
+    @staticmethod
+    def write(table: tuple[Tensor, Tensor], index: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values, (N, K, D) each, in the table of a layer."""
+        table[0].index_copy_(0, index, keys.flatten(0, 1))
+        table[1].index_copy_(0, index, values.flatten(0, 1))
+
+    def write_choices(self, rows: Tensor, positions: Tensor, choices: Sequence[Tensor]) -> None:
+        """Record the experts of tokens, (N, k) for each layer with experts; of layers left out they are unknown."""
+        if "choices" in self.stores:
+            self.choices[:, rows, 0, positions] = UNKNOWN_EXPERT
+            if choices:
+                self.choices[: len(choices), rows, 0, positions] = torch.stack(list(choices)).byte()
+
+    def experts(self, row: int, tokens: int) -> np.ndarray | None:
+        """The recorded experts of a row's tokens, of which all but the last are in the cache: `Completion.experts`."""
+        if "choices" not in self.stores:
+            return None
+        known = self.choices[:, row, 0, : tokens - 1].transpose(0, 1)
+        return F.pad(known, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
+
+    def read(self, row: int, length: int) -> tuple[Tensor, ...]:
+        """A view of one row's first positions in each store, for `fill`."""
+        return tuple(getattr(self, name)[:, row, :, :length] for name in self.stores)
+
+    def fill(self, rows: Sequence[int], parts: Sequence[tuple[Tensor, ...]]) -> None:
+        """Copy parts of what `read` returned, one after the other, to the beginning of each of `rows`."""
+        at = 0
+        for part in parts:
+            end = at + part[0].shape[2]
+            for name, values in zip(self.stores, part, strict=True):
+                for row in rows:
+                    getattr(self, name)[:, row, :, at:end] = values
+            at = end
+
+
+def token_bytes(config: Any, dtype: torch.dtype, record: bool = False) -> int:
+    """Bytes of a token in the cache of a model."""
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
+    return numbers * dtype.itemsize + (len(sparse_layers(config)) * config.num_experts_per_tok if record else 0)

@@ -1,0 +1,101 @@
+"""The budget of keys and values: what it holds, who waits, and that no request's bits depend on it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.engines import EmbeddedEngine
+from forge.engines.cache import token_bytes
+from forge.types import Sampling
+from tests.engines.test_invariance import MODELS, bits, prompt_of, save
+
+LONGEST = 640
+# Tokens of the prompt, of the answer, samples, and whether to wait for the answer first.
+requests = st.lists(
+    st.tuples(st.sampled_from([1, 5, 40, 130, 300]), st.integers(1, 340), st.integers(1, 5), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+def budget(engine: EmbeddedEngine, tokens: int) -> float:
+    """The gigabytes of so many tokens of an engine's model."""
+    return tokens * token_bytes(engine.config, engine.dtype) / 1e9
+
+
+def played(engine: EmbeddedEngine, sizes: list, vocab: int) -> tuple[list, int]:
+    """The bits of all answers, and the most bytes that the cache had while they were drawn."""
+    most = 0
+
+    def watch(sample: int, piece: Any) -> None:
+        nonlocal most
+        most = max(most, engine.stats()["cache_bytes"])
+
+    futures = list[Future]()
+    for i, (prompt, answer, n, wait) in enumerate(sizes):
+        sampling = Sampling(n, min(answer, LONGEST - prompt), seed=i)
+        futures.append(engine.submit(prompt_of(prompt, i, vocab), sampling, listener=watch))
+        if wait:
+            futures[-1].result(120)
+    return [bits(future.result(120)) for future in futures], most
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", ["odd", pytest.param("experts", marks=pytest.mark.full)])
+def test_a_budget_is_kept_and_changes_no_bit(tmp_path: Path, name: str):
+    save(tmp_path, name)
+    vocab = MODELS[name][-1]
+    common: dict[str, Any] = {"device": "cpu", "max_seq_len": LONGEST}
+    with EmbeddedEngine(tmp_path, slots=16, **common) as plain:
+        # Of three, five and 17 sequences of the longest kind.
+        engines = [
+            EmbeddedEngine(tmp_path, slots=16, cache_gb=budget(plain, tokens), **common, **more)
+            for tokens, more in ((3 * LONGEST, {}), (5 * LONGEST, {"prefill_tokens": 37}), (17 * LONGEST, {}))
+        ]
+
+        @settings(max_examples=8, derandomize=True, deadline=None)
+        @given(requests)
+        def check(sizes: list) -> None:
+            expected, free = played(plain, sizes, vocab)
+            for engine, tokens in zip(engines, (3, 5, 17), strict=True):
+                drawn, most = played(engine, sizes, vocab)
+                assert drawn == expected
+                assert most <= tokens * LONGEST * token_bytes(plain.config, plain.dtype)
+            longest = max(prompt + min(answer, LONGEST - prompt) for prompt, answer, *_ in sizes)
+            assert free >= token_bytes(plain.config, plain.dtype) * longest
+
+        check()
+        for engine in engines:
+            engine.close()
+
+
+def test_rows_come_back_when_long_answers_have_ended(tmp_path: Path):
+    """Four of 640 tokens fit, or 15 of 128: after a long one, short ones run side by side again."""
+    save(tmp_path, "odd")
+    vocab = MODELS["odd"][-1]
+    with EmbeddedEngine(tmp_path, slots=1, device="cpu", max_seq_len=LONGEST) as one:
+        gigabytes = budget(one, 5 * LONGEST)
+    with EmbeddedEngine(tmp_path, slots=16, device="cpu", max_seq_len=LONGEST, cache_gb=gigabytes) as engine:
+
+        def steps(count: int, tokens: int) -> int:
+            before = engine.stats()["decode_steps"]
+            futures = [engine.submit(prompt_of(3, i, vocab), Sampling(1, tokens, seed=i)) for i in range(count)]
+            for future in futures:
+                future.result(120)
+            return engine.stats()["decode_steps"] - before
+
+        assert steps(16, 40) < 4 * 40
+        assert steps(8, 600) >= 2 * 600
+        assert steps(16, 40) < 4 * 40
+
+
+def test_too_little_for_the_longest_sequence_is_one_line(tmp_path: Path):
+    save(tmp_path, "odd")
+    with pytest.raises(ValueError, match=r"generator.cache_gb: .* lower generator.max_seq_len or generator.slots$"):
+        EmbeddedEngine(tmp_path, slots=4, device="cpu", max_seq_len=LONGEST, cache_gb=1e-6)
