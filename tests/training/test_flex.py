@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from forge.data.packing import pack
 from forge.training.attention import PackedLayout, packed_attention
-from forge.training.flex import TreeMask
+from forge.training.distributed import join, leave
+from forge.training.flex import Runs, TreeMask
 from forge.training.norms import fuse_norms
+from forge.training.settings import OptimizerSettings
+from forge.training.trainer import PolicyTrainer
+from forge.types import Episode
 
 RUNS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 10**6)), min_size=1, max_size=9)
 
@@ -99,3 +106,25 @@ def test_a_fused_norm_is_the_models(dtype):
     weight = norms[1].weight
     fused = torch.nn.functional.rms_norm(x, weight.shape, weight, norms[1].variance_epsilon)
     torch.testing.assert_close(fused, norms[0](x), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_fsdp_hands_the_mask_to_every_layer_as_it_is(tmp_path, monkeypatch):
+    """What FSDP casts of a layer's arguments it makes anew: the blocks of a mask would be made for every layer."""
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+    )
+    config.intermediate_size, config.num_key_value_heads, config.head_dim = 64, 1, 16
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    batch = pack([Episode(prompt_ids=[5, 6, 7], response_ids=[i, 9, 10], reward=1.0, advantage=1.0) for i in (3, 4)])
+    expected = PolicyTrainer(tmp_path, join(), OptimizerSettings()).logprobs(batch)
+    made, blocks = [], Runs.blocks
+    monkeypatch.setattr(Runs, "blocks", lambda runs, window: made.append(window) or blocks(runs, window))
+    masked = lambda lengths, device, parents: PackedLayout.masked(TreeMask.of(lengths, parents))  # noqa: E731
+    monkeypatch.setattr(PackedLayout, "of", masked)
+    try:
+        logprobs = PolicyTrainer(tmp_path, join(mesh=True), OptimizerSettings()).logprobs(batch)
+    finally:
+        leave()
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    assert made == [None]

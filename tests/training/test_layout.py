@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from forge.recipes.launch import check_model
 from forge.recipes.schema import TrainerConfig, TrainingConfig
 from forge.training import checkpoint
 from forge.training.attention import repeats
-from forge.training.distributed import Group, Ranks, join
+from forge.training.distributed import Group, Ranks, join, leave
 from forge.training.policy import build as build_model
 from forge.training.settings import Parallelism
 from forge.training.trainer import move
@@ -126,6 +127,25 @@ def test_experts_are_divided_by_torchtitan_alone(tmp_path: Path):
     model = write_model(tmp_path, "qwen3_moe")
     with pytest.raises(ValueError, match="expert_parallel_degree does nothing with"):
         make_trainer(model, Ranks(0, 2, CPU, None, experts=2))
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"lora": {"rank": 4}}])
+def test_one_rank_with_a_mesh_trains_as_without(model: Path, tmp_path: Path, settings: dict[str, Any]):
+    """What a GPU has in bfloat16: FSDP of one rank."""
+    alone = make_trainer(model, **settings)
+    expected = [alone.train_step(example(seed=seed), LOSS) for seed in range(3)]
+    try:
+        meshed = make_trainer(model, join(mesh=True), **settings)
+        metrics = [meshed.train_step(example(seed=seed), LOSS) for seed in range(3)]
+        for step, other in zip(metrics, expected, strict=True):
+            assert step == pytest.approx(other, abs=1e-5)
+        checkpoint.load(make_trainer(model, meshed.ranks, **settings), checkpoint.save(meshed, tmp_path))
+        meshed.offload()
+        assert meshed.train_step(example(seed=3), LOSS)["loss"] == pytest.approx(
+            alone.train_step(example(seed=3), LOSS)["loss"], abs=1e-5
+        )
+    finally:
+        leave()
 
 
 def test_host_memory_is_refused_where_there_is_no_other():

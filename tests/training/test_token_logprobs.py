@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forge.training.linear import token_logprobs
+from forge.training.linear import gradient_of, rows_of_chunk, scores_of, token_logprobs
 
 TOKENS, DIM, VOCAB = 16, 6, 37
 
@@ -102,3 +102,26 @@ def test_gradients_under_autocast_belong_to_the_logits_of_the_forward_pass():
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() < 0.004 * b.norm()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_what_a_gpu_computes_in_one_pass(temperature: float):
+    """The functions that are compiled there, in host memory: scores, and the gradient of logits by autograd."""
+    hidden, weight, labels, to_logprobs, to_entropy = inputs()
+    logits = (hidden @ weight.T).detach().double().requires_grad_()
+    logprobs, entropy = oracle(logits, labels, temperature)
+    logprob, normaliser, spread = scores_of(logits.detach().float(), labels, temperature)
+    torch.testing.assert_close(logprob.double(), logprobs.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(spread.double(), entropy.detach(), rtol=0, atol=1e-5)
+    (expected,) = torch.autograd.grad([logprobs, entropy], logits, [to_logprobs.double(), to_entropy.double()])
+    gradient = gradient_of(
+        logits.detach().float(), labels, normaliser, spread, to_logprobs, to_entropy, temperature, torch.float32
+    )
+    torch.testing.assert_close(gradient.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_gpus_chunks_take_half_a_gigabyte():
+    assert rows_of_chunk(torch.device("cpu"), 151_936) == 256
+    rows = rows_of_chunk(torch.device("cuda"), 151_936)
+    assert rows % 64 == 0
+    assert 0.9 * 2**29 < rows * 151_936 * 4 <= 2**29

@@ -305,9 +305,17 @@ class Trainer(ForgeActor):
         """Leave the device to others afterwards, however it ends."""
         try:
             yield
-        finally:
-            if self.colocated and hasattr(self, "trainer"):
-                self.trainer.offload()
+        except BaseException as error:
+            try:
+                self._leave_device()
+            except Exception as other:  # the first error says what happened
+                error.add_note(f"then the trainer could not leave the device: {type(other).__name__}: {other}")
+            raise
+        self._leave_device()
+
+    def _leave_device(self) -> None:
+        if self.colocated and hasattr(self, "trainer"):
+            self.trainer.offload()
 
     def _begin(self, write: Write) -> str:
         """Copy the state, and write the copy while training continues."""
