@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..controller import ForgeActor, Options, Service, endpoint
+from ..devices import accelerator
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
 from ..flops import causal, forward_flops
@@ -100,7 +101,7 @@ class Generator(ForgeActor):
         self.tokenizer = open_tokenizer(self.model)
         self.special = frozenset(self.tokenizer.all_special_ids)
         device = None
-        if self.settings.engine == "embedded" and (kind := torch.accelerator.current_accelerator(check_available=True)):
+        if self.settings.engine == "embedded" and (kind := accelerator()):
             # Where processes are shared with a trainer each of them sees the devices of all.
             place = self.context.replica % torch.accelerator.device_count()
             device = torch.device(kind.type, place)

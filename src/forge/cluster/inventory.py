@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,13 @@ def memory_limit() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """The accelerators of this host that this process may use, as the first of VISIBLE that is set names them."""
+    """The accelerators of this host that this process may use, as the first of VISIBLE that is set names them: by
+    number, UUID, or the name of a part of a GPU (MIG)."""
     chosen = next(filter(None, map(os.environ.get, VISIBLE)), None)
     if chosen:
-        return chosen.split(",")
+        names = [name.strip() for name in chosen.split(",")]
+        # As CUDA does: -1 hides all that come after it.
+        return list(takewhile(lambda name: name and not name.startswith("-"), names))
     import torch
 
     return [str(index) for index in range(torch.accelerator.device_count())]

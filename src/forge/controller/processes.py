@@ -19,6 +19,7 @@ from ..cluster import HOST
 from ..cluster.inventory import VISIBLE
 from ..cluster.machine import RemoteProcess
 from ..cluster.process import Process
+from ..devices import GIVEN
 from ..files import cache_folder
 from ..observability.console import configure_logging, log_failure
 from ..observability.metrics import PROCESS_NAME
@@ -228,7 +229,7 @@ def _bootstrap(
     """Runs in each new process before its actors: environment, limits, and no reaction of its own to Ctrl-C."""
     mine = gpus.get(os.environ.get(HOST, ""), [])
     # An empty ZE_AFFINITY_MASK hides nothing: it is set where there is something to say.
-    visible = {name: ",".join(mine) for name in (VISIBLE if mine else VISIBLE[:1])}
+    visible = {name: ",".join(mine) for name in (*VISIBLE, GIVEN) if mine or name == VISIBLE[0]}
     os.environ.update({**settings, **visible, **further})
     with suppress(OSError):
         Path(f"/proc/self/task/{os.getpid()}/comm").write_text(settings[PROCESS_NAME])  # what top and ps show

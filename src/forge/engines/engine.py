@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..devices import accelerator
 from ..types import Completion, Sampling
 from ..weight_layouts import layout
 from .batch import Batch, Request
@@ -68,7 +69,7 @@ class EmbeddedEngine:
         if prefill_tokens is not None and prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
         self.max_seq_len = check_length(config, how.max_seq_len)
-        self.device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+        self.device = torch.device(device or accelerator() or "cpu")
         self.dtype: torch.dtype = getattr(torch, how.dtype)
         if self.dtype == torch.bfloat16 and not has_bfloat16(self.device):
             log.info("generator.dtype: this CPU has no bfloat16 arithmetic; computing in float32")

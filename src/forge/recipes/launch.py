@@ -26,6 +26,7 @@ from ..controller import ForgeError, forked_processes, run
 from ..controller.errors import RemoteError
 from ..controller.private import log_to
 from ..data.config import DatasetConfig, RowsConfig
+from ..devices import NoAccelerator
 from ..flops import peak_tflops
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
@@ -87,7 +88,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
         from ..verifiers.reward import BadScore
 
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if isinstance(error, CheckpointFailed | DamagedFile) or full:
+        if isinstance(error, CheckpointFailed | DamagedFile | NoAccelerator) or full:
             raise SystemExit(masked(f"error: {error}")) from error
         if not print_user_frames(error) and not isinstance(error, BadScore | NothingScored):
             raise

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..cluster.peers import accept_own_user_only
 from ..cluster.rendezvous import SCHEME
+from ..devices import accelerator
 from .settings import Parallelism
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after this a rank in a collective has lost a peer
@@ -83,7 +84,7 @@ def join(
             without an accelerator.
     """
     layout = (parallelism or Parallelism()).over(world_size)
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator()
     if found is None:
         if cpu_offload:
             raise ValueError("training.cpu_offload does nothing: this trainer computes on a CPU")

@@ -1,0 +1,34 @@
+"""The accelerator of this process, which is there if it was promised."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+GIVEN = "FORGE_GPUS"  # environment variable: the GPUs that a component's process was given
+
+
+class NoAccelerator(RuntimeError):
+    """GPUs were promised to this process, and torch sees none."""
+
+
+def accelerator() -> torch.device | None:
+    """The kind of accelerator that torch can use; None: it computes on the CPU.
+
+    Raises:
+        NoAccelerator: this process was given GPUs, and torch sees none.
+    """
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None and (given := os.environ.get(GIVEN)):
+        built = torch.version.cuda or torch.version.hip
+        reason = "check the driver with nvidia-smi" if built else "it is built for CPUs: install a build for this GPU"
+        raise NoAccelerator(
+            f"this process was given GPU {given}, and torch {torch.__version__} sees none: {reason}, or set with_gpus "
+            "to false"
+        )
+    return device
