@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,49 @@ from pathlib import Path
 from typing import BinaryIO
 
 REMOVED = ".forge-removed-"  # folders on their way
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NoRoom(OSError):
+    """A disk is full: one line with the path, the bytes that it needs and those that are free."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@contextmanager
+def room_for(path: Path, size: int) -> Iterator[None]:
+    """Writing `size` bytes to a path. NoRoom: the disk is full."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, NoRoom) or not is_full(error):
+            raise
+        text = f"{path} needs {size:,} bytes, and its disk has {free_bytes(path):,} free: "
+        code = error.errno if isinstance(error, OSError) and error.errno is not None else errno.ENOSPC
+        raise NoRoom(code, text + os.strerror(code)) from error
+
+
+@contextmanager
+def removed_on_error(folder: Path) -> Iterator[None]:
+    """A folder that is being written: if that fails, it does not keep its part of the disk."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an exception says that a disk is full, or the user's share of it."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL
+    return any(os.strerror(code) in str(error) for code in FULL)  # of a library in Rust, or of a checkpoint
+
+
+def free_bytes(path: Path) -> int:
+    """What is free on the disk of a path, whether or not that exists."""
+    return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
 
 
 @contextmanager
@@ -35,7 +79,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False, secret: bool =
         secret: only this user can read it.
     """
     mode = 0o600 if secret else 0o666
-    with written_aside(path) as aside:
+    with room_for(path, len(text.encode())), written_aside(path) as aside:
         aside.unlink(missing_ok=True)  # of a killed process that had this number, perhaps with another mode
         with open(aside, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)

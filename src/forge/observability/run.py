@@ -16,7 +16,7 @@ import xxhash
 import yaml
 
 from ..config import flat
-from ..files import make_private, write_atomic
+from ..files import make_private, room_for, write_atomic
 from ..integrity import DamagedFile, read_sealed, write_sealed
 from ..masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
@@ -93,7 +93,7 @@ class Run:
             self._trackers = TrackerProcess(self.folder, config["metrics"], start)
         configure_logging()
         self._progress = Progress(name, steps, start)
-        self._finished, self._settings = False, flat(config)
+        self._finished, self._full, self._settings = False, False, flat(config)
         self._clock = Clock()
         self._warned_flat = False
         self._last = time.perf_counter()
@@ -217,12 +217,9 @@ class Run:
         write_sealed(self.folder / LOGS, "".join(rows))
 
     def _write(self, name: str, data: bytes) -> None:
-        try:
+        with room_for(self.folder / name, len(data)):
             self._logs[name].write(data)
             self._logs[name].flush()
-        except OSError as error:
-            error.filename = error.filename or str(self.folder / name)  # a full disk
-            raise
         self._digests[name].update(data)
 
     def _check_logs(self) -> None:
@@ -241,19 +238,22 @@ class Run:
         """Have `close` mark the run as finished."""
         self._finished = True
 
-    def fail(self, reason: str, text: str = "", *, stopped: bool = False) -> None:
+    def fail(self, reason: str, text: str = "", *, stopped: bool = False, full: bool = False) -> None:
         """Write down why the run ends before its last step.
 
         Args:
             reason: one line.
             text: more, such as a traceback.
             stopped: it was asked to, and did not fail.
+            full: the reason is a full disk, and no more is said about what cannot be written either.
         """
+        self._full = full
         line, text = f"{'stopped' if stopped else 'failed'}: {masked(' '.join(reason.split()))}", masked(text)
         try:
             write_atomic(self.folder / ENDED, f"{line}\n\n{text}" if text else f"{line}\n")
         except OSError as error:  # a full disk, or a folder that was removed; the run's own error is more important
-            log.warning("%s could not be written: %s", self.folder / ENDED, error)
+            if not full:
+                log.warning("%s could not be written: %s", self.folder / ENDED, error)
 
     def close(self) -> None:
         """Write the report, also after an interruption."""
@@ -281,7 +281,8 @@ class Run:
 
                 write_report(self.folder, "finished" if self._finished else last_state(self.folder))
         except OSError as error:  # a full disk; the run's own error is more important
-            log.warning("trace and report of %s could not be written: %s", self.folder, error)
+            if not self._full:
+                log.warning("trace and report of %s could not be written: %s", self.folder, error)
         if self._finished:
             write_atomic(self.folder / FINISHED, "", durable=True)
         if self._trackers is not None:
