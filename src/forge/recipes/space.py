@@ -29,7 +29,7 @@ def check_space(cfg: Any, model: str, start: int, overwrite: bool) -> None:
         return
     folder, size = Path(cfg.run.root) / cfg.run.name, count * BYTES[cfg.training.weights_dtype]
     there = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if overwrite else []
-    needed, free = size + _checkpoint_bytes(cfg, model, start), free_bytes(folder) + sum(there)
+    needed, free = _most(cfg, model, size, start), free_bytes(folder) + sum(there)
     if needed > free:
         raise ValueError(
             f"{folder} needs {needed:,} bytes for checkpoints and the trained model, and its disk has {free:,} free: "
@@ -49,12 +49,15 @@ def check_space(cfg: Any, model: str, start: int, overwrite: bool) -> None:
         )
 
 
-def _checkpoint_bytes(cfg: Any, model: str, start: int) -> int:
-    """Of the checkpoints that a run leaves beside its model; a resumed one replaces those that it has."""
+def _most(cfg: Any, model: str, size: int, start: int) -> int:
+    """Bytes that checkpoints and the trained model take at once; those that a resumed run has are there already."""
     every, left = cfg.checkpoint.every, cfg.training.steps - start
-    if start or not every or left <= 0 or cfg.lora is not None:
-        return 0
-    count, held = count_parameters(model), BYTES[cfg.training.weights_dtype]
+    if start or not every or cfg.lora is not None:
+        return size
+    count = count_parameters(model)
     matrices = count_parameters(model, matrices=True) / count
-    saves = 1 if hasattr(cfg.eval, "stop_at") else min(cfg.checkpoint.keep, math.ceil(left / every))
-    return saves * int(count * (held + state_bytes(cfg.training, matrices)))
+    checkpoint = size + int(count * state_bytes(cfg.training, matrices))
+    saves = 1 if hasattr(cfg.eval, "stop_at") else math.ceil(left / every)  # it may end at its first
+    keep = cfg.checkpoint.keep
+    # One more than are kept, while it is written; the model is written beside those that are kept.
+    return max(min(keep + 1, saves) * checkpoint, min(keep, saves) * checkpoint + size)
