@@ -23,7 +23,7 @@ from forge.observability.report import write_report
 from forge.observability.rollouts import ROLLOUTS, batches
 from forge.observability.run import CONFIG, LOGS, MARK
 from forge.observability.trace import TRACE
-from forge.store import VersionStore
+from forge.store import Journal, VersionStore
 from forge.training import checkpoint
 from forge.types import Completion, Episode, Prompt, Sample
 from tests.disks import SmallDisk, small_disk
@@ -206,6 +206,17 @@ def test_the_last_whole_version_of_the_weights_stays_readable(disk: SmallDisk):
     disk.empty()
     assert store.put("policy", {"a": torch.zeros(100_000)}, 2) == 2
     store.segments.forget(everything=True)
+
+
+def test_a_journal_keeps_its_records(disk: SmallDisk):
+    journal = Journal(disk.path / "journal")
+    journal.rewrite([1, 2])
+    disk.fill()
+    assert fails(journal.path, lambda: journal.append(bytes(10_000)))[0] > 10_000
+    fails(journal.path, lambda: journal.rewrite([bytes(10_000)]))
+    assert {path.name for path in disk.path.iterdir()} == {"fill", "journal"}
+    journal.append(3)
+    assert [*Journal(journal.path).replay()] == [1, 2, 3]
 
 
 def test_a_seal_is_that_of_the_earlier_text(disk: SmallDisk):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import ctypes
 import errno
 import os
 import re
@@ -16,6 +17,9 @@ from typing import BinaryIO
 
 REMOVED = ".forge-removed-"  # folders on their way
 FULL = (errno.ENOSPC, errno.EDQUOT)
+_KEEP_SIZE = 1  # of fallocate
+_libc = ctypes.CDLL(None)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class NoRoom(OSError):
@@ -36,6 +40,16 @@ def room_for(path: Path, size: int) -> Iterator[None]:
         text = f"{path} needs {size:,} bytes, and its disk has {free_bytes(path):,} free: "
         code = error.errno if isinstance(error, OSError) and error.errno is not None else errno.ENOSPC
         raise NoRoom(code, text + os.strerror(code)) from error
+
+
+def reserve(path: Path, size: int) -> None:
+    """Have a disk keep so many bytes for what will be appended to a file, as far as it can; 0 gives them back."""
+    with path.open("ab") as file:
+        end = os.fstat(file.fileno()).st_size
+        if size:
+            _libc.fallocate(file.fileno(), _KEEP_SIZE, end, size)
+        else:
+            os.ftruncate(file.fileno(), end)
 
 
 @contextmanager

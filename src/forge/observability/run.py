@@ -16,7 +16,7 @@ import xxhash
 import yaml
 
 from ..config import flat
-from ..files import make_private, room_for, write_atomic
+from ..files import make_private, reserve, room_for, write_atomic
 from ..integrity import DamagedFile, read_sealed, write_sealed
 from ..masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
@@ -31,6 +31,9 @@ from .trace import TRACE, Trace
 
 MARK, CONFIG, FINISHED, LOGS = "metrics.jsonl", "config.yaml", "finished", "logs.txt"
 ENDED = "ended.txt"  # of a run that did not finish: "failed: " or "stopped: " and why; then the traceback
+MONARCH = "monarch.log"
+# Monarch prints a line for each that it cannot write. Of a small run it writes 94 kB, most of it at the two ends.
+RESERVED = 1 << 18
 FLAT_STEPS = 20  # with a reward of 0 throughout, until a warning names the likely cause
 
 
@@ -144,6 +147,8 @@ class Run:
             self._trace.write(snapshot, step, row)
             if self._trackers is not None:
                 self._trackers.check()
+            if (self.folder / MONARCH).exists():
+                reserve(self.folder / MONARCH, RESERVED)
             self._progress.update(step, row)
             last = self.history[-FLAT_STEPS:]
             flat = [r for r in last if r.get("reward") == 0 and r.get("reward/std") == 0]
@@ -270,6 +275,8 @@ class Run:
             log.info("alert: %s", alert)
         if self.history:  # else there is no report
             log.info("look at it: forge watch %s, or %s", self.folder.parent, self.folder / "report.html")
+        if (self.folder / MONARCH).exists():
+            reserve(self.folder / MONARCH, 0)
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()

@@ -36,7 +36,7 @@ from ..observability import Run
 from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
 from ..observability.machine import gpu_name
-from ..observability.run import MARK, check_free
+from ..observability.run import MARK, MONARCH, check_free
 from ..observability.trackers import check_trackers
 from ..store import VersionStore, use
 from .components import Job
@@ -156,7 +156,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         except ValueError as error:
             raise BadInput(str(error)) from error
         closing.enter_context(forked_processes())
-        log_to(internal := record.folder / "monarch.log")
+        log_to(internal := record.folder / MONARCH)
         log.info("Monarch's log is %s", internal)
         closing.callback(log_to, None)
         use(store := VersionStore.create())
