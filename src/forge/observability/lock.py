@@ -73,6 +73,8 @@ class RunLock:
             if self._new and [path.name for path in self.path.parent.iterdir()] == [self.path.name]:
                 self.path.unlink()
                 self.path.parent.rmdir()
+        # Also for processes that a reward has forked and left: they hold the same lock.
+        fcntl.flock(self._handle, fcntl.LOCK_UN)
         os.close(self._handle)
 
 
