@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import ctypes
 import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,62 @@ from pathlib import Path
 from typing import BinaryIO
 
 REMOVED = ".forge-removed-"  # folders on their way
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_KEEP_SIZE = 1  # of fallocate
+_libc = ctypes.CDLL(None)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+class NoRoom(OSError):
+    """A disk is full: one line with the path, the bytes that it needs and those that are free."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@contextmanager
+def room_for(path: Path, size: int) -> Iterator[None]:
+    """Writing `size` bytes to a path. NoRoom: the disk is full."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, NoRoom) or not is_full(error):
+            raise
+        text = f"{path} needs {size:,} bytes, and its disk has {free_bytes(path):,} free: "
+        code = error.errno if isinstance(error, OSError) and error.errno is not None else errno.ENOSPC
+        raise NoRoom(code, text + os.strerror(code)) from error
+
+
+def reserve(path: Path, size: int) -> None:
+    """Have a disk keep so many bytes for what will be appended to a file, as far as it can; 0 gives them back."""
+    with path.open("ab") as file:
+        end = os.fstat(file.fileno()).st_size
+        if size:
+            _libc.fallocate(file.fileno(), _KEEP_SIZE, end, size)
+        else:
+            os.ftruncate(file.fileno(), end)
+
+
+@contextmanager
+def removed_on_error(folder: Path) -> Iterator[None]:
+    """A folder that is being written: if that fails, it does not keep its part of the disk."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an exception says that a disk is full, or the user's share of it."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL
+    return any(os.strerror(code) in str(error) for code in FULL)  # of a library in Rust, or of a checkpoint
+
+
+def free_bytes(path: Path) -> int:
+    """What is free on the disk of a path, whether or not that exists."""
+    return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
 
 
 def cache_folder() -> Path:
@@ -40,7 +98,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False, secret: bool =
         secret: only this user can read it.
     """
     mode = 0o600 if secret else 0o666
-    with written_aside(path) as aside:
+    with room_for(path, len(text.encode())), written_aside(path) as aside:
         aside.unlink(missing_ok=True)  # of a killed process that had this number, perhaps with another mode
         with open(aside, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)

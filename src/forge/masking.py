@@ -26,8 +26,12 @@ _ALWAYS = re.compile(
     r"|[a-z]*(api|access|account|private|secret)keys?|(app|auth|client|encryption|master|service|shared|signing|ssh)keys?"
     r"|(access|api|auth|bearer|bot|csrf|hf|hub|id|oauth|refresh|sas|session|user|xsrf)tokens?"
     r"|(auth|client|user|db)(secret|pass|pwd)s?|[a-z]+passw(or)?ds?|[a-z]+secrets?|oauth2?|connectionstring"
+    r"|(anthropic|azure|cohere|google|hf|mistral|openai|wandb)keys?|t?otp|pgpass|mnemonic"
 )
-_TOGETHER = re.compile(r"pass|(.*_)?((db|http|login|mail|proxy|root|smtp|user)_pass|connection_string)")
+_TOGETHER = re.compile(
+    r"pass|(.*_)?((db|http|login|mail|proxy|root|smtp|user)_pass|conn(ection)?_str(ing)?|seed_phrase|sas(_url)?"
+    r"|(azure|bitbucket|github|gitlab|personal)_pat|webhook(_url)?|service_account_json)"
+)
 # What makes a key or a token a harmless one, by the word before it.
 _KEYS = re.compile(
     "answer|attention|batch|cache|column|config|data|dict|dictionary|entry|feature|field|fn|"
@@ -56,7 +60,7 @@ _ABOUT = re.compile(
 _ABOUT_TOKENS = re.compile(_ABOUT.pattern + "|ids?|embeddings?|index|indices|logprobs|map|str|string")
 # Of the query of an address.
 _QUERY = re.compile(
-    r"code|hmac|policy|sid|sig|sign|signature|ticket|x-(amz|goog|oss|cos)-(signature|credential|security-token)"
+    r"code|hmac|[jp]?(hp)?sess(ion)?_?id|policy|sid|sig|sign|signature|ticket|x-(amz|goog|oss|cos)-(signature|credential|security-token)"
     r"|awsaccesskeyid|googleaccessid|ossaccesskeyid"
 )
 
@@ -64,7 +68,8 @@ _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(sk-|[srp]k_(?:live|test)_|hf_|gh[pousr]_|github_pat_|gl[a-z]+-|xox[a-z]-|xapp-|AIza|ya29\.|npm_|pypi-"
     r"|gsk_|nvapi-|r8_|SG\.|shp[a-z]+_|dckr_pat_|whsec_|dop_v1_|tskey-|hvs\.|figd_|lin_api_|tvly-|pplx-)"
     r"(?=[\w.-]{0,200}[0-9A-Z]|[\w.-]{20})[\w.-]{8,}"
-    r"|(?<![A-Za-z0-9])(A[KS]IA)[A-Z0-9]{12,}"
+    r"|(?<![A-Za-z0-9])(A[KS]IA|AGE-SECRET-KEY-1)[A-Z0-9]{12,}"
+    r"|(?<![\w-])(csk-|fw_|key-|sk_|tgp_v1_|xai-)(?=[A-Za-z]*[0-9])[A-Za-z0-9]{16,}"
     r"|(hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)[\w/-]+"
     r"|(?<![\w-])(eyJ)[\w-]{5,}\.[\w-]+(?:\.[\w-]*)*"
 )
@@ -82,6 +87,13 @@ _ASSIGNED = re.compile(r"([?&;#]?)(?<![\w%.\[\]-])((?:--?)?[A-Za-z%][\w.%\[\]-]{
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s\"'<>&;#,)}\]]+")
 _QUOTED = re.compile(r"([\"'])([A-Za-z][\w. -]{0,60})\1(\s*:\s*)(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*')")
 _HEADER = re.compile(r"(?<![\w-])([A-Za-z][\w-]{0,60})(:\s+)(?![\"'])(\S[^\n\"']*)")
+# Passwords among the words of a program.
+_PROGRAM = re.compile(
+    r"(\bsshpass\s+-p\s*|\bmy(?:sql|sqldump|sqladmin)\s(?:[^\n]{0,200}\s)?-p|\blogin\s+\S+\s+password\s+"
+    r"|(?<!\S)(?:-[uU]|--user|--proxy-user)[ =]?(?!\d+:\d+(?!\S))[\w.@+-]+:)\S+"
+)
+# What a name of several words may be followed by in a sentence is no secret.
+_LOOKS = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])[^\s\"']{8,}")
 _HEADERS = {"authorization", "cookie", "set-cookie", "password", "passwd", "passphrase", "api-key", "apikey", "api_key"}
 # What partial masks leave; a mask alone shows by its place or name.
 _LEFT = re.compile(
@@ -134,7 +146,8 @@ def masked(text: str) -> str:
     text = _BEARER.sub(rf"\1\2{MASK}", text)
     text = _without_assigned(text)
     text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{_told(m[2], m[4])}", text)
-    text = _HEADER.sub(lambda m: m[1] + m[2] + (MASK if m[1].lower() in _HEADERS | {"x-api-key"} else m[3]), text)
+    text = _HEADER.sub(lambda m: f"{m[1]}{m[2]}{_told_in_line(m[1], m[3])}", text)
+    text = _PROGRAM.sub(rf"\1{MASK}", text)
     return _KNOWN.sub(lambda m: f"{m[m.lastindex or 0]}{MASK}", text)
 
 
@@ -254,26 +267,35 @@ def _told(name: str, value: str) -> str:
     return MASK if is_secret(last) and not _is_harmless(value, last) and not value.isdecimal() else value
 
 
+def _told_in_line(name: str, value: str) -> str:
+    """The rest of a line after a name and a colon, as in a header, YAML or a sentence."""
+    if name.lower() in _HEADERS | {"x-api-key"}:
+        return MASK
+    bare = value.strip().rstrip(",;)}]")
+    looks = _LOOKS.fullmatch(bare) is not None and MASK not in bare
+    return value.replace(bare, MASK) if looks and is_secret(name) and name.lower() not in ("key", "keys") else value
+
+
 def _without_assigned(text: str) -> str:
     """A text in which what is assigned to names of secrets is masked; also within what is assigned to others."""
     parts, at = [], 0
     while name := _ASSIGNED.search(text, at):
         parts.append(text[at : name.end()])
         at = name.end()
-        if _is_told(name[1], unquote(name[2])) and (value := _VALUE.match(text, at)):
+        if _is_told(name[1], unquote(name[2]), text[at : at + 80]) and (value := _VALUE.match(text, at)):
             query = bool(name[1]) and _QUERY.fullmatch(unquote(name[2]).lower()) is not None
             parts.append(MASK if query else _told(unquote(name[2]), value[0]))
             at = value.end()
     return "".join([*parts, text[at:]])
 
 
-def _is_told(mark: str, name: str) -> bool:
-    """Whether what is assigned to a name may be a secret."""
+def _is_told(mark: str, name: str, start: str) -> bool:
+    """Whether what is assigned to a name may be a secret; `start` is that of what is assigned."""
     plain = name.lower()
     if mark and _QUERY.fullmatch(plain):
         return True
     if not mark and plain.rpartition(".")[2] in ("key", "keys", "token", "tokens"):  # of a program's text
-        return False
+        return start[:1] in ("'", '"') and _LOOKS.match(start, 1) is not None
     return _told(name, "x") == MASK
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .architecture import FAMILIES, check_config
-from .files import cache_folder
+from .files import cache_folder, removed_on_error, room_for
 from .hub import is_hub_id, split_revision
 from .integrity import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
 from .model_files import PICKLES, check_gguf, check_model_files, read_json
@@ -226,9 +226,11 @@ def build_small_model(
         pad_token_id=tokenizer.pad_token_id,
     )
     logging.disable_progress_bar()
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_checksums(Path(folder), [file.name for file in Path(folder).iterdir() if file.name != CHECKSUMS])
+    model, folder = Qwen3ForCausalLM(config), Path(folder)
+    with room_for(folder, 4 * model.num_parameters()), removed_on_error(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_checksums(folder, [file.name for file in folder.iterdir() if file.name != CHECKSUMS])
     return str(folder)
 
 

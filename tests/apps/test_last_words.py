@@ -1,6 +1,7 @@
 """What a run says when the machine takes something away from it: one line, and no traceback."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from forge.recipes import launch
-from tests.apps.test_recipes import CONFIG, command, start
+from tests.apps.test_recipes import CONFIG, ROOT, command, start
+from tests.disks import SmallDisk, small_disk
 from tests.trees import components
 
 pytestmark = pytest.mark.processes
@@ -18,9 +20,13 @@ pytestmark = pytest.mark.processes
 LONG = CONFIG | {"training": CONFIG["training"] | {"steps": 500}, "eval": {"problems": 8, "every": 1}}
 
 
-def running(folder: Path, *overrides: str) -> subprocess.Popen:
-    """A run that has made two steps."""
-    process = start(*command(folder, *overrides, config=LONG))
+def running(folder: Path, *overrides: str, disk: SmallDisk | None = None) -> subprocess.Popen:
+    """A run that has made two steps, on a disk that only it sees."""
+    words = command(folder, *overrides, config=LONG)
+    if disk is not None:
+        shutil.copy(folder / "config.yaml", disk.path)
+        words = disk.inside(words, ROOT)
+    process = start(*words)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 2/"):
@@ -68,15 +74,12 @@ def test_the_folder_of_sockets_is_removed_and_a_process_killed(tmp_path: Path):
 def test_the_disk_is_full(tmp_path: Path):
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], capture_output=True).returncode:
-        pytest.skip("mounting a small disk is not allowed here")
-    try:
-        process = running(small, "--checkpoint.every", "0")
-        subprocess.run(["dd", "if=/dev/zero", f"of={small}/fill", "bs=1k"], capture_output=True)
-        logs = [f"{small}/runs/test/{name}" for name in ("metrics.jsonl", "rollouts.arrow", "trace.json")]
-        assert ended(process)[-1] in [f"error: [Errno 28] No space left on device: '{log}'" for log in logs]
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+    with small_disk(small, "3m") as disk:
+        process = running(small, "--checkpoint.every", "0", disk=disk)
+        disk.fill()
+        logs = rf"{small}/runs/test/(metrics\.jsonl|rollouts\.arrow|trace\.json)"
+        said = rf"error: {logs} needs [\d,]+ bytes, and its disk has 0 free: No space left on device"
+        assert re.fullmatch(said, ended(process)[-1])
 
 
 @pytest.mark.full

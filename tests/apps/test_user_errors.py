@@ -247,6 +247,24 @@ def test_data_that_block_say_where(caplog: pytest.LogCaptureFixture):
     )
 
 
+def test_a_reward_that_sleeps_is_named_with_its_prompt(caplog: pytest.LogCaptureFixture, monkeypatch):
+    monkeypatch.setattr("forge.verifiers.reward.SLOW", 0.05)
+    said = threading.Event()
+    caplog.handler.addFilter(lambda record: said.set() or True)
+
+    def sleeps(prompt, response, target):
+        said.wait()
+        return 1.0
+
+    async def groups():
+        reward = FunctionVerifier(sleeps)
+        return await asyncio.gather(*(reward.score(f"{n} + 2?", ["four"], "") for n in range(2)))
+
+    assert [scores.values.item() for scores in asyncio.run(groups())] == [1.0, 1.0]
+    first = caplog.records[0].getMessage()
+    assert re.fullmatch(r"the reward sleeps has scored prompt '[01] \+ 2\?' for \d+ s so far", first)
+
+
 def test_a_summary_is_one_line():
     assert summary(ValueError("a\nb   c")) == "ValueError: a"
     assert summary(KeyError("x")) == "KeyError: 'x'"

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from hypothesis import strategies as st
 
 from forge.cli import main
 from forge.cluster.kubernetes import KubernetesJob
+from forge.cluster.pool import addresses
 from forge.cluster.skypilot import task
 from forge.cluster.slurm import SlurmJob
 from forge.cluster.ssh import workers
 from forge.cluster.sweep import variants
+from forge.cluster.torchrun import RANKS, Meeting, command_of_run, environment_of_run
 from forge.cluster.words import check_host, documents
 from tests.cluster.kube import VERSION, expanded
+from tests.cluster.machines import environment
 
 HOSTILE = [
     "x\ntouch PWNED\n#",
@@ -274,3 +278,75 @@ def test_the_names_of_a_sweep_are_words(text: str):
     [(name, overrides)] = variants([f"services.x.env.{text}={text}"], None)
     assert re.fullmatch(r"[A-Za-z0-9._+-]*", name)
     assert overrides == [f"--services.x.env.{text}", text]
+
+
+GIVEN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29400", "HOME": "/nowhere"}
+
+
+@examples
+@given(st.text())
+def test_torchrun_hands_on_words_as_they_are(text: str):
+    words = ["train", "x.yaml", "--run.name", text, text]
+    command, fault = attempted(command_of_run, words)
+    if command is None:
+        assert re.search(ONE_LINE, fault)
+        assert "\0" in text or re.search("[\ud800-\udfff]", text)
+    else:
+        assert command == [sys.executable, "-m", "forge", *words]
+
+
+@examples
+@given(st.text())
+@example("node-1.example")
+@example("fe80::1%eth0")
+@example("7")
+@example("٣")
+def test_torchrun_meets_at_an_address_or_one_line_says_why_not(text: str):
+    for name in RANKS:
+        if name == "LOCAL_RANK":
+            continue
+        found, fault = attempted(Meeting.read, GIVEN | {name: text})
+        if found is None:
+            assert re.search(ONE_LINE, fault)
+            assert name in fault
+            continue
+        value = dict(zip(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), found, strict=True))[name]
+        assert str(value) == text or int(text) == value
+        assert not str(value).startswith("-")
+        assert re.fullmatch(r"[\w.:@%+/\[\]-]+", str(value), re.ASCII)
+
+
+@examples
+@given(st.text())
+@example("10.0.0.1:7070")
+@example("[fe80::1]:7070")
+@example("a:1,b:2")
+@example("/run/hosts")
+@example("~/hosts")
+def test_a_rank_of_torchrun_is_one_host_of_the_run(text: str):
+    assume(text != "node1:7070")
+    variables, fault = attempted(environment_of_run, ["node1:7070", text], GIVEN)
+    if variables is None:
+        assert re.search(ONE_LINE, fault)
+        assert "rank 1" in fault
+        return
+    assert variables == {"HOME": "/nowhere", "FORGE_HOSTS": f"node1:7070,{text}", "FORGE_EXPECT_HOSTS": "2"}
+    assert addresses(variables["FORGE_HOSTS"]) == ["node1:7070", text]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("given_values", "named"),
+    [
+        ({"MASTER_PORT": "x\ny"}, "MASTER_PORT"),
+        ({"RANK": "-1"}, "RANK"),
+        ({"MASTER_ADDR": "-h\n"}, "MASTER_ADDR"),
+        ({"FORGE_SECRET": "a" * 40 + "\nsecond"}, "FORGE_SECRET"),
+    ],
+)
+def test_torchrun_says_in_one_line_what_it_does_not_take(given_values: dict[str, str], named: str):
+    command = [sys.executable, "-m", "forge.cluster.torchrun", "train", "x.yaml"]
+    done = subprocess.run(command, env=environment(**GIVEN | given_values), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {named} ")

@@ -60,12 +60,10 @@ def test_a_start_takes_as_long_as_its_processes_need(tmp_path: Path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "prefix", [[], pytest.param(["nice", "-n", "10"], marks=pytest.mark.slow)], ids=["usual", "niced"]
-)
-def test_a_run_beside_16_busy_processes(prefix: list[str]):
+@pytest.mark.parametrize("nice", [0, *(pytest.param(nice, marks=pytest.mark.slow) for nice in (10, 19))])
+def test_a_run_beside_16_busy_processes(nice: int):
     with busy(16):
-        done = run_script(*prefix)
+        done = run_script("nice", "-n", str(nice))
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert all(" starting counter" in line for line in done.stderr.splitlines()), done.stderr
 

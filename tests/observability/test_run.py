@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +96,33 @@ def test_the_report_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
     assert (tmp_path / "one/finished").exists()
     Run("one", {}, steps=9, root=str(tmp_path), resume="a checkpoint", start=4)
     assert not (tmp_path / "one/finished").exists()
+
+
+@pytest.mark.processes
+def test_a_process_that_a_reward_left_does_not_keep_a_run_that_ended(tmp_path: Path):
+    code = """
+import os, sys
+from forge.observability.lock import RunLock
+lock = RunLock(sys.argv[1])
+if os.fork() == 0:
+    os.setsid()
+    os.close(0)
+    print(os.getpid(), flush=True)
+    os.execvp("sleep", ["sleep", "600"])
+os.read(0, 1)
+lock.close()
+"""
+    words = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        left = int(process.stdout.readline())
+        process.stdin.close()
+        try:
+            assert process.wait() == 0
+            RunLock(tmp_path / "run", patience=0).close()
+        finally:
+            os.kill(left, signal.SIGKILL)
 
 
 def test_an_earlier_run_is_removed_but_for_its_lock(tmp_path: Path):

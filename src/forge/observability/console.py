@@ -7,14 +7,18 @@ every process that it starts: messages go to stderr as `forge: message`, those o
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
+from ..files import free_bytes, is_full
 from ..masking import masked
 
 LOG_EVERY = 10.0  # seconds between progress lines
@@ -24,6 +28,10 @@ log = logging.getLogger("forge.run")
 
 class ConsoleHandler(logging.Handler):
     """Writes to the current sys.stdout and sys.stderr, above a progress bar if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._full: list[TextIO] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record above the progress bar: runs' own messages to standard output, others to standard error."""
@@ -37,8 +45,30 @@ class ConsoleHandler(logging.Handler):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             with suppress(OSError):
                 print(f"forge: the reader of {stream.name} has ended; the run continues", file=other, flush=True)
+        except OSError as error:
+            if not is_full(error):
+                self.handleError(record)
+            elif stream not in self._full:  # once: each later line is tried again, and its disk may have room by then
+                self._full.append(stream)
+                atexit.register(_flushed, stream)
+                with suppress(OSError):
+                    print(f"forge: {_lost(stream, text)}; the run continues", file=other, flush=True)
         except Exception:
             self.handleError(record)
+
+
+def _lost(stream: TextIO, line: str) -> str:
+    target = Path(f"/proc/self/fd/{stream.fileno()}")
+    size, free = len(line.encode()) + 1, free_bytes(target)
+    return f"a line of {size:,} bytes is lost, for the disk of {target.readlink()} ({stream.name}) has {free:,} free"
+
+
+def _flushed(stream: TextIO) -> None:
+    """Python would fail at its end with what is still to be written to a full disk."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def configure_logging() -> None:

@@ -8,6 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ..files import room_for
+
 
 class RunLock:
     """Locks a run's folder, created if missing, as long as a process of this run lives.
@@ -37,10 +39,15 @@ class RunLock:
                 who = f"process {owner}" if owner else "another process"
                 raise BlockingIOError(f"{folder} is being run by {who}: wait for it, or stop it first")
             time.sleep(0.1)
-        self._handle = handle
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        self._handle, number = handle, str(os.getpid()).encode()
         os.set_inheritable(handle, True)
+        try:
+            with room_for(self.path, len(number)):
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, number, 0)
+        except OSError:
+            self.close()
+            raise
 
     def _take(self) -> int | None:
         try:
@@ -66,6 +73,8 @@ class RunLock:
             if self._new and [path.name for path in self.path.parent.iterdir()] == [self.path.name]:
                 self.path.unlink()
                 self.path.parent.rmdir()
+        # Also for processes that a reward has forked and left: they hold the same lock.
+        fcntl.flock(self._handle, fcntl.LOCK_UN)
         os.close(self._handle)
 
 

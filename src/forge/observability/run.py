@@ -16,7 +16,7 @@ import xxhash
 import yaml
 
 from ..config import flat
-from ..files import make_private, write_atomic
+from ..files import make_private, reserve, room_for, write_atomic
 from ..integrity import DamagedFile, read_sealed, write_sealed
 from ..masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
@@ -31,6 +31,9 @@ from .trace import TRACE, Trace
 
 MARK, CONFIG, FINISHED, LOGS = "metrics.jsonl", "config.yaml", "finished", "logs.txt"
 ENDED = "ended.txt"  # of a run that did not finish: "failed: " or "stopped: " and why; then the traceback
+MONARCH = "monarch.log"
+# Monarch prints a line for each that it cannot write. Of a small run it writes 94 kB, most of it at the two ends.
+RESERVED = 1 << 18
 FLAT_STEPS = 20  # with a reward of 0 throughout, until a warning names the likely cause
 
 
@@ -93,7 +96,7 @@ class Run:
             self._trackers = TrackerProcess(self.folder, config["metrics"], start)
         configure_logging()
         self._progress = Progress(name, steps, start)
-        self._finished, self._settings = False, flat(config)
+        self._finished, self._full, self._settings = False, False, flat(config)
         self._clock = Clock()
         self._warned_flat = False
         self._last = time.perf_counter()
@@ -144,6 +147,8 @@ class Run:
             self._trace.write(snapshot, step, row)
             if self._trackers is not None:
                 self._trackers.check()
+            if (self.folder / MONARCH).exists():
+                reserve(self.folder / MONARCH, RESERVED)
             self._progress.update(step, row)
             last = self.history[-FLAT_STEPS:]
             flat = [r for r in last if r.get("reward") == 0 and r.get("reward/std") == 0]
@@ -217,12 +222,9 @@ class Run:
         write_sealed(self.folder / LOGS, "".join(rows))
 
     def _write(self, name: str, data: bytes) -> None:
-        try:
+        with room_for(self.folder / name, len(data)):
             self._logs[name].write(data)
             self._logs[name].flush()
-        except OSError as error:
-            error.filename = error.filename or str(self.folder / name)  # a full disk
-            raise
         self._digests[name].update(data)
 
     def _check_logs(self) -> None:
@@ -241,19 +243,22 @@ class Run:
         """Have `close` mark the run as finished."""
         self._finished = True
 
-    def fail(self, reason: str, text: str = "", *, stopped: bool = False) -> None:
+    def fail(self, reason: str, text: str = "", *, stopped: bool = False, full: bool = False) -> None:
         """Write down why the run ends before its last step.
 
         Args:
             reason: one line.
             text: more, such as a traceback.
             stopped: it was asked to, and did not fail.
+            full: the reason is a full disk, and no more is said about what cannot be written either.
         """
+        self._full = full
         line, text = f"{'stopped' if stopped else 'failed'}: {masked(' '.join(reason.split()))}", masked(text)
         try:
             write_atomic(self.folder / ENDED, f"{line}\n\n{text}" if text else f"{line}\n")
         except OSError as error:  # a full disk, or a folder that was removed; the run's own error is more important
-            log.warning("%s could not be written: %s", self.folder / ENDED, error)
+            if not full:
+                log.warning("%s could not be written: %s", self.folder / ENDED, error)
 
     def close(self) -> None:
         """Write the report, also after an interruption."""
@@ -270,6 +275,8 @@ class Run:
             log.info("alert: %s", alert)
         if self.history:  # else there is no report
             log.info("look at it: forge watch %s, or %s", self.folder.parent, self.folder / "report.html")
+        if (self.folder / MONARCH).exists():
+            reserve(self.folder / MONARCH, 0)
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()
@@ -281,7 +288,8 @@ class Run:
 
                 write_report(self.folder, "finished" if self._finished else last_state(self.folder))
         except OSError as error:  # a full disk; the run's own error is more important
-            log.warning("trace and report of %s could not be written: %s", self.folder, error)
+            if not self._full:
+                log.warning("trace and report of %s could not be written: %s", self.folder, error)
         if self._finished:
             write_atomic(self.folder / FINISHED, "", durable=True)
         if self._trackers is not None:

@@ -10,9 +10,11 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..files import room_for, write_atomic
 from .metrics import Snapshot
 
 TRACE = "trace.json"
@@ -24,7 +26,7 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         kept = [line for line, _ in events(path)] if path.exists() else []
-        path.write_text("[\n" + "".join(f"{',' if i else ''}{line}\n" for i, line in enumerate(kept)))
+        write_atomic(path, "[\n" + "".join(f"{',' if i else ''}{line}\n" for i, line in enumerate(kept)))
         self._file = path.open("a", encoding="utf-8")
         self._first, self._named = not kept, set[int]()
 
@@ -52,18 +54,21 @@ class Trace:
         numbers = {name: round(row[name], 4) for name in SHOWN if name in row}
         found.append({**mark, "name": f"step {step}", "args": {"step": step, **numbers}})
         lines = [json.dumps(event) for event in found]
-        try:
-            self._file.write("".join(f"{'' if self._first and not i else ','}{line}\n" for i, line in enumerate(lines)))
-            self._file.flush()
-        except OSError as error:  # a full disk
-            error.filename = error.filename or self._file.name
-            raise
+        self._append("".join(f"{'' if self._first and not i else ','}{line}\n" for i, line in enumerate(lines)))
         self._first = False
 
     def close(self) -> None:
         """End the JSON list, and close the file."""
-        self._file.write("]\n")
-        self._file.close()
+        try:
+            self._append("]\n")
+        finally:
+            with suppress(OSError):  # a full disk, which writing has raised
+                self._file.close()
+
+    def _append(self, text: str) -> None:
+        with room_for(Path(self._file.name), len(text.encode())):
+            self._file.write(text)
+            self._file.flush()
 
 
 def events(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

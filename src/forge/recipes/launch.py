@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import locale
 import logging
 import os
@@ -27,6 +26,7 @@ from ..controller.errors import RemoteError
 from ..controller.private import log_to
 from ..data.config import DatasetConfig, RowsConfig
 from ..devices import NoAccelerator
+from ..files import FULL, is_full
 from ..flops import peak_tflops
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
@@ -37,7 +37,7 @@ from ..observability import Run
 from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
 from ..observability.machine import gpu_name
-from ..observability.run import MARK, check_free
+from ..observability.run import MARK, MONARCH, check_free
 from ..observability.trackers import check_trackers
 from ..store import VersionStore, use
 from .components import Job
@@ -48,6 +48,7 @@ from .resume import Start, check_origin, find_start, read_config, write_origin
 from .schema import EvalConfig
 from .signals import end_at_signals, finishing
 from .slowness import reported
+from .space import check_space
 from .user_errors import summary, user_frames
 
 NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of data, by its kind
@@ -87,7 +88,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
         from ..training.checkpoint import CheckpointFailed
         from ..verifiers.reward import BadScore
 
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = isinstance(error, OSError) and error.errno in FULL
         if isinstance(error, CheckpointFailed | DamagedFile | NoAccelerator) or full:
             raise SystemExit(masked(f"error: {error}")) from error
         if not print_user_frames(error) and not isinstance(error, BadScore | NothingScored):
@@ -156,7 +157,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
         except ValueError as error:
             raise BadInput(str(error)) from error
         closing.enter_context(forked_processes())
-        log_to(internal := record.folder / "monarch.log")
+        log_to(internal := record.folder / MONARCH)
         log.info("Monarch's log is %s", internal)
         closing.callback(log_to, None)
         use(store := VersionStore.create())
@@ -195,7 +196,7 @@ def write_ending(record: Run, error: BaseException) -> None:
     elif isinstance(error, Exception):
         step = int(record.history[-1]["step"]) + 1 if record.history else 0
         error.add_note(f"in step {step} of {record.folder}")
-        record.fail(summary(error), "".join(traceback.format_exception(error)))
+        record.fail(summary(error), "".join(traceback.format_exception(error)), full=is_full(error))
     else:
         record.fail(summary(error), stopped=True)
 
@@ -267,6 +268,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         )
     if needs := memory_report(cfg, model):
         log.info("memory, without activations and caches: %s", "; ".join(needs))
+    check_space(cfg, model, start.step, overwrite)
     if os.environ.get("TORCHSTORE_USE_RDMA"):
         log.info(
             "TORCHSTORE_USE_RDMA: processes on one host share weights in memory, without RDMA; between hosts weights "

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
 
+from ..files import room_for
+
 # The payload's length and checksum, then the checksum of these two: a damaged length would look like a torn end.
 _FIELDS = struct.Struct("<QI")
 _HEADER = struct.Struct("<QII")
@@ -38,10 +40,10 @@ class Journal:
         return self._end
 
     def append(self, record: Any) -> None:
-        """Append one record. If that fails (no space), the file is unchanged."""
+        """Append one record. If that fails (no space), the file is unchanged. NoRoom: the disk is full."""
         file = self._writable()
         try:
-            self._end += _write(file, record)
+            self._end += _write(file, self.path, record)
         except OSError:
             # Records after a torn one would be unreadable.
             file.truncate(self._end)
@@ -64,7 +66,12 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.unfinished")
         file = FileIO(unfinished, "w+")
-        end = sum(_write(file, record) for record in records)
+        try:
+            end = sum(_write(file, self.path, record) for record in records)
+        except BaseException:
+            file.close()
+            unfinished.unlink()
+            raise
         os.replace(unfinished, self.path)
         if self._file is not None:
             self._file.close()
@@ -97,11 +104,12 @@ class Journal:
             yield payload, start
 
 
-def _write(file: FileIO, record: Any) -> int:
+def _write(file: FileIO, path: Path, record: Any) -> int:
     payload = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
     fields = _FIELDS.pack(len(payload), crc32(payload))
     data = memoryview(fields + crc32(fields).to_bytes(4, "little") + payload)
     written = 0
-    while written < len(data):
-        written += file.write(data[written:]) or 0
+    with room_for(path, len(data)):
+        while written < len(data):
+            written += file.write(data[written:]) or 0
     return written

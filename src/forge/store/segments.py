@@ -21,6 +21,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from ..files import NoRoom
+
 ALIGNMENT = 64  # bytes
 MAPPED = 16  # segments that a process keeps mapped
 
@@ -44,7 +46,7 @@ class Segments:
         """A locked segment of at least `size` bytes: its name and its bytes, uint8 [size].
 
         Raises:
-            OSError: not enough shared memory; says how much is free.
+            NoRoom: not enough shared memory; says how much is free.
         """
         with self._changing():
             name, file = self._claim(size)
@@ -149,7 +151,7 @@ class Segments:
             free = shutil.disk_usage(self.used).free
             text = f"{size / 1e6:.3g} MB of weights do not fit into shared memory, {self.used} has {free / 1e6:.3g} MB "
             remedy = "free: keep fewer versions, or make it larger (docker run --shm-size)"
-            raise OSError(errno.ENOSPC, text + remedy) from None
+            raise NoRoom(errno.ENOSPC, text + remedy) from None
 
     def _mapped(self, name: str) -> Tensor:
         self.forget()

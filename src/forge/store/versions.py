@@ -36,6 +36,11 @@ IDENTITIES = 4096  # digests kept
 HISTORY = 16  # manifests of dropped versions kept, to find the tensor in which two versions differ
 
 
+def memory_folder() -> Path:
+    """Where stores are made: in shared memory, or with temporary files if there is none."""
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+
+
 class VersionStore(Store):
     """Tensors, DTensors and state dicts by key and version. Cheap to construct and to pickle: it is a path.
 
@@ -55,9 +60,8 @@ class VersionStore(Store):
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
         """An empty store that is removed with this process. Also removes stores of dead processes."""
-        base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         sweep()
-        scratch = Scratch(PREFIX, base)
+        scratch = Scratch(PREFIX, memory_folder())
         store = cls(scratch.path, keep)
         store._scratch = scratch
         store.prepare()

@@ -21,8 +21,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
-from ..files import sync
+from ..files import free_bytes, removed_on_error, room_for, sync
 from ..integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
 from ..weight_layouts import split_experts
 from .checkpoint_reader import Planner, Reader, dump_plain, load_plain
@@ -90,6 +91,11 @@ class Snapshot:
         final = Path(folder) / f"step_{trainer.step:06d}"
         return cls(trainer.ranks, final, _state(trainer), files)
 
+    @property
+    def size(self) -> int:
+        """Bytes of this rank's tensors and files."""
+        return tensor_bytes(self.shards) + sum(map(len, self.files.values()))
+
     def write(self, group: dist.ProcessGroup | None = None) -> Path:
         """Write it; every rank must call it. `group`: for the ranks' collectives, by default the default group.
 
@@ -145,11 +151,11 @@ class Snapshot:
         # CheckpointException is a BaseException
         except (Exception, CheckpointException) as raised:
             error = raised
-        reasons: list[str | None] = [None if error is None else _reason(error)]
+        own = (None if error is None else _reason(error), self.size)
+        parts = [own] * self.ranks.world_size
         if self.ranks.mesh is not None:
-            reasons *= self.ranks.world_size
-            dist.all_gather_object(reasons, None if error is None else _reason(error), group=group)
-        reason = next(filter(None, reasons), None)
+            dist.all_gather_object(parts, own, group=group)
+        reason = next((text for text, _ in parts if text), None)
         if reason is None:
             return
         if self.ranks.rank == 0:
@@ -158,7 +164,8 @@ class Snapshot:
         there = checkpoints(self.final.parent)
         left = f"the newest is {there[-1]}" if there else "there is no other"
         with suppress(OSError):  # the folder itself may not exist
-            left += f"; {shutil.disk_usage(self.final.parent).free / 1e6:.1f} MB are free there"
+            free, size = free_bytes(self.final.parent), sum(size for _, size in parts)
+            left += f"; it needs {size:,} bytes, and its disk has {free:,} free"
         raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {left}") from error
 
 
@@ -171,6 +178,15 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def tensor_bytes(state: Any) -> int:
+    """Bytes of this rank's tensors in a nested state."""
+    if isinstance(state, dict):
+        return sum(map(tensor_bytes, state.values()))
+    if isinstance(state, DTensor):
+        state = state.to_local()
+    return state.nbytes if isinstance(state, torch.Tensor) else 0
 
 
 class Background:
@@ -332,14 +348,16 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
         aside = folder.with_name(folder.name + UNFINISHED)
         shutil.rmtree(aside, ignore_errors=True)
         words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-        trainer.policy.save_config(aside, words)
-        write_weights(aside, split_experts(trainer.export_weights(meta=True)), weights)
-        words.save_pretrained(aside)
-        files = [path for path in aside.rglob("*") if path.is_file()]  # chat templates may have a folder
-        for path in aside.rglob("*"):
-            sync(path)
-        write_checksums(aside, [str(path.relative_to(aside)) for path in files])
-        sync(aside)
+        planned = list(split_experts(trainer.export_weights(meta=True)))
+        with room_for(folder, sum(tensor.nbytes for _, tensor in planned)), removed_on_error(aside):
+            trainer.policy.save_config(aside, words)
+            write_weights(aside, planned, weights)
+            words.save_pretrained(aside)
+            files = [path for path in aside.rglob("*") if path.is_file()]  # chat templates may have a folder
+            for path in aside.rglob("*"):
+                sync(path)
+            write_checksums(aside, [str(path.relative_to(aside)) for path in files])
+            sync(aside)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
         sync(folder.parent)

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
 REASONS = 10  # logged per verifier
+SLOW = 30.0  # seconds of a call, as of reading data, after which a line says what is waited for
 
 
 class BadScore(ValueError):
@@ -36,7 +38,7 @@ class FunctionVerifier:
     """
 
     def __init__(self, function: Any) -> None:
-        self.function = function
+        self.function, self._reported = function, -math.inf
         self.names: tuple[str, ...] = (getattr(function, "__name__", type(function).__name__),)
         call = getattr(function, "score_group", function)
         try:
@@ -54,7 +56,12 @@ class FunctionVerifier:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1]."""
-        function, name = self.function, self.names[0]
+        with self._timed(prompt):
+            found = await self._scored(prompt, responses, target)
+        return self._checked(found, prompt, responses, target)
+
+    async def _scored(self, prompt: str, responses: Sequence[str], target: str | None) -> Any:
+        function = self.function
 
         def called(response: str) -> Any:
             with self._named(prompt, target, response):
@@ -66,11 +73,13 @@ class FunctionVerifier:
 
         if hasattr(function, "score_group"):
             with self._named(prompt, target):
-                found = await function.score_group(prompt, responses, target)
-        elif inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            found = await asyncio.gather(*map(awaited, responses))
-        else:
-            found = await asyncio.to_thread(lambda: [called(response) for response in responses])
+                return await function.score_group(prompt, responses, target)
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await asyncio.gather(*map(awaited, responses))
+        return await asyncio.to_thread(lambda: [called(response) for response in responses])
+
+    def _checked(self, found: Any, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
+        name = self.names[0]
         if len(found) != len(responses):
             raise BadScore(f"the reward {name} gave {len(found)} scores for {len(responses)} responses")
         scores = Scores(np.full((len(responses), 1), np.nan))
@@ -87,6 +96,27 @@ class FunctionVerifier:
                     raise BadScore(f"the reward {name} gave {score!r:.80}: {wanted}") from None
             scores.values[i, 0] = score
         return scores
+
+    @contextmanager
+    def _timed(self, prompt: str) -> Iterator[None]:
+        """Logs a line when a call takes long, again and again; one for all calls that do."""
+        loop, begun = asyncio.get_running_loop(), time.monotonic()
+        timers: list[asyncio.TimerHandle] = []
+
+        def report() -> None:
+            now = time.monotonic()
+            timers[:] = [loop.call_later(SLOW, report)]
+            if now - self._reported >= SLOW:
+                self._reported = now
+                log.warning(
+                    "the reward %s has scored prompt %.100r for %.0f s so far", self.names[0], prompt, now - begun
+                )
+
+        timers.append(loop.call_later(SLOW, report))
+        try:
+            yield
+        finally:
+            timers[0].cancel()
 
     @contextmanager
     def _named(self, prompt: str, target: str | None, response: str | None = None) -> Iterator[None]:

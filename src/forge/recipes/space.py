@@ -1,0 +1,63 @@
+"""What a run is certain to write, against what is free on its disk and in shared memory, before anything starts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ..files import free_bytes
+from ..janitor import sweep
+from ..store.versions import memory_folder
+from .memory import BYTES, count_parameters, state_bytes
+
+VERSIONS = 3  # of the weights: two that are published, and one that is being written
+
+
+def check_space(cfg: Any, model: str, start: int, overwrite: bool) -> None:
+    """Reject a run that its disk or its shared memory has no room for.
+
+    Args:
+        model: folder of the model that is trained.
+        start: step at which the run starts.
+        overwrite: whether an earlier run in its folder is removed.
+
+    Raises:
+        ValueError: names the path, the bytes that are needed and those that are free.
+    """
+    if not (count := count_parameters(model)):
+        return
+    folder, size = Path(cfg.run.root) / cfg.run.name, count * BYTES[cfg.training.weights_dtype]
+    there = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if overwrite else []
+    needed, free = _most(cfg, model, size, start), free_bytes(folder) + sum(there)
+    if needed > free:
+        raise ValueError(
+            f"{folder} needs {needed:,} bytes for checkpoints and the trained model, and its disk has {free:,} free: "
+            "set run.root to another disk, or checkpoint.every to 0"
+        )
+    # Supervised training publishes weights for evaluations alone; other hosts have a memory of their own.
+    samples = getattr(cfg.services, "generator", None) is not None and not hasattr(cfg.eval, "stop_at")
+    if not samples or cfg.lora is not None or cfg.cluster.given:
+        return
+    sweep()  # of what dead processes left there, which a start removes
+    place, versions = memory_folder(), 1 + math.ceil((cfg.training.steps - start) / cfg.training.sync_interval)
+    versions = min(VERSIONS, versions)
+    if versions * size > (free := free_bytes(place)):
+        raise ValueError(
+            f"{place} needs {versions * size:,} bytes for {versions} versions of the weights, and has {free:,} free: "
+            "make it larger (docker run --shm-size), or remove what is in it"
+        )
+
+
+def _most(cfg: Any, model: str, size: int, start: int) -> int:
+    """Bytes that checkpoints and the trained model take at once; those that a resumed run has are there already."""
+    every, left = cfg.checkpoint.every, cfg.training.steps - start
+    if start or not every or cfg.lora is not None:
+        return size
+    count = count_parameters(model)
+    matrices = count_parameters(model, matrices=True) / count
+    checkpoint = size + int(count * state_bytes(cfg.training, matrices))
+    saves = 1 if hasattr(cfg.eval, "stop_at") else math.ceil(left / every)  # it may end at its first
+    keep = cfg.checkpoint.keep
+    # One more than are kept, while it is written; the model is written beside those that are kept.
+    return max(min(keep + 1, saves) * checkpoint, min(keep, saves) * checkpoint + size)
