@@ -1,7 +1,8 @@
 """Replacing functions that a loaded library imports, in this process: its table of imports gets another address.
 
 For libraries that open what they should not and have no setting for it. It is the same as LD_PRELOAD, without the need
-for a compiled library or a restart.
+for a compiled library or a restart. `FORGE_INTERPOSE=0` switches it off; docs/security.md says what is replaced, why,
+and what is lost without it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 log = logging.getLogger(__name__)
+SWITCH = "FORGE_INTERPOSE"  # environment variable
+MAPS = Path("/proc/self/maps")
 
 # Relocation types that hold the address of an imported function: x86-64 and aarch64.
 _IMPORTS = {6, 7, 1025, 1026}
@@ -23,31 +27,47 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def replace(library: str, functions: dict[str, Any]) -> Callable[[], None]:
+class Replacement(NamedTuple):
+    """What `replace` has done.
+
+    names: the functions that were replaced, of those that were to be.
+    restore: puts the functions back.
+    """
+
+    names: frozenset[str]
+    restore: Callable[[], None]
+
+
+def replace(library: str, functions: dict[str, Any], lost: str | None = None) -> Replacement:
     """Put ctypes callbacks in the place of functions that a library imports.
 
     Args:
-        library: a part of its path. Where it is not loaded or is unknown, nothing is replaced.
+        library: a part of its path.
         functions: by the name of the import. They must live as long as the process, or until they are put back.
-
-    Returns:
-        what puts the functions back.
+        lost: what is not held if a function stays as it is, for a warning; None: another place may hold it.
     """
-    before: dict[int, int] = {}
+    before, names, reason = dict[int, int](), set[str](), "it imports them in another way"
+    off = os.environ.get(SWITCH) == "0" or not MAPS.exists()
     try:
+        if off:
+            raise OSError(f"{SWITCH} is 0, or this is not Linux")
         path, base = _loaded(library)
         for name, function in functions.items():
             address = ctypes.cast(function, ctypes.c_void_p).value
             for slot in imports(path, name.encode()):
                 before[base + slot] = _write(base + slot, address)
+                names.add(name)
     except (OSError, ValueError, struct.error, StopIteration) as error:
-        log.debug("%s stays as it is: %s", library, error)  # another build or platform
+        reason = str(error)  # another build or platform, or switched off
+    if remaining := sorted(functions.keys() - names):
+        level = logging.DEBUG if off or lost is None else logging.WARNING
+        log.log(level, "%s of %s: not replaced (%s): %s", ", ".join(remaining), library, reason, lost or "")
 
     def restore() -> None:
         for slot, address in before.items():
             _write(slot, address)
 
-    return restore
+    return Replacement(frozenset(names), restore)
 
 
 def _write(slot: int, address: int | None) -> int:
@@ -63,7 +83,7 @@ def _write(slot: int, address: int | None) -> int:
 
 
 def _maps() -> list[str]:
-    return Path("/proc/self/maps").read_bytes().decode(errors="surrogateescape").splitlines()
+    return MAPS.read_bytes().decode(errors="surrogateescape").splitlines()
 
 
 def _writable(place: int) -> bool:

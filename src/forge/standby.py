@@ -128,7 +128,7 @@ def stand_by() -> None:
     end_with(launcher)
     # Monarch would have the kernel end this process with its parent, which may be the fork server; its setting for that
     # prints a line. What it calls instead returns 0 too, and does nothing.
-    replace(MONARCH, {"prctl": ctypes.CDLL(None).sched_yield})
+    replace(MONARCH, {"prctl": ctypes.CDLL(None).sched_yield}, "this process ends with the fork server")
     sys.argv = [request.program]
     status = 1 << 8
     try:

@@ -286,3 +286,31 @@ def test_imports_are_found_where_the_loader_says():
     assert places
     function = ctypes.cast(ctypes.CDLL(None).getenv, ctypes.c_void_p).value
     assert {ctypes.c_void_p.from_address(base + place).value for place in places} == {function}
+
+
+def test_a_library_that_imports_otherwise_is_a_warning(caplog: pytest.LogCaptureFixture):
+    import ctypes
+
+    from forge.interpose import replace
+
+    libc = ctypes.CDLL(None).sched_yield
+    replacement = replace("/torch/lib/libtorch_cpu.so", {"no_such_function": libc}, "nothing is held")
+    assert not replacement.names
+    assert "no_such_function of /torch/lib/libtorch_cpu.so: not replaced" in caplog.text
+    assert caplog.text.rstrip().endswith("nothing is held")
+
+
+def test_replacing_can_be_switched_off():
+    """A service works without it, and one warning says what is not held."""
+    script = """
+        from forge.controller import run
+        from tests.controller.components import Counter
+        async def main():
+            print(await (await Counter.as_service()).add.route(1))
+        run(main())
+    """
+    environment = {**os.environ, "FORGE_INTERPOSE": "0"}
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert done.stderr.count("every local user") == 1, done.stderr

@@ -31,7 +31,7 @@ def accept_own_user_only() -> None:
     if not _TABLES[0].exists():
         log.warning("%s is hidden here: other local users can connect to the ranks of a trainer", _TABLES[0])
         return
-    replace("/torch/lib/libtorch_cpu.so", {"accept": _accept})
+    replace("/torch/lib/libtorch_cpu.so", {"accept": _accept}, "other local users can connect to a trainer's ranks")
 
 
 @_Accept

@@ -42,5 +42,6 @@ def let_threads_wait() -> None:
     start = ctypes.c_char.from_buffer(page)
     _kept.extend([page, start])
     wait = ctypes.c_void_p(ctypes.addressof(start))
-    for library in ("/libpython3.", os.path.realpath(sys.executable)):
-        replace(library, {"pthread_exit": wait})
+    libraries = "/libpython3.", os.path.realpath(sys.executable)
+    if not any([replace(library, {"pthread_exit": wait}).names for library in libraries]):
+        log.debug("pthread_exit of Python: not replaced: at its end this process may say that it was aborted")

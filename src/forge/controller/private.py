@@ -67,7 +67,7 @@ def load() -> None:
             ctypes.CDLL(path)
         except OSError as error:  # it needs libraries that its package loads
             log.debug("%s: %s", path, error)
-    restore = replace(_LOADED, {"open64": _open, "mkdir": _mkdir})
+    restore = replace(_LOADED, {"open64": _open, "mkdir": _mkdir}, "Monarch's log is in /tmp").restore
     try:
         importlib.import_module(_LIBRARY)
     finally:
@@ -123,7 +123,7 @@ def hidden_announcement() -> Iterator[None]:
         return length
 
     _replacements.append(write)  # another thread may still be in it after `restore`
-    restore = replace(_LOADED, {"write": write})
+    restore = replace(_LOADED, {"write": write}).restore
     try:
         yield
     finally:
