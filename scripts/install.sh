@@ -53,6 +53,10 @@ if [ "$gpus" -gt 0 ]; then
         12.[6-9]) index="https://download.pytorch.org/whl/cu126" ;;
         *) fail "the driver supports CUDA $version, and torch needs 12.6 or newer: update the driver, or use --cpu" ;;
     esac
+    # Attention on a GPU is compiled at the first step, with a small helper in C.
+    command -v "${CC:-cc}" >/dev/null || command -v gcc >/dev/null || fail "no C compiler: install gcc, or set CC"
+    headers="$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')"
+    [ -f "$headers/Python.h" ] || fail "no Python.h in $headers: install python3-dev, or use a Python with its headers"
 else
     echo "No NVIDIA GPU is used: everything runs on the CPU."
     index="https://download.pytorch.org/whl/cpu"

@@ -1,4 +1,4 @@
-"""`forge doctor cluster`: examine the hosts of a run."""
+"""`forge doctor`: examine this machine, or the hosts of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-TEXT = "examine the hosts of a run: versions, clocks, bandwidth, GPUs, shared folder, limits"
+TEXT = "examine this machine, or the hosts of a run: versions, GPUs, compilers, limits; clocks, bandwidth, folder"
 
 
 def add_to(commands: Any) -> None:
@@ -14,14 +14,19 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor", help=TEXT, description=TEXT, epilog="example: forge doctor cluster --hosts node1,node2 --folder runs"
     )
-    parser.add_argument("what", choices=["cluster"])
+    parser.add_argument("what", nargs="?", choices=["machine", "cluster"], default="machine")
     parser.add_argument("--hosts", help="as cluster.hosts; default: FORGE_HOSTS")
     parser.add_argument("--folder", type=Path, help="that all hosts should see, such as runs")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what was found; exit code 1 if something is wrong."""
+    """Print a report; exit code 1 if something is wrong."""
+    if args.what == "machine":
+        if args.hosts or args.folder:
+            raise SystemExit("error: --hosts and --folder are of forge doctor cluster")
+        examine_machine()
+        return
     import asyncio
     import os
     from tempfile import TemporaryDirectory
@@ -41,4 +46,18 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: {error}") from error
     print(shown(found))
     if found.problems:
+        raise SystemExit(1)
+
+
+def examine_machine() -> None:
+    """Print a line for each finding about this machine."""
+    from ..cluster.readiness import findings
+
+    problems = 0
+    for finding in findings():
+        problems += bool(finding.problem)
+        print(
+            f"{finding.what:24} {finding.value}" + (f"\n{'':24} PROBLEM: {finding.problem}" if finding.problem else "")
+        )
+    if problems:
         raise SystemExit(1)

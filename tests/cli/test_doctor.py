@@ -1,0 +1,70 @@
+"""`forge doctor` of this machine: one line a finding, and a problem says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.processes
+
+PROBLEM = "PROBLEM: "
+no_gpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+
+
+def doctor(*words: str, **environment: str) -> tuple[int, str, list[str]]:
+    """The exit code, all that it printed, and its problems."""
+    own = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "CC")}
+    command = [sys.executable, "-m", "forge", "doctor", *words]
+    done = subprocess.run(command, env=own | environment, capture_output=True, text=True, timeout=120, check=False)
+    problems = [line.partition(PROBLEM)[2] for line in done.stdout.splitlines() if PROBLEM in line]
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr, problems
+
+
+def tool(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@no_gpu
+def test_a_machine_without_gpus_has_no_problem_with_them():
+    code, output, problems = doctor()
+    assert "GPUs" in output
+    assert not [problem for problem in problems if "torch" in problem]
+    assert code == bool(problems)
+
+
+@no_gpu
+def test_gpus_that_a_scheduler_names_and_torch_does_not_see():
+    code, _, problems = doctor(CUDA_VISIBLE_DEVICES="0,1")
+    assert code == 1
+    assert any(problem.startswith("CUDA_VISIBLE_DEVICES names 2, and torch sees 0") for problem in problems)
+
+
+@no_gpu
+def test_gpus_that_the_driver_lists_and_torch_does_not_see(tmp_path: Path):
+    """With the driver's program alone, and neither a compiler nor the headers that attention needs."""
+    tool(tmp_path / "bin", "nvidia-smi", 'echo "NVIDIA H100 80GB HBM3, 81559 MiB, 580.159.04"')
+    code, output, problems = doctor(PATH=str(tmp_path / "bin"))
+    assert code == 1
+    assert "the driver 1 (NVIDIA H100 80GB HBM3" in output
+    assert any(problem.startswith("torch sees none of them") for problem in problems)
+    assert "on a GPU attention is compiled: install gcc" in problems
+
+
+@no_gpu
+def test_a_driver_that_does_not_answer_is_none(tmp_path: Path):
+    tool(tmp_path / "bin", "nvidia-smi", "exit 9")
+    _, _, problems = doctor(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert not [problem for problem in problems if "torch sees none" in problem]
+
+
+def test_words_of_the_other_examination_are_one_line():
+    code, output, _ = doctor("--hosts", "node1")
+    assert (code, output.strip()) == (1, "error: --hosts and --folder are of forge doctor cluster")
