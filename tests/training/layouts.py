@@ -121,7 +121,11 @@ def scenarios(
     }
     if size == 2:
         fsdp, copies = at(degrees(1, 2, 1, 1)), at(degrees(2, 1, 1, 1))
-        hsdp = {"hsdp": partial(five_steps, copies, models["qwen3"])}
+        parts: Any = {"gradient_accumulation_steps": 3, "seq_len": 16}
+        hsdp = {
+            "hsdp": partial(five_steps, copies, models["qwen3"]),
+            "hsdp accumulated": partial(five_steps, copies, models["qwen3"], **parts),
+        }
         return sharded(fsdp, folder, models["qwen3"], models["llama"]) | hsdp | found
     square = at(degrees(1, 2, 1, 2))
     both, qwen3 = at(degrees(1, 1, 2, 2)), models["qwen3"]

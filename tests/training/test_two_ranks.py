@@ -39,6 +39,7 @@ def assert_same_weights(a: dict[str, np.ndarray], b: dict[str, Any], tolerance: 
     [
         ("fsdp", {}),
         ("hsdp", {}),
+        ("hsdp accumulated", {}),
         ("untied", {}),
         ("accumulated", {}),
         ("checkpointed", {}),

@@ -396,6 +396,19 @@ def sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
 
 
+def reduce_over_copies(model: nn.Module, ranks: Ranks, now: bool) -> None:
+    """Have the next backward pass sum gradients over the copies of shards (HSDP), or leave that to a later one of the
+    same update: a network between hosts carries them once.
+
+    Not of a mixture of experts: what the later pass does not use, it would not sum.
+    """
+    copies = ranks.mesh is not None and "replicate" in (ranks.mesh.mesh_dim_names or ())
+    if copies and getattr(model, "routers", None) is None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_all_reduce(now, recurse=False)
+
+
 def reshard(model: nn.Module) -> None:
     """Drop what a forward pass without a backward pass leaves in place of parameters: gathered copies, in its dtype."""
     for module in model.modules():

@@ -24,7 +24,17 @@ from ..weight_layouts import adapters, merge_adapters
 from .distributed import Ranks
 from .experts import balance, load_metrics
 from .optimizers import build_optimizer
-from .policy import Backend, Head, TokenScores, TokenValues, build, precision, reshard, resolve_dtype
+from .policy import (
+    Backend,
+    Head,
+    TokenScores,
+    TokenValues,
+    build,
+    precision,
+    reduce_over_copies,
+    reshard,
+    resolve_dtype,
+)
 from .settings import LoraSettings, OptimizerSettings, PassSettings
 from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
 from .transfer import to_device
@@ -218,6 +228,7 @@ class PolicyTrainer:
             if self.policy.routers is not None:
                 tokens = sum(len(of_rank[turn].tokens) for of_rank in parts if of_rank[turn].mask.any())
                 value = value + how.router_aux_loss * tokens / len(part.tokens) * self._balance(micro, metrics)
+            reduce_over_copies(self.policy, self.ranks, now=turn == len(micro_batches) - 1)
             value.backward()
             current = whole = None
             if isinstance(output, TokenScores):
