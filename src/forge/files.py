@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,19 @@ def is_full(error: BaseException) -> bool:
 def free_bytes(path: Path) -> int:
     """What is free on the disk of a path, whether or not that exists."""
     return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
+
+
+def fill_standard_files() -> None:
+    """Open standard input, output and errors as /dev/null where they are closed, as after `>&-`.
+
+    Otherwise a socket takes their number, and a process that is started closes it or prints into it.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the program ends
 
 
 def cache_folder() -> Path:

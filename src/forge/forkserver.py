@@ -132,7 +132,7 @@ def main(listener: socket.socket) -> None:
     expected = json.loads(sys.stdin.buffer.readline())
     gc.disable()  # there is hardly any garbage, and looking for it takes a sixth of the time
     for name in LIBRARIES:
-        with suppress(ImportError):  # the process that needs it says so
+        with suppress(Exception):  # the process that needs it says so
             importlib.import_module(name)
     gc.freeze()  # a collection in a fork does not write to the memory that it shares with the server
     gc.enable()

@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from forge.actors import RewardActor, VerifierActor
 from forge.config import ConfigError
@@ -13,6 +14,7 @@ from forge.controller import shutdown
 from forge.observability.metrics import drain
 from forge.recipes.schema import RewardConfig
 from forge.verifiers import Panel
+from forge.verifiers.reward import BadScore, FunctionVerifier
 from forge.verifiers.spec import VerifiersConfig
 from forge_weaver import (
     BinnedDawidSkene,
@@ -222,3 +224,41 @@ def test_programs_are_run_in_the_sandbox():
     directly = started(RewardActor([{"use": "forge_sandbox:CodeVerifier", "credit": "share"}]))
     assert rewards(directly, [f"```python\n{program}\n```" for program in programs], tests) == [1.0, 0.5, 0.0]
     asyncio.run(directly.teardown())
+
+
+class Raising:
+    """A reward that raises what it is given, in a thread or in the event loop."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __call__(self, prompt, response, target):
+        raise self.error
+
+
+class RaisingLater(Raising):
+    """The same in the event loop."""
+
+    async def __call__(self, prompt, response, target):
+        raise self.error
+
+
+IN_A_THREAD = [StopIteration(), asyncio.CancelledError(), GeneratorExit(), SystemExit(0), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [*((Raising, error) for error in IN_A_THREAD), (RaisingLater, SystemExit(0)), (RaisingLater, KeyboardInterrupt())],
+)
+def test_what_a_reward_raises_neither_ends_the_program_nor_is_waited_for(kind, error):
+    scored = asyncio.wait_for(FunctionVerifier(kind(error)).score("abc>", GROUP, "cba"), 10)
+    with pytest.raises(RuntimeError, match=f"^the reward {kind.__name__} raised {type(error).__name__}") as caught:
+        asyncio.run(scored)
+    assert caught.value.__cause__ is error
+    assert "scored prompt 'abc>'" in caught.value.__notes__[0]
+
+
+def test_a_tensor_of_several_numbers_is_no_score():
+    verifier = FunctionVerifier(lambda prompt, response, target: torch.ones(2))
+    with pytest.raises(BadScore, match=r"gave tensor\(\[1., 1.\]\): give a finite number"):
+        asyncio.run(verifier.score("abc>", GROUP, "cba"))

@@ -15,7 +15,7 @@ from forge.recipes.distill_config import DistillConfig
 from forge.recipes.launch import check_data, prepare
 from forge.recipes.resume import Start
 from forge.recipes.rl_config import RLConfig
-from forge.recipes.schema import EvalConfig
+from forge.recipes.schema import EvalConfig, RunConfig
 from forge.recipes.sft_config import SFTConfig
 
 SHAPE = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 32}
@@ -191,3 +191,9 @@ def test_a_run_ends_with_its_epochs_and_has_its_model(tmp_path):
         assert name == "dpo" or "eval/loss" in logged[-1]
         ends = ("model/model.safetensors", "checkpoints/step_000003", "report.html", "finished")
         assert [end for end in ends if not (folder / end).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/../../b"])
+def test_a_name_is_that_of_a_folder_of_its_own(name: str):
+    with pytest.raises(ConfigError, match=r"run\.name is '.*': it names a folder within run\.root"):
+        RunConfig(name=name)

@@ -114,6 +114,7 @@ def test_the_reader_of_standard_output_ends(tmp_path: Path):
     [
         ("ulimit -n 24; ", {}, "error: this shell allows 24 open files"),
         ("", {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"}, "error: the locale's encoding is"),
+        ("", {"PYTHONOPTIMIZE": "2"}, "error: transformers needs docstrings"),
     ],
 )
 def test_a_shell_in_which_no_run_is_possible(tmp_path: Path, prefix: str, env: dict[str, str], message: str):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from ..files import fill_standard_files
 from . import clean, completion, doctor, launch, recipes, runs, serve, table, watch, worker
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
@@ -18,8 +19,13 @@ GROUP = "forge.commands"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one of the commands; bad input ends it with one line."""
-    if not {"", os.getcwd()} & {*sys.path}:
-        sys.path.insert(0, os.getcwd())  # as with `python -m`: a reward of one's own is named by its module
+    fill_standard_files()
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise SystemExit("error: the working folder was removed: change to another one") from None
+    if not {"", folder} & {*sys.path}:
+        sys.path.insert(0, folder)  # as with `python -m`: a reward of one's own is named by its module
     words = sys.argv[1:] if argv is None else argv
     args = make_parser(words).parse_args(argv)
     try:

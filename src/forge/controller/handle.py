@@ -13,7 +13,7 @@ import inspect
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -175,7 +175,8 @@ class Local(Handle):
                 if inspect.iscoroutinefunction(method):
                     answer = await method(*call.args, **call.kwargs)
                 else:
-                    work = partial(contextvars.copy_context().run, method, *call.args, **call.kwargs)
+                    context = contextvars.copy_context()
+                    work = partial(context.run, _without_stop, method, *call.args, **call.kwargs)
                     answer = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except TimeoutError:
             if not expiry.expired():  # the component's own
@@ -187,3 +188,11 @@ class Local(Handle):
 
     def _end_session(self, session: str) -> None:
         """Nothing to forget: there is one instance."""
+
+
+def _without_stop(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The method's answer. A future cannot carry StopIteration: the caller would wait for ever."""
+    try:
+        return method(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error

@@ -212,10 +212,25 @@ def environment(threads: int = 1) -> dict[str, str]:
         # One loading bar from each process at once is noise.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
-        **{name: os.environ.get(name, str(cache_folder() / folder)) for name, folder in COMPILERS.items()},
+        **_compiler_caches(),
         # Ranks listen at the loopback, those of gloo on several machines as well. Otherwise at the host name's address.
         **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
     }
+
+
+def _compiler_caches() -> dict[str, str]:
+    """The folders of COMPILERS. One that cannot be made is left to its library: PyTorch makes it as it is imported."""
+    folders = {}
+    for name, folder in COMPILERS.items():
+        try:
+            path = cache_folder() / folder
+            path.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+            log.debug("%s: %s", name, error)
+            continue
+        if os.access(path, os.W_OK | os.X_OK):
+            folders[name] = str(path)
+    return folders | {name: os.environ[name] for name in COMPILERS if name in os.environ}
 
 
 def allocator_settings(options: Options) -> dict[str, str]:

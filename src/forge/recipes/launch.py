@@ -26,7 +26,7 @@ from ..controller.errors import RemoteError
 from ..controller.private import log_to
 from ..data.config import DatasetConfig, RowsConfig
 from ..devices import NoAccelerator
-from ..files import FULL, is_full
+from ..files import FULL, fill_standard_files, is_full
 from ..flops import peak_tflops
 from ..hub import check_upload, upload, write_card
 from ..integrity import DamagedFile
@@ -62,6 +62,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     `--resume runs/x` resumes a run from its newest checkpoint, `--resume auto` the one that is configured if there is
     something to resume. Afterwards `job.record.start` is the step to start at.
     """
+    fill_standard_files()
     end_at_signals()
     sys.excepthook = _print_error
     try:
@@ -131,6 +132,8 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
     configure_logging()
     if locale.getencoding().lower().replace("-", "") != "utf8" and not sys.flags.utf8_mode:
         raise BadInput(f"the locale's encoding is {locale.getencoding()}, and files are in UTF-8: set PYTHONUTF8=1")
+    if sys.flags.optimize > 1:
+        raise BadInput("transformers needs docstrings, which PYTHONOPTIMIZE=2 (-OO) removes: set PYTHONOPTIMIZE=1")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     if hard < OPEN_FILES // 4:
@@ -171,6 +174,10 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
                     cfg.cluster.wait,
                     on_preemption=None if saved is None else saved.request,
                 )
+            except SystemExit as error:
+                if error.code:
+                    raise
+                raise RuntimeError(f"code of the run raised {error!r} before its end") from error
             finally:  # `run` had handlers of its own, and leaves the default ones
                 signals.enter_context(finishing("the run has ended and is being closed"))
         except BaseException as error:

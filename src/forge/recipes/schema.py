@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -254,6 +255,9 @@ class RunConfig(Section):
     and exits with 75; null: the end of its Slurm job, if it has one. Needs `checkpoint.every`."""
 
     def _check(self) -> None:
+        parts = Path(self.name).parts
+        if not parts or ".." in parts:
+            raise ConfigError(f"run.name is {self.name!r}: it names a folder within run.root")
         deadline_of(self.save_before)
 
 

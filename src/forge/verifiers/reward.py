@@ -18,6 +18,8 @@ from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
 REASONS = 10  # logged per verifier
+ENDS = (SystemExit, KeyboardInterrupt)  # raised by a reward, they would end the program, as if nothing were wrong
+STUCK = (StopIteration, asyncio.CancelledError, GeneratorExit)  # of a thread, a future carries none: a wait for ever
 SLOW = 30.0  # seconds of a call, as of reading data, after which a line says what is waited for
 
 
@@ -65,17 +67,22 @@ class FunctionVerifier:
 
         def called(response: str) -> Any:
             with self._named(prompt, target, response):
-                return function(prompt, response, target)
+                try:
+                    return function(prompt, response, target)
+                except (*ENDS, *STUCK) as error:
+                    raise self._contained(error) from error
 
-        async def awaited(response: str) -> Any:
+        async def awaited(response: str | None, call: Any, *args: Any) -> Any:
             with self._named(prompt, target, response):
-                return await function(prompt, response, target)
+                try:
+                    return await call(*args)
+                except ENDS as error:
+                    raise self._contained(error) from error
 
         if hasattr(function, "score_group"):
-            with self._named(prompt, target):
-                return await function.score_group(prompt, responses, target)
+            return await awaited(None, function.score_group, prompt, responses, target)
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await asyncio.gather(*map(awaited, responses))
+            return await asyncio.gather(*(awaited(one, function, prompt, one, target) for one in responses))
         return await asyncio.to_thread(lambda: [called(response) for response in responses])
 
     def _checked(self, found: Any, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
@@ -90,12 +97,16 @@ class FunctionVerifier:
                     continue
                 if math.isinf(score):
                     raise OverflowError
-            except (TypeError, OverflowError):
+            except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several numbers
                 wanted = "give a finite number, or None for no score"
                 with self._named(prompt, target, responses[i]):
                     raise BadScore(f"the reward {name} gave {score!r:.80}: {wanted}") from None
             scores.values[i, 0] = score
         return scores
+
+    def _contained(self, error: BaseException) -> RuntimeError:
+        """In place of an exception that would end more than this call."""
+        return RuntimeError(f"the reward {self.names[0]} raised {error!r}")
 
     @contextmanager
     def _timed(self, prompt: str) -> Iterator[None]:

@@ -1,0 +1,58 @@
+"""Shells without a working folder, a home or standard files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge.controller.processes import COMPILERS, environment
+
+STANDARD = """
+import os, sys
+from forge.files import fill_standard_files
+
+fill_standard_files()
+print("lost")
+print("lost", file=sys.stderr)
+assert sys.stdin.read() == ""
+with open(sys.argv[1], "w") as file:
+    file.write(f"{file.fileno()} {os.get_inheritable(0)} {[os.readlink(f'/proc/self/fd/{n}') for n in range(3)]}")
+"""
+
+
+def shell(script: str, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["sh", "-c", script, "sh", *words], input="", capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.processes
+def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path):
+    words = [sys.executable, "-m", "forge", "runs", str(tmp_path)]
+    done = shell(f'mkdir {tmp_path}/x; cd {tmp_path}/x; rmdir {tmp_path}/x; exec "$@"', *words)
+    assert (done.returncode, done.stderr) == (1, "error: the working folder was removed: change to another one\n")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("closed", ["<&-", "1>&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_is_closed_of_the_standard_files_takes_no_other(closed: str, tmp_path: Path):
+    done = shell(f'exec "$@" {closed}', sys.executable, "-c", STANDARD, str(tmp_path / "said"))
+    assert done.returncode == 0, done.stderr
+    number, inheritable, files = (tmp_path / "said").read_text().split(" ", 2)
+    assert (int(number) > 2, inheritable) == (True, "True")
+    assert files.count("/dev/null") == closed.count("&-")
+
+
+@pytest.mark.parametrize("home", ["/proc/nothere", "file", "folder"])
+def test_a_home_that_keeps_nothing_is_left_to_the_compilers(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    for name in (*COMPILERS, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    kept = {name: folder for name, folder in environment().items() if name in COMPILERS}
+    assert set(kept) == (set(COMPILERS) if home == "folder" else set())
+    assert all(os.access(folder, os.W_OK) for folder in kept.values())
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    assert environment()["TRITON_CACHE_DIR"] == "/elsewhere"
