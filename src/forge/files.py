@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 REMOVED = ".forge-removed-"  # folders on their way
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the size of a file (ulimit -f)
 _KEEP_SIZE = 1  # of fallocate
 _libc = ctypes.CDLL(None)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -64,7 +64,7 @@ def removed_on_error(folder: Path) -> Iterator[None]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an exception says that a disk is full, or the user's share of it."""
+    """Whether an exception says that there is no room, for one of the reasons of `FULL`."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in FULL
     return any(os.strerror(code) in str(error) for code in FULL)  # of a library in Rust, or of a checkpoint

@@ -219,7 +219,7 @@ def environment(threads: int = 1) -> dict[str, str]:
 
 
 def _compiler_caches() -> dict[str, str]:
-    """The folders of COMPILERS. One that cannot be made is left to its library: PyTorch makes it as it is imported."""
+    """The folders of COMPILERS, but where none can be made: PyTorch makes them as it is imported."""
     folders = {}
     for name, folder in COMPILERS.items():
         try:

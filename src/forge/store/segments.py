@@ -21,7 +21,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from ..files import NoRoom
+from ..files import FULL, NoRoom
 
 ALIGNMENT = 64  # bytes
 MAPPED = 16  # segments that a process keeps mapped
@@ -146,8 +146,12 @@ class Segments:
                 os.posix_fallocate(file, 0, max(size, 1))
         except OSError as error:
             (self.used / name).unlink()
-            if error.errno != errno.ENOSPC:
+            if error.errno not in FULL:
                 raise
+            if error.errno == errno.EFBIG:
+                raise NoRoom(
+                    errno.EFBIG, f"{size / 1e6:.3g} MB of weights are more than a file may have here: raise ulimit -f"
+                ) from None
             free = shutil.disk_usage(self.used).free
             text = f"{size / 1e6:.3g} MB of weights do not fit into shared memory, {self.used} has {free / 1e6:.3g} MB "
             remedy = "free: keep fewer versions, or make it larger (docker run --shm-size)"
