@@ -371,7 +371,9 @@ class Batch:
             for i, top in zip(self._wants_top, top_logprobs(logits[self._wants_top]), strict=True):
                 self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
         complete = []
-        for i in finished.nonzero().flatten().tolist():
+        for i, ended in enumerate(finished.tolist()):  # `nonzero` would wait for the device once more
+            if not ended:
+                continue
             row, completion = self.rows[i], self._so_far(i)
             completion.experts = self._experts(i, completion)
             completion.finish = "stop" if completion.token_ids[-1] in row.request.stops else "length"
