@@ -86,9 +86,6 @@ class DeviceTensor(Tensor):
         tensor.memory = memory
         return tensor
 
-    def __repr__(self, **_: Any) -> str:
-        return f"DeviceTensor({self.memory!r})"
-
     def tolist(self) -> Any:
         """As of any tensor; torch would read the device's memory without an operator."""
         return self.cpu().tolist()
@@ -197,7 +194,9 @@ def place() -> str:
 
 
 class Module(_DummyBackendModule):
-    """`torch.emulated`."""
+    """`torch.emulated`. Its streams have done all that they were given when a call returns."""
+
+    current_stream = stream = Stream = synchronize = set_rng_state = mock.MagicMock()
 
     def is_available(self) -> bool:
         """Within `emulated` alone: other tests of the process compute on the CPU."""
