@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from forge.training import checkpoint
 from forge.training.checkpoint import Background
 from forge.training.distributed import join
 from forge.training.trainer import PolicyTrainer
-from tests.emulated import NAME, DeviceMix, emulated
+from tests.emulated import NAME, DeviceMix, emulated, lines
 from tests.training.cases import TOKENIZER, example, largest_difference, make_trainer, regression, targets, tiny_model
 from tests.training.ranks import LOSS
 from tests.training.test_precision import reference
@@ -108,10 +107,6 @@ def check_waits(model: Path, *, recorded: bool = False, **settings: Any) -> None
     few, many = counts
     assert (many - few).total() <= 2 * updates * WAITS_OF_MICRO_BATCH, lines(many - few)
     assert few.total() <= updates * (WAITS_OF_UPDATE + WAITS_OF_MICRO_BATCH) + recorded, lines(few)
-
-
-def lines(waits: Counter[str]) -> str:
-    return "the host waits for the device:\n" + "\n".join(f"{count} times {line}" for line, count in waits.items())
 
 
 @pytest.fixture(scope="module")
