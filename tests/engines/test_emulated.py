@@ -124,7 +124,7 @@ def test_a_budget_of_the_cache_is_kept(folders: dict[str, Path]):
 def check_waits(folder: Path, limit: int, listener: Any = None, **sampling: Any) -> None:
     """The host waits at most `limit` times a decode step; those of admission and of the end are the same for all."""
     counts, steps = list[Counter[str]](), list[int]()
-    with emulated() as emulation, EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST) as engine:
+    with emulated() as emulation, EmbeddedEngine(folder, slots=4) as engine:
         for tokens in (10, 50):
             before = engine.stats()["decode_steps"]
             with emulation.counted() as waits:

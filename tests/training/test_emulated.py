@@ -16,7 +16,7 @@ from forge.training.checkpoint import Background
 from forge.training.distributed import join
 from forge.training.trainer import PolicyTrainer
 from tests.emulated import NAME, DeviceMix, emulated, lines
-from tests.training.cases import TOKENIZER, example, largest_difference, make_trainer, regression, targets, tiny_model
+from tests.training.cases import example, largest_difference, make_trainer, regression, targets
 from tests.training.ranks import LOSS
 from tests.training.test_precision import reference
 
@@ -107,24 +107,6 @@ def check_waits(model: Path, *, recorded: bool = False, **settings: Any) -> None
     few, many = counts
     assert (many - few).total() <= 2 * updates * WAITS_OF_MICRO_BATCH, lines(many - few)
     assert few.total() <= updates * (WAITS_OF_UPDATE + WAITS_OF_MICRO_BATCH) + recorded, lines(few)
-
-
-@pytest.fixture(scope="module")
-def mild(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models by family, with weights as small as at the start of a training."""
-    folders = {}
-    for family in ("qwen3", "qwen3_moe", "gemma3"):
-        folders[family] = tmp_path_factory.mktemp(family)
-        model = tiny_model(family)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(0.1)
-                elif family == "gemma3":
-                    parameter.sub_(1)  # its norms multiply by 1 + weight
-        model.save_pretrained(folders[family])
-        TOKENIZER.save_pretrained(folders[family])
-    return folders
 
 
 def check_step(model: Path, expected: Outcome, **settings: Any) -> None:
