@@ -90,8 +90,9 @@ def balance(own: Tensor, everyone: Tensor, k: int) -> Tensor:
 
 
 def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
-    """Of a load in host memory, by layer, `experts/max_share_<layer>`, the share of tokens that went to the busiest expert (k / E to 1), and
-    `experts/entropy_<layer>` of the load, in nats (at most log E); and `router_aux_loss` of all."""
+    """By layer, `experts/max_share_<layer>`, the share of tokens that went to the busiest expert (k / E to 1), and
+    `experts/entropy_<layer>` of the load, in nats (at most log E); and `router_aux_loss` of all. The load is in host
+    memory."""
     shares = load[0] / load[0].sum(1, keepdim=True)
     found = {"router_aux_loss": float(balance(load, load, k))}
     largest, entropies = shares.amax(1).tolist(), torch.special.entr(shares).sum(1).tolist()
