@@ -19,7 +19,7 @@ from .conftest import VOCAB, random_model
 from .test_updates import MODES, drive
 
 LONGEST = 400  # the cache grows on the way
-LOGPROBS = 1e-5  # largest difference to the CPU; measured 2e-6
+LOGPROBS = 1e-5  # largest difference to the CPU; measured 1e-6, and 6e-6 in Gemma
 SAMPLINGS: list[dict[str, Any]] = [
     {"n": 3},
     {"temperature": 0.0},
@@ -27,8 +27,6 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"top_k": 5, "top_logprobs": 3},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
 ]
-
-
 MODELS: dict[str, dict[str, Any]] = {
     family: {"family": family, "max_position_embeddings": LONGEST, "spread": 0.1}
     for family in ("qwen3", "qwen3-moe", "gemma3")
@@ -91,8 +89,6 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
             np.testing.assert_array_equal(ours.experts, theirs.experts)
     assert found.streamed == expected.streamed
     assert found.stats == expected.stats
-    apart = [np.subtract(a.logprobs, b.logprobs) for a, b in zip(found.completions, expected.completions, strict=True)]
-    print(np.abs(np.concatenate(apart)).max())
 
 
 @pytest.mark.parametrize("on_update", MODES)
@@ -144,7 +140,7 @@ def check_waits(folder: Path, limit: int, listener: Any = None, **sampling: Any)
         (1, {"top_p": 0.9, "top_k": 7}),
         (1, {"temperature": 0.0}),
         (2, {"top_logprobs": 2}),
-        (2, {"listener": print}),
+        (2, {"listener": lambda *_: None}),
     ],
 )
 def test_the_host_waits_once_a_decode_step(limit: int, how: dict[str, Any], folders: dict[str, Path]):

@@ -253,6 +253,7 @@ class Batch:
         self._top_rows = self._index(self._wants_top) if self._wants_top else None
 
     def _index(self, rows: list[int]) -> Tensor:
+        """Rows as an index on the device, which a list would become in every step."""
         return torch.tensor(rows, device=self.decoder.device)
 
     def _room_for(self, item: Request | Row) -> int:
