@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .transfer import to_device
 
-# Packs are padded to a multiple of BLOCK, and to at least LEAST tokens: of shorter ones the kernels are compiled anew.
+# Packs are padded to a multiple of BLOCK, and to at least LEAST tokens: of shorter ones the kernels are compiled again.
 BLOCK, LEAST = 128, 256
 
 
@@ -91,7 +91,7 @@ class Runs(NamedTuple):
 class TreeMask:
     """Which tokens of a pack see which: those before them in their own run and in the runs that it continues.
 
-    No dataclass: FSDP makes those anew for every layer, and each would have made its blocks again.
+    No dataclass: FSDP copies those for every layer, and each copy would make its blocks again.
 
     runs: of the pack, in host memory.
     first, end: [tokens], the interval of each token's run and those that continue it.
