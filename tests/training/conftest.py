@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 
 from forge.store import VersionStore
 from forge.training import checkpoint
 from tests.training import layouts, ranks
-from tests.training.cases import FAMILIES, example, make_trainer, write_classifier, write_model
+from tests.training.cases import FAMILIES, TOKENIZER, example, make_trainer, tiny_model, write_classifier, write_model
 
 Outcome = Callable[[str], list[Any]]
 
@@ -42,6 +43,24 @@ def models(tmp_path_factory: pytest.TempPathFactory, model: Path, untied: Path) 
     others = [family for family in FAMILIES if family not in ("qwen3", "llama")]
     written = {family: write_model(tmp_path_factory.mktemp(family), family) for family in others}
     return {"qwen3": model, "llama": untied, **written}
+
+
+@pytest.fixture(scope="session")
+def mild(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models by family, with weights as small as at the start of a training."""
+    folders = {}
+    for family in ("qwen3", "qwen3_moe", "gemma3"):
+        folders[family] = tmp_path_factory.mktemp(family)
+        model = tiny_model(family)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(0.1)
+                elif family == "gemma3":
+                    parameter.sub_(1)  # its norms multiply by 1 + weight
+        model.save_pretrained(folders[family])
+        TOKENIZER.save_pretrained(folders[family])
+    return folders
 
 
 @pytest.fixture(scope="session")

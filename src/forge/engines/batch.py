@@ -247,9 +247,14 @@ class Batch:
         self._any_greedy = any(s.temperature == 0 for s in samplings)
         # Top-k and top-p have no effect on greedy decoding.
         narrow = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)]
-        self._narrow = torch.tensor(narrow, device=self.decoder.device) if narrow else None
+        self._narrow = self._index(narrow) if narrow else None
         self._listening = [i for i, row in enumerate(self.rows) if row.request.listener]
         self._wants_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
+        self._top_rows = self._index(self._wants_top) if self._wants_top else None
+
+    def _index(self, rows: list[int]) -> Tensor:
+        """Rows as an index on the device, which a list would become in every step."""
+        return torch.tensor(rows, device=self.decoder.device)
 
     def _room_for(self, item: Request | Row) -> int:
         """The number of rows that may run if `item` does: what it and they can come to has room in the cache."""
@@ -367,11 +372,13 @@ class Batch:
         finished = (self.stops[:rows] == tokens[:, None]).any(1).logical_or_(positions >= self.ends[:rows])
         self.steps += 1
         self.generated += rows
-        if self._wants_top:
-            for i, top in zip(self._wants_top, top_logprobs(logits[self._wants_top]), strict=True):
+        if self._top_rows is not None:
+            for i, top in zip(self._wants_top, top_logprobs(logits[self._top_rows]), strict=True):
                 self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
         complete = []
-        for i in finished.nonzero().flatten().tolist():
+        for i, ended in enumerate(finished.tolist()):  # `nonzero` would wait for the device once more
+            if not ended:
+                continue
             row, completion = self.rows[i], self._so_far(i)
             completion.experts = self._experts(i, completion)
             completion.finish = "stop" if completion.token_ids[-1] in row.request.stops else "length"

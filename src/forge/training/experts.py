@@ -50,13 +50,12 @@ class Routers:
         """The load of experts over this rank's real tokens, [2, layers, E], float32: how many tokens went to each, and
         the sums of its probabilities, which alone have a gradient."""
         assert self._seen is not None
-        counts, probabilities = [], []
-        for each, chosen in self._seen:
-            own = each[: self._real]
-            counts.append(torch.bincount(chosen[: self._real].flatten(), minlength=own.shape[1]).float())
-            probabilities.append(own.sum(0))
+        probabilities = torch.stack([each[: self._real].sum(0) for each, _ in self._seen])
+        chosen = torch.stack([each[: self._real].flatten() for _, each in self._seen])
         self._seen = None  # a recomputation is not noted
-        return torch.stack([torch.stack(counts), torch.stack(probabilities)])
+        # Not `bincount`, which reads the largest number from the device: a wait of the host in every layer.
+        counts = torch.zeros_like(probabilities).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        return torch.stack([counts, probabilities])
 
     def _hook(self, number: int, _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, gates, chosen = output
@@ -92,9 +91,11 @@ def balance(own: Tensor, everyone: Tensor, k: int) -> Tensor:
 
 def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
     """By layer, `experts/max_share_<layer>`, the share of tokens that went to the busiest expert (k / E to 1), and
-    `experts/entropy_<layer>` of the load, in nats (at most log E); and `router_aux_loss` of all."""
+    `experts/entropy_<layer>` of the load, in nats (at most log E); and `router_aux_loss` of all. The load is in host
+    memory."""
     shares = load[0] / load[0].sum(1, keepdim=True)
     found = {"router_aux_loss": float(balance(load, load, k))}
-    for layer, share, entropy in zip(layers, shares.amax(1), torch.special.entr(shares).sum(1), strict=True):
-        found |= {f"experts/max_share_{layer}": float(share) * k, f"experts/entropy_{layer}": float(entropy)}
+    largest, entropies = shares.amax(1).tolist(), torch.special.entr(shares).sum(1).tolist()
+    for layer, share, entropy in zip(layers, largest, entropies, strict=True):
+        found |= {f"experts/max_share_{layer}": share * k, f"experts/entropy_{layer}": entropy}
     return found

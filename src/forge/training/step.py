@@ -229,8 +229,8 @@ class TokenRecord:
             return
         logprobs, behaviour = inputs["logprobs"], inputs["behaviour_logprobs"]
         assert logprobs is not None and behaviour is not None
-        own = torch.from_numpy(chosen).to(logprobs.device)
-        at = torch.from_numpy(numbers[chosen]).to(logprobs.device)
+        columns = {"own": torch.from_numpy(chosen), "at": torch.from_numpy(numbers[chosen])}
+        own, at = to_device(columns, logprobs.device).values()
         with torch.no_grad():
             found = call_by_name(loss.metrics, inputs) if hasattr(loss, "metrics") else {}
             found |= {"entropy": inputs["entropy"], "loss": token_losses(loss, inputs)}
@@ -319,7 +319,8 @@ class Metrics:
             self.add("engine_difference_across_updates", apart, current & ~whole)
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Means and maxima over all ranks; every rank must call this. Means over nothing are left out."""
+        """Means and maxima over all ranks; every rank must call this. Means over nothing are left out. The load is in
+        host memory then."""
         sums, maxima = sorted(self._sums), sorted(self._maxima)
         if ranks.data.group is not None:
             # Names may differ, as a rank may have had no token: agree on them first.
@@ -333,7 +334,11 @@ class Metrics:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.data.group)
         flat = ranks.sum(torch.cat(totals)) if sums else zero[None][:0]
         # All of them at once, as the host waits for the device to read them.
-        numbers = torch.cat([flat, largest]).tolist()
+        load = self.load.flatten() if self.load.dim() else flat[:0]
+        read = torch.cat([flat, largest, load]).cpu()
+        if self.load.dim():
+            self.load = read[len(read) - len(load) :].view(self.load.shape)
+        numbers = read[: len(read) - len(load)].tolist()
         pairs = zip(numbers[: 2 * len(sums) : 2], numbers[1 : 2 * len(sums) : 2], strict=True)
         means = {name: total / count for name, (total, count) in zip(sums, pairs, strict=True) if count}
         return means | dict(zip(maxima, numbers[2 * len(sums) :], strict=True))
