@@ -28,5 +28,7 @@ def fuse_norms(model: nn.Module) -> None:
     """Have the norms of a model, but Gemma's, whose weights are offsets from 1, be a `FusedNorm`, in place."""
     for module in model.modules():
         kind = type(module)
+        if issubclass(kind, FusedNorm):
+            continue
         if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.__class__ = type(kind.__name__, (FusedNorm, kind), {})
