@@ -1,0 +1,72 @@
+"""The first half hour on a GPU: its verdicts, and the same path in a small form on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def script(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def test_a_part_that_fails_ends_or_exceeds_its_limit_is_a_failed_line():
+    """Each of four parts, two at once: a figure beyond its limit, an exception, the end of its process, no end."""
+    parts = """
+        import os, sys, tempfile, time
+        from pathlib import Path
+        from gpu import Part, results
+        from gpu_setup import Row, Setup
+
+        def beyond(setup):
+            yield Row.at_most("a figure", 2.0, 1.0, ".0f")
+            yield Row.at_most("another", 1.0, 1.0, ".0f")
+
+        def raising(setup):
+            yield Row("before", "1")
+            raise ValueError("of two\\nlines")
+
+        def leaving(setup):
+            os._exit(3)
+            yield
+
+        def endless(setup):
+            time.sleep(1000)
+            yield
+
+        parts = {"beyond": Part(beyond, 60, False), "raising": Part(raising, 60, False)}
+        parts |= {"leaving": Part(leaving, 60), "endless": Part(endless, 1)}
+        with tempfile.TemporaryDirectory() as folder:
+            for row in results(parts, Setup("tiny", True, Path(folder)), jobs=2):
+                print(row.what, row.figure, row.limit, row.passed, sep="|")
+    """
+    done = script("-c", textwrap.dedent(parts))
+    assert sorted(done.stdout.splitlines()) == [
+        "a figure|2|at most 1|False",
+        "another|1|at most 1|True",
+        "before|1||True",
+        "endless|did not end within its limit||False",
+        "leaving|ended with 3||False",
+        "raising|ValueError: of two||False",
+    ]
+
+
+@pytest.mark.full
+def test_its_small_form_keeps_to_its_limits():
+    parts = ("gradients_qwen3", "gradients_gemma3", "correctness", "moves", "long_samples", "weight_sync", "published")
+    done = script("benchmarks/gpu.py", "--size", "tiny", "--quick", "--parts", *parts)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout
+    assert done.stdout.count("| ok |") >= 9
