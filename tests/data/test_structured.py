@@ -25,6 +25,15 @@ def test_an_object_written_anyhow_is_right(value, indent):
     assert JsonMatch()("", f"\n {text} ", json.dumps(value)) == 1.0
 
 
+@pytest.mark.parametrize("marker", ["<think>", "</think>", "[/THINK]", "<|channel|>final<|message|>", "</s>"])
+@pytest.mark.parametrize("thought", ["", "<think>so</think>", "[THINK]{}[/THINK] "])
+def test_a_marker_within_an_object_is_no_thought(marker, thought):
+    """A key or a text of the answer may look like the beginning or the end of one."""
+    value = {marker: None, "name": f"a {marker} b"}
+    assert JsonMatch()("", thought + json.dumps(value) + "<|im_end|>", json.dumps(value)) == 1.0
+    assert JsonMatch()("<think>\n", json.dumps({"name": 1}), json.dumps({"name": 1})) == 0.0
+
+
 @given(OBJECTS, OBJECTS, st.floats(0, 0.99))
 def test_only_equal_objects_are_right(a, b, form):
     found = JsonMatch(form)("", json.dumps(a), json.dumps(b))

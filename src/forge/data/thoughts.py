@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import islice
 
+MARKERS = 16  # that are tried as a thought's end: an answer of 20,000 would be read as often
 _NAMES = r"(?:think|thinking|thought|thoughts|reasoning|seed:think)"
 # Qwen, DeepSeek and others; Seed-OSS; Magistral; Kimi; gpt-oss, whose answer is its message to the channel "final".
 _OPENING = re.compile(rf"<{_NAMES}>|\[THINK\]|◁think▷|<\|channel\|>\s*(?:analysis|commentary)[^<]*<\|message\|>")
@@ -27,6 +30,23 @@ def without_thoughts(text: str, prompt: object = "") -> str:
     opening = _OPENING.search(answer)
     if opening is not None:
         answer = answer[: opening.start()]
+    return _without_ending(answer)
+
+
+def possible_answers(text: str, prompt: object = "") -> Iterator[str]:
+    """`without_thoughts`, and then what else may be the answer, for formats that say by themselves where it ends.
+
+    A marker within an answer, such as a key of a JSON object, is no thought's: so also the text after each earlier
+    marker and, unless the prompt has opened a thought, all of it.
+    """
+    yield without_thoughts(text, prompt)
+    if not (isinstance(prompt, str) and _OPENED.search(prompt[-40:])):
+        yield _without_ending(text)
+    for closing in islice(_CLOSING.finditer(text), MARKERS):
+        yield _without_ending(text[closing.end() :])
+
+
+def _without_ending(answer: str) -> str:
     answer = answer.strip()
     end = len(answer)
     # Only the tail is searched: over the whole answer, 200,000 spaces took an expression 58 seconds.

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..thoughts import without_thoughts
+from ..thoughts import possible_answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,9 @@ class JsonMatch:
             raise ValueError(f"form must be in [0, 1), got {self.form}")
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
-        expected, answer = _object(target), _object(without_thoughts(response, prompt))
+        expected = _object(target)
+        objects = map(_object, possible_answers(response, prompt))
+        answer = next((value for value in objects if value is not None), None)
         if expected is None:
             raise ValueError(f"the target {target[:60]!r} is no JSON object")
         if answer is None:
