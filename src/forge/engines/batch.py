@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..types import TOP_LOGPROBS, UNKNOWN_EXPERT, Completion, Sampling
-from .cache import BLOCK, WIDTH, rounded
+from .cache import WIDTH, rounded
 from .decoder import Decoder
 from .interface import Listener
 from .prefixes import TOKENS, Prefix, PrefixCache
@@ -261,7 +261,7 @@ class Batch:
         cache, most = self.decoder.cache, max(self._most, item.most)
         room = cache.room(max(most, cache.length))
         if room <= self.running and room < cache.room(most):
-            cache.resize(rounded(most, BLOCK), len(self.rows))  # longer ones have ended
+            cache.resize(cache.reach(most), len(self.rows))  # longer ones have ended
             room = cache.room(cache.length)
         return room
 

@@ -30,7 +30,7 @@ class Cache:
     also the `choices` of experts, (layers with experts, rows, 1, T, k), `UNKNOWN_EXPERT` where they were not computed.
 
     With a `limit` in bytes there are as many rows as fit with T positions. For example 40 GB and 114,688 bytes a token:
-    256 rows of 1,280 positions, or 64 of 4,096.
+    256 rows of 1,280 positions, or 64 of 4,096. `granule`: decoding asks for multiples of it.
     """
 
     def __init__(
@@ -42,8 +42,10 @@ class Cache:
         device: torch.device,
         record: bool = False,
         limit: int | None = None,
+        granule: int = 1,
     ):
         self.rows, self.longest, self.limit = rows, rounded(max_seq_len, BLOCK), limit
+        self.step = rounded(granule, BLOCK)
         layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, head_size(config)
         self.heads = torch.arange(heads, device=device)
         self.least = min(2 * BLOCK, self.longest)
@@ -73,8 +75,12 @@ class Cache:
         """The number of rows beside the dock that fit with `length` positions each."""
         if self.limit is None:
             return self.rows
-        fit = self.limit // (rounded(length, BLOCK) * self.token_bytes) - 1
+        fit = self.limit // (self.reach(length) * self.token_bytes) - 1
         return min(self.rows, fit - fit % WIDTH if fit > WIDTH else fit)
+
+    def reach(self, length: int) -> int:
+        """The positions that a sequence of `length` comes to have."""
+        return min(rounded(length, self.step), self.longest)
 
     def clear(self) -> None:
         """Free all memory; the next `reserve` allocates again."""
@@ -89,7 +95,7 @@ class Cache:
             return
         size = min(max(length, 2 * self.length, self.least), self.longest)
         if self.limit is not None and most is not None:
-            size = max(length, min(size, rounded(most, BLOCK)))
+            size = max(length, min(size, self.reach(most)))
         self.resize(size, rows)
 
     def resize(self, size: int, rows: int) -> None:

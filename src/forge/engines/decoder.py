@@ -44,8 +44,12 @@ class Decoder:
     ):
         self.weights = weights
         self.device = device
-        self.cache = Cache(config, rows, max_seq_len, dtype, device, record, cache_bytes)
         self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
+        gemma = config.model_type == "gemma3_text"
+        self.scale = config.query_pre_attn_scalar**-0.5 if gemma else self.D**-0.5
+        exact, longest = device.type == "cpu" and dtype == torch.float32, rounded(max_seq_len, BLOCK)
+        self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if exact else 16
+        self.cache = Cache(config, rows, max_seq_len, dtype, device, record, cache_bytes, self.granule)
         self.eps = config.rms_norm_eps
         # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
         by_layer = attention_kinds(config)
@@ -54,14 +58,10 @@ class Decoder:
         self.rotary: dict[str | None, Rotary | None] = {None: None}
         for key in {kind.rotary for kind in by_layer} - {None}:
             self.rotary[key] = rotary_tables(config, key or "", max_seq_len, dtype, device)
-        gemma = config.model_type == "gemma3_text"
         self.act = partial(F.gelu, approximate="tanh") if gemma else F.silu
-        self.scale = config.query_pre_attn_scalar**-0.5 if gemma else self.D**-0.5
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if gemma else None
         self.row_ids = torch.arange(rows, device=device)
         self.steps = torch.arange(self.cache.longest, device=device)
-        exact = device.type == "cpu" and dtype == torch.float32
-        self.granule = attention_granule(self.H // self.K, self.D, self.scale, self.cache.longest) if exact else 16
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere one large product is faster
 
     def release(self) -> None:
