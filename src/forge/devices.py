@@ -1,4 +1,4 @@
-"""The accelerator of this process, which is there if it was promised."""
+"""The accelerator of this process, which is there if it was promised, and what it can compute."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ GIVEN = "FORGE_GPUS"  # environment variable: the GPUs that a component's proces
 
 class NoAccelerator(RuntimeError):
     """GPUs were promised to this process, and torch sees none."""
+
+
+def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `torch.mm` can give the sums of two half-precision matrices in float32, which CUDA alone can."""
+    import torch
+
+    halves = torch.bfloat16, torch.float16
+    return a.device.type == "cuda" and torch.version.hip is None and a.dtype == b.dtype and a.dtype in halves
 
 
 def accelerator() -> torch.device | None:

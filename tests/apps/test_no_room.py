@@ -92,7 +92,7 @@ def test_shared_memory_that_is_full_in_mid_run_costs_no_step(tmp_path: Path, uni
     with small_disk(Path("/dev/shm"), "8m") as memory:
         command = memory.inside(words(tmp_path), ROOT)
         code, lines = ended(command, FILLS=f"/dev/shm/fill:{CALLS + 1}")
-        if code:  # segments of versions that nobody needs may have been enough
+        if code:  # unused segments may have been enough
             assert len(lines) == 1, lines
             assert re.match(
                 r"error: [\d.]+ MB of weights do not fit into shared memory, \S+ has [\d.]+ MB free", lines[0]

@@ -110,7 +110,7 @@ def test_a_fused_norm_is_the_models(dtype):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_fsdp_hands_the_mask_to_every_layer_as_it_is(tmp_path, monkeypatch):
-    """What FSDP casts of a layer's arguments it makes anew: the blocks of a mask would be made for every layer."""
+    """FSDP copies a layer's arguments to cast them: each copy of a mask would make its own blocks."""
     config = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
     )

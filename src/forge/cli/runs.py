@@ -54,7 +54,7 @@ def list_runs(args: argparse.Namespace) -> None:
             config = settings(folder)
         except (ValueError, OSError):
             config, damaged = {}, " (damaged config.yaml)"
-        of = config.get("training.steps") or "?"
+        steps = config.get("training.steps") or "?"
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         reached = f"{numbers[-1]['step']:g}" if numbers else "0"
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
@@ -62,7 +62,7 @@ def list_runs(args: argparse.Namespace) -> None:
         cells = [
             printable(folder.name),
             printable(reason or state(folder)) + damaged,
-            f"{reached}/{of}",
+            f"{reached}/{steps}",
             _number(last(numbers, "reward")),
             held_out,
         ]

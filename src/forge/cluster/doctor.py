@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .credentials import Credentials
-from .inventory import Inventory
+from .inventory import OPEN_FILES, SHARED_MEMORY, Inventory
 from .machine import answer_of
 from .pool import agree
 from .wire import HostError, connect, send
@@ -21,7 +21,7 @@ SKEW = 5.0  # seconds between clocks that are noticed in logs
 ROUND_TRIPS = 5
 MEASURED = 64 << 20  # bytes sent between each two hosts
 SLOWEST = 0.5  # of the median bandwidth, below which a connection is named
-SHARED_MEMORY, OPEN_FILES, LOCKED_MEMORY = 2e9, 1024, 1 << 30
+LOCKED_MEMORY = 1 << 30
 FORWARDS = 8  # hosts of which each pair is measured; of more, each with the next
 
 

@@ -22,6 +22,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 PACKAGES = ("torchforge-rl", "torch", "torchmonarch", "transformers")
 INFINIBAND = Path("/sys/class/infiniband")
 COUNT_TIMEOUT = 120.0  # seconds
+SHARED_MEMORY, OPEN_FILES = 2e9, 1024  # bytes free, and files of a process, below which a run is in danger
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..files import cache_folder
-from .inventory import VISIBLE, Inventory, visible_gpus
+from .inventory import OPEN_FILES, SHARED_MEMORY, VISIBLE, Inventory, visible_gpus
 
-SHARED_MEMORY, OPEN_FILES = 2e9, 1024
 DRIVER_TIMEOUT = 30.0  # seconds
 
 
@@ -65,12 +64,12 @@ def accelerators(visible: tuple[str, ...], driver: list[str]) -> Finding:
     count, built = torch.accelerator.device_count(), torch.version.cuda or torch.version.hip
     names = "; ".join(dict.fromkeys(driver))
     value = f"torch {torch.__version__} sees {count}" + (f", the driver {len(driver)} ({names})" if driver else "")
-    chosen = next((name for name in VISIBLE if os.environ.get(name)), None)
+    variable = next((name for name in VISIBLE if os.environ.get(name)), None)
     problem = ""
     if count < len(visible):
-        problem = f"{chosen or 'this machine'} names {len(visible)}, and torch sees {count}: "
+        problem = f"{variable or 'this machine'} names {len(visible)}, and torch sees {count}: "
         problem += "check the driver" if built else "this torch is built for CPUs: run scripts/install.sh"
-    elif driver and not count and not chosen:
+    elif driver and not count and not variable:
         problem = "torch sees none of them: "
         problem += "its build does not fit the driver" if built else "it is built for CPUs: run scripts/install.sh"
     elif count and torch.version.cuda and not torch.distributed.is_nccl_available():
@@ -80,16 +79,16 @@ def accelerators(visible: tuple[str, ...], driver: list[str]) -> Finding:
 
 def compilers(*, needed: bool) -> Iterator[Finding]:
     """What torch.compile builds its kernels with: on a GPU attention is always compiled."""
-    chosen = os.environ.get("CC")
-    names = (chosen,) if chosen else ("cc", "gcc", "clang")
+    preferred = os.environ.get("CC")
+    names = (preferred,) if preferred else ("cc", "gcc", "clang")
     compiler = next(filter(None, map(shutil.which, names)), None)
     where = "on a GPU attention is compiled" if needed else "training.compile needs it"
-    missing = "" if compiler else f"{where}: install gcc" + (f"; CC is {chosen}" if chosen else "")
+    missing = "" if compiler else f"{where}: install gcc" + (f"; CC is {preferred}" if preferred else "")
     yield Finding("C compiler", compiler or "none", missing if needed else "")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = "" if header.is_file() else f"{where}: install python3-dev, or a Python with its headers"
     yield Finding("Python.h", str(header) if header.is_file() else "none", missing if needed else "")
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_folder())
-    place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
-    closed = "" if os.access(place, os.W_OK) else "compiled kernels cannot be kept: set TORCHINDUCTOR_CACHE_DIR"
+    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    closed = "" if os.access(existing, os.W_OK) else "compiled kernels cannot be kept: set TORCHINDUCTOR_CACHE_DIR"
     yield Finding("compiled kernels", str(cache), closed)

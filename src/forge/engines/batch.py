@@ -189,8 +189,8 @@ class Batch:
         spent = 0
         while len(placed) < len(free) and (self.cut or waiting):
             item = self.cut[0] if self.cut else waiting[0]
-            left_rows = self._room_for(item) - self.running - len(placed)
-            if left_rows <= 0:
+            room = self._room_for(item) - self.running - len(placed)
+            if room <= 0:
                 break
             self._most = max(self._most, item.most)
             tokens = item.tokens if isinstance(item, Row) else item.prompt
@@ -211,7 +211,7 @@ class Batch:
                     break
                 else:
                     spent += left
-            rows = free[len(placed) :][:left_rows]
+            rows = free[len(placed) :][:room]
             if isinstance(item, Row):
                 item.start, rows = self.steps, rows[:1]
                 placed[rows[0]] = item

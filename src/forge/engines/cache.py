@@ -142,8 +142,8 @@ class Cache:
         """The recorded experts of a row's tokens, of which all but the last are in the cache: `Completion.experts`."""
         if "choices" not in self.stores:
             return None
-        known = self.choices[:, row, 0, : tokens - 1].transpose(0, 1)
-        return F.pad(known, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
+        choices = self.choices[:, row, 0, : tokens - 1].transpose(0, 1)
+        return F.pad(choices, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
 
     def read(self, row: int, length: int) -> tuple[Tensor, ...]:
         """A view of one row's first positions in each store, for `fill`."""

@@ -193,15 +193,15 @@ class EmbeddedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _cache_limit(self, how: EngineSettings) -> int | None:
+    def _cache_limit(self, settings: EngineSettings) -> int | None:
         """Bytes for keys and values; None: as many as they need, on a CPU.
 
         Raises:
             ValueError: too few for two rows, which a decode step has at least, and the dock.
         """
-        least = 3 * rounded(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, how.router_replay)
-        if how.cache_gb is not None:
-            limit, what = round(how.cache_gb * 1e9), "generator.cache_gb"
+        least = 3 * rounded(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, settings.router_replay)
+        if settings.cache_gb is not None:
+            limit, source = round(settings.cache_gb * 1e9), "generator.cache_gb"
         elif self.device.type != "cuda":
             return None
         else:
@@ -209,13 +209,13 @@ class EmbeddedEngine:
             free, _ = torch.cuda.mem_get_info(self.device)
             # Of the next weights, which are filled while these decode, of logits and their copies, and of a prefill.
             weights = sum(torch.Size(p.shape).numel() for parts in layout(self.config).values() for p in parts)
-            logits = 4 * how.slots * self.config.vocab_size * 4
-            reserved = weights * self.dtype.itemsize + logits + int(how.prefix_cache_mb * 1e6) + MARGIN
-            limit, what = free - reserved, f"this device has {free / 1e9:.1f} GB left, and the engine"
+            logits = 4 * settings.slots * self.config.vocab_size * 4
+            reserved = weights * self.dtype.itemsize + logits + int(settings.prefix_cache_mb * 1e6) + MARGIN
+            limit, source = free - reserved, f"this device has {free / 1e9:.1f} GB left, and the engine"
         if limit < least:
             raise ValueError(
-                f"{what}: {max(limit, 0) / 1e6:,.1f} MB for keys and values are less than the {least / 1e6:,.1f} MB of "
-                f"three sequences of {self.max_seq_len} tokens: lower generator.max_seq_len or generator.slots"
+                f"{source}: {max(limit, 0) / 1e6:,.1f} MB for keys and values are less than the {least / 1e6:,.1f} MB "
+                f"of three sequences of {self.max_seq_len} tokens: lower generator.max_seq_len or generator.slots"
             )
         return limit
 

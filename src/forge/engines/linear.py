@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..devices import has_wide_products
+
 
 def has_bfloat16(device: torch.device) -> bool:
     """Whether the device computes in bfloat16: some CPUs emulate it, at a quarter of float32's speed."""
@@ -45,9 +47,8 @@ class Linear:
     def wide(self, x: Tensor) -> Tensor:
         """The product in at least float32. Of half-precision matrices on CUDA the sums are not rounded to half
         precision, as those of a trainer are not."""
-        half = x.dtype == self.weight.dtype in (torch.bfloat16, torch.float16)
-        if not half or x.device.type != "cuda" or torch.version.hip is not None:
+        if not has_wide_products(x, self.weight):
             y = self(x)
-            return y.float() if half else y
+            return y.to(torch.promote_types(y.dtype, torch.float32))
         y = torch.mm(x, self.weight.T, out_dtype=torch.float32)
         return y if self.bias is None else y + self.bias

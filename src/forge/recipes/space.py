@@ -28,8 +28,8 @@ def check_space(cfg: Any, model: str, start: int, overwrite: bool) -> None:
     if not (count := count_parameters(model)):
         return
     folder, size = Path(cfg.run.root) / cfg.run.name, count * BYTES[cfg.training.weights_dtype]
-    there = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if overwrite else []
-    needed, free = _most(cfg, model, size, start), free_bytes(folder) + sum(there)
+    replaced = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if overwrite else []
+    needed, free = _most(cfg, model, size, start), free_bytes(folder) + sum(replaced)
     if needed > free:
         raise ValueError(
             f"{folder} needs {needed:,} bytes for checkpoints and the trained model, and its disk has {free:,} free: "

@@ -84,13 +84,13 @@ def join(
             without an accelerator.
     """
     layout = (parallelism or Parallelism()).over(world_size)
-    found = accelerator()
-    if found is None:
+    kind = accelerator()
+    if kind is None:
         if cpu_offload:
             raise ValueError("training.cpu_offload does nothing: this trainer computes on a CPU")
         device = torch.device("cpu")
     else:
-        device = torch.device(found.type, rank % torch.accelerator.device_count())
+        device = torch.device(kind.type, rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
     if world_size == 1 and not (cpu_offload or mesh):
         return Ranks(0, 1, device, None)

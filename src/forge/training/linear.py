@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..devices import has_wide_products
+
 # oneDNN caches a kernel for every shape: callers pad rows to a multiple of this, or memory grows with every new length.
 ROWS = 64
 # Rows of logits at a time. On a CPU 256, which are 156 MB of a 152k vocabulary in float32. On a GPU as many as take
@@ -90,7 +92,7 @@ def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b.T` in at least float32. Of half-precision matrices on CUDA the sums are not rounded to half precision."""
-    if a.device.type == "cuda" and torch.version.hip is None and a.dtype == b.dtype in (torch.bfloat16, torch.float16):
+    if has_wide_products(a, b):
         return torch.mm(a, b.T, out_dtype=torch.float32)
     return at_least_float32(product(a, b))
 

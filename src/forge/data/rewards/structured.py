@@ -30,7 +30,7 @@ class JsonMatch:
     def __call__(self, prompt: str, response: str, target: str) -> float:
         expected = _object(target)
         objects = map(_object, possible_answers(response, prompt))
-        answer = next((value for value in objects if value is not None), None)
+        answer = next((candidate for candidate in objects if candidate is not None), None)
         if expected is None:
             raise ValueError(f"the target {target[:60]!r} is no JSON object")
         if answer is None:
