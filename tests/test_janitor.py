@@ -109,6 +109,19 @@ def test_a_folder_goes_with_close(base: Path):
     assert not list(base.iterdir())
 
 
+def test_close_does_not_wait_for_a_fork_of_this_process(base: Path):
+    scratch = Scratch("forge-run-", base)
+    fork = os.fork()
+    if not fork:
+        signal.pause()  # it holds the pipe that the shell reads
+    try:
+        scratch.close()
+        assert not scratch.path.exists()
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+
+
 def test_forge_clean_names_what_it_removes(base: Path):
     dead, left = begin(base, "killed")
     dead.wait()

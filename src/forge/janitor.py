@@ -77,9 +77,11 @@ class Scratch:
         atexit.unregister(self._end)
         if self._watcher is not None:
             shutil.rmtree(self.path, ignore_errors=True)
+            # Not by the end of the pipe: a fork of this process that still runs would hold it open.
+            self._watcher.kill()
+            self._watcher.wait()
             assert self._watcher.stdin is not None
             self._watcher.stdin.close()
-            self._watcher.wait()
             self._watcher = None
         if self._lock is not None:
             os.close(self._lock)

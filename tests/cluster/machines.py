@@ -13,7 +13,6 @@ It takes Linux, iproute2, util-linux and root.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -27,7 +26,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a secret of the tests, long enough to be one"
-PR_SET_PDEATHSIG = 1
 
 # The processes of this namespace die with its first one, and so do those of the namespaces inside it.
 SWITCH = "ip link set lo up && ip link add br0 type bridge && ip link set br0 up && echo up && exec sleep infinity"
@@ -60,10 +58,11 @@ PIPES: dict[str, Any] = {
 
 
 def spawn(words: Sequence[str], **settings: Any) -> subprocess.Popen:
-    """Start a process that ends with the thread that started it."""
-    return subprocess.Popen(
-        words, preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL), **settings
-    )
+    """Start a process that ends with the thread that started it.
+
+    `preexec_fn` would run Python in a fork of these tests, whose other threads may hold the loader's or malloc's lock.
+    """
+    return subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "--", *words], **settings)
 
 
 def inside(process: subprocess.Popen) -> int:
