@@ -9,7 +9,7 @@ imported once. Options go to both stages.
 import sys
 from pathlib import Path
 
-from forge.controller import forked_processes
+from forge.runtime.controller import forked_processes
 
 APPS = Path(__file__).parent
 

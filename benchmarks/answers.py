@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-from forge.data.rewards import MathReward
+from forge.rewards.rules import MathReward
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 reward = MathReward()

@@ -31,7 +31,7 @@ UPDATE = ("wall/trainer.push_weights", "wall/generator.update_weights")
 
 async def slow_match(prompt: str, response: str, target: str) -> float:
     """Exact match, after a time that is log-normal over responses: its median is the environment's `REWARD_LATENCY`."""
-    from forge.data.rewards import ExactMatch
+    from forge.rewards.rules import ExactMatch
 
     if latency := float(os.environ[LATENCY]):
         await asyncio.sleep(latency * math.exp(SPREAD * random.Random(prompt + response).gauss(0, 1)))

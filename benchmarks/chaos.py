@@ -27,11 +27,11 @@ from typing import Any
 
 from forge.actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from forge.algorithms.advantages import group_relative
-from forge.controller import Service, endpoint, first_to_end, run, runtime
 from forge.data.packing import pack
 from forge.losses import GRPOLoss
 from forge.models import build_small_model
-from forge.store import VersionStore
+from forge.runtime.controller import Service, endpoint, first_to_end, run, runtime
+from forge.runtime.store import VersionStore
 from forge.types import Episode, Group
 
 from machine import Clock, descendants, memory_limit, suspend  # isort: skip - beside this file

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 from forge.actors import DatasetActor, ReplayBuffer, RewardActor
-from forge.controller import drain_metrics, run
-from forge.data.tokenizer import character_tokenizer
+from forge.models.tokenizer import character_tokenizer
+from forge.runtime.controller import drain_metrics, run
 from forge.types import Episode, Group
 
 

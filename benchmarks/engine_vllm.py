@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 from engine import MODELS, build, load
 
-from forge.controller.processes import environment
+from forge.runtime.controller.processes import environment
 
 FIRST = 4  # tokens of a request whose first is timed
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from forge.data.tokenizer import PRINTABLE, character_tokenizer
+from forge.models.tokenizer import PRINTABLE, character_tokenizer
 from forge.training.distributed import Ranks, join
 from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer

@@ -19,7 +19,7 @@ from gpu_setup import PEAK, Row, Setup, generated, prompts, synchronize, trainer
 from forge.data.packing import pack
 from forge.engines import load_engine
 from forge.losses import GRPOLoss
-from forge.store import VersionStore
+from forge.runtime.store import VersionStore
 from forge.training.settings import LoraSettings
 from forge.types import Batch, Episode
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed import FileStore
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
-from forge.data.tokenizer import PRINTABLE, character_tokenizer
-from forge.store import VersionStore
+from forge.models.tokenizer import PRINTABLE, character_tokenizer
+from forge.runtime.store import VersionStore
 from forge.training import checkpoint
 from forge.training.distributed import join, leave
 from forge.training.settings import OptimizerSettings, Parallelism
@@ -66,7 +67,7 @@ def measured(work: Callable[[], Any]) -> tuple[Any, float, float]:
 def rank(number: int, shards: int, tensor: int, folder: Path, model: Path, store: VersionStore, results: Any) -> None:
     torch.set_num_threads(1)
     degrees = Parallelism(data_parallel_shard_degree=shards, tensor_parallel_degree=tensor)
-    ranks = join(number, shards * tensor, str(folder / "rendezvous"), degrees)
+    ranks = join(number, shards * tensor, FileStore(str(folder / "rendezvous"), shards * tensor), degrees)
     found: dict[str, tuple[float, float]] = {"before": measured(lambda: None)[1:]}
     trainer, *found["load"] = measured(lambda: PolicyTrainer(model, ranks, OptimizerSettings()))
     _, *found["publish"] = measured(lambda: store.put("policy", trainer.weights(), 1))

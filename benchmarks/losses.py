@@ -2,8 +2,8 @@
 
     python benchmarks/losses.py --peers-python PYTHON_WITH_TRL_AND_VERL
 
-Runs `losses_peers.py` there (without the option: takes what it left in tests/losses/peers.json) and prints the largest
-differences of loss and gradient, for docs/algorithms.md.
+Runs `losses_peers.py` there (without the option: takes what it left in tests/algorithms/peers.json) and prints the
+largest differences of loss and gradient, for docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forge.algorithms.gae import whiten
 from forge.algorithms.terms import kl, sequence_mean_weights, token_mean_weights, weighted_sum
 from forge.losses import Correction, ReinforcePlusPlusLoss, ValueLoss, gae, load_algorithm
 
-PEERS = Path(__file__).parents[1] / "tests" / "losses" / "peers.json"
+PEERS = Path(__file__).parents[1] / "tests" / "algorithms" / "peers.json"
 HORIZON, GROUP = 16, 3
 
 

@@ -1,9 +1,9 @@
 """What TRL and verl compute for given log-probabilities, by their own code. Run in an environment that has both.
 
-    python benchmarks/losses_peers.py tests/losses/peers.json
+    python benchmarks/losses_peers.py tests/algorithms/peers.json
 
 Writes random inputs (float64, fixed seed), and for each case its loss and the gradient by the log-probabilities, or the
-values of an estimator. `benchmarks/losses.py` and `tests/losses/test_peers.py` compare ours with it.
+values of an estimator. `benchmarks/losses.py` and `tests/algorithms/test_peers.py` compare ours with it.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from tests.cluster.machines import Controller, Machine, Machines, environment, listens, trained, wait_until
+from tests.runtime.cluster.machines import Controller, Machine, Machines, environment, listens, trained, wait_until
 
-CONFIG = "tests/cluster/tiny.yaml"
+CONFIG = "tests/runtime/cluster/tiny.yaml"
 PROCESSES = "[b]ootstrap_main|[f]orge.controller.child"  # in the command line of a component's
 
 

@@ -2,7 +2,7 @@
 
     pip install openenv && python -P benchmarks/openenv.py
 
-The server is one of the package (`tests/environments/openenv/package_server.py`), or with --ours one of this library.
+The server is one of the package (`tests/forge_envs/openenv/package_server.py`), or with --ours one of this library.
 Each figure is of a process of its own; the clients take turns, so that the machine is the same for both. -P keeps this
 file from being imported as the package.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-THEIRS = [sys.executable, "-m", "uvicorn", "tests.environments.openenv.package_server:walk", "--port", "{port}"]
-OURS = [sys.executable, "-m", "forge_envs.openenv", "tests.environments.openenv.counting:Counting", "--port", "{port}"]
+THEIRS = [sys.executable, "-m", "uvicorn", "tests.forge_envs.openenv.package_server:walk", "--port", "{port}"]
+OURS = [sys.executable, "-m", "forge_envs.openenv", "tests.forge_envs.openenv.counting:Counting", "--port", "{port}"]
 THEIRS += ["--log-level", "warning"]
 
 

@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from forge.data.packing import pack
-from forge.data.tokenizer import character_tokenizer
 from forge.losses import SFTLoss
+from forge.models.tokenizer import character_tokenizer
 from forge.training import checkpoint
 from forge.training.distributed import join
 from forge.training.settings import OptimizerSettings

@@ -100,8 +100,8 @@ def train_with_trl(folder: Path, seed: int, steps: int, model: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from forge.data.load import load_data
-    from forge.data.rewards import JsonMatch
     from forge.models import resolve_model
+    from forge.rewards.rules import JsonMatch
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

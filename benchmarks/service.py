@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from forge.controller import ForgeActor, endpoint, run
-from forge.controller._monarch import Actor, concurrent_endpoint, this_host
+from forge.runtime.controller import ForgeActor, endpoint, run
+from forge.runtime.controller._monarch import Actor, concurrent_endpoint, this_host
 
 Call = Callable[[], Awaitable[Any]]
 

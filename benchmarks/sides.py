@@ -18,7 +18,7 @@ SHOWN = "FORGE_BENCHMARK "
 def as_a_component() -> None:
     """Start this script again in the environment of a component's process, unless it has it: one thread, the
     allocator's settings. Libraries read it when they are loaded."""
-    from forge.controller.processes import environment
+    from forge.runtime.controller.processes import environment
 
     if not environment().items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment())
@@ -78,11 +78,11 @@ class Clock:
 def recipe(config: Any) -> Clock:
     """The real system: `apps.grpo.main` with all of its processes, without evaluation."""
     from forge.config import to_dict
-    from forge.controller import run
     from forge.observability import Run
     from forge.recipes.components import Job
     from forge.recipes.rl import train
-    from forge.store import VersionStore
+    from forge.runtime.controller import run
+    from forge.runtime.store import VersionStore
 
     clock = Clock()
 

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from forge.data.tokenizer import character_tokenizer
 from forge.models import quiet_loading
-from forge.verifiers import RewardModel, Verifier
+from forge.models.tokenizer import character_tokenizer
+from forge.rewards import RewardModel, Verifier
 from forge_weaver import Distilled, load_ensemble, read_problems
 
 SIZES = [(64, "float32"), (128, "float32"), (192, "float32"), (256, "float32"), (256, "bfloat16"), (384, "bfloat16")]

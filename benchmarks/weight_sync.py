@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from forge.engines import EmbeddedEngine
 from forge.models import build_small_model
-from forge.store import VersionStore
+from forge.runtime.store import VersionStore
 from forge.types import Sampling
 
 MATRIX = (2048, 1024)  # of float32: 8.4 MB

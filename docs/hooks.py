@@ -26,19 +26,19 @@ MODULES = {
     "forge.algorithms": "Algorithms and losses",
     "forge.losses": "Losses by the names of the torchforge documents",
     "forge.data": "Data sets, conversations and packing",
-    "forge.data.rewards": "Reward functions",
-    "forge.verifiers": "Verifiers",
+    "forge.rewards.rules": "Reward functions",
+    "forge.rewards": "Verifiers",
     "forge.envs": "Environments, tools and episodes",
     "forge.engines": "Generation engines",
     "forge.training": "Trainers, optimisers and layouts",
-    "forge.store": "Weight store",
-    "forge.controller": "Actors and services",
+    "forge.runtime.store": "Weight store",
+    "forge.runtime.controller": "Actors and services",
     "forge.actors": "Components of a run",
     "forge.recipes": "Recipes and their configuration",
     "forge.observability": "Metrics, rollouts, reports and trackers",
     "forge.serve": "OpenAI-compatible server",
-    "forge.watch": "The page over runs",
-    "forge.cluster": "Several machines",
+    "forge.serve.watch": "The page over runs",
+    "forge.runtime.cluster": "Several machines",
     "forge_weaver": "Weaver",
     "forge_sandbox": "Sandbox",
     "forge_envs": "OpenEnv, MCP and other environments",
@@ -183,7 +183,7 @@ def _api(module: str) -> str:
     """The page of a module: its public names, or its modules where it names none."""
     head = f"# `{module}`\n\n{MODULES[module]}.\n\n"
     if module == "forge":  # its names are imported on first use
-        return head + "\n".join(f"::: forge.api.{name}{ROOTED}" for name in FRONT)
+        return head + "\n".join(f"::: forge.recipes.api.{name}{ROOTED}" for name in FRONT)
     if module == "forge.losses":
         rows = "\n".join(f"| `{old}` | [`{new}`][forge.algorithms.{new}] |" for old, new in _renamed(module))
         return f"{head}| name | class of `forge.algorithms` |\n|---|---|\n{rows}\n"

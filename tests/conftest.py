@@ -6,20 +6,23 @@ import multiprocessing.util
 import os
 import platform
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from forge.controller._monarch import HostMesh
 from forge.observability.console import configure_logging
 from forge.observability.metrics import drain
+from forge.runtime.controller._monarch import HostMesh
 
 ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 sys.path.insert(0, str(ROOT))
+# Autograd counts the kinds of devices at its first backward pass, which some tests make as they are collected.
+import_module("tests.emulated")
 configure_logging()
 logging.getLogger("forge").propagate = True  # to caplog, which listens at the root
 
@@ -27,7 +30,7 @@ logging.getLogger("forge").propagate = True  # to caplog, which listens at the r
 settings.register_profile("check", deadline=None, max_examples=10, derandomize=True)
 settings.register_profile("test", deadline=None, max_examples=50)
 settings.register_profile("all", deadline=None, max_examples=200)
-settings.register_profile("long", deadline=None, max_examples=5000)  # for tests/test_fuzz.py, by hand
+settings.register_profile("long", deadline=None, max_examples=5000)  # for tests/data/test_fuzz.py, by hand
 settings.load_profile("test")
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "forge.spawn"}

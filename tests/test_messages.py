@@ -14,19 +14,20 @@ import pytest
 from forge.actors import Trainer
 from forge.cli import main
 from forge.config import ConfigError, load
-from forge.controller import ForgeActor, ForgeError, endpoint, watchdog
-from forge.controller.options import Options
-from forge.controller.processes import take_gpus
+from forge.config.plugin import nearest
+from forge.config.yaml_files import read_yaml
 from forge.observability import Run
 from forge.observability.lock import RunLock
 from forge.observability.metrics import Snapshot
-from forge.plugin import nearest
 from forge.recipes.launch import launch
 from forge.recipes.placement import check_gpus
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import ServeConfig
-from forge.web import bind
-from forge.yaml_files import read_yaml
+from forge.runtime.controller import ForgeActor, ForgeError, endpoint, watchdog
+from forge.runtime.controller.options import Options
+from forge.runtime.controller.processes import take_gpus
+from forge.serve.watch.report import write_report
+from forge.system.web import bind
 from forge_envs.openenv.wire import action_from_json
 
 ROOT = Path(__file__).parents[1]
@@ -274,7 +275,7 @@ def test_an_interruption_without_a_handler_ends_quietly(monkeypatch, start):
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_only_a_report_that_exists_is_named(tmp_path, caplog, steps):
-    record = Run("one", {}, steps=2, root=str(tmp_path))
+    record = Run("one", {}, steps=2, root=str(tmp_path), report=write_report)
     for step in range(steps):
         record.log(step, Snapshot())
     with caplog.at_level(logging.INFO):

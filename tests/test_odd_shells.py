@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from forge.controller.processes import COMPILERS, environment
+from forge.runtime.controller.processes import COMPILERS, environment
 
 STANDARD = """
 import os, sys
-from forge.files import fill_standard_files
+from forge.system.files import fill_standard_files
 
 fill_standard_files()
 print("lost")

@@ -20,8 +20,8 @@ import yaml
 
 from forge.cli import clean, doctor, launch, recipes, runs, serve, table, watch, worker
 from forge.config import Arguments, ConfigError, keys_of, read, section_in
-from forge.verifiers.spec import VerifiersConfig
-from forge.yaml_files import Loader
+from forge.config.yaml_files import Loader
+from forge.rewards.config import VerifiersConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

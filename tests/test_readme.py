@@ -30,10 +30,10 @@ def test_the_configuration_page_is_up_to_date():
 
 def test_every_configuration_key_is_described():
     from forge.config import keys_of, section_in
-    from forge.controller import Options
     from forge.recipes.dpo_config import DPOConfig
     from forge.recipes.rl_config import RLConfig
     from forge.recipes.sft_config import SFTConfig
+    from forge.runtime.controller import Options
 
     def undescribed(section):
         for key, field in keys_of(section).items():

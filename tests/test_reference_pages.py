@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from forge.config import build
+from forge.config.yaml_files import Loader
 from forge.recipes.rl_config import RLConfig
-from forge.yaml_files import Loader
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

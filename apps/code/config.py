@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from forge.config import ConfigError
-from forge.plugin import construct
+from forge.config.plugin import construct
 from forge.recipes.rl_config import RLConfig
 from forge_sandbox import CodeVerifier, Sandbox, SandboxError
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from forge.config import Section
-from forge.controller import Options
 from forge.data.config import DatasetConfig
 from forge.engines import EngineSettings
 from forge.recipes.schema import RunConfig
-from forge.verifiers.spec import VerifiersConfig
+from forge.rewards.config import VerifiersConfig
+from forge.runtime.controller import Options
 from forge_weaver import make
 
 

@@ -17,12 +17,12 @@ from apps.weaver.config import FitConfig, WeaverConfig
 from forge.actors import Generator, RemotePanel, VerifierActor
 from forge.config import to_dict
 from forge.data.load import load_data
-from forge.data.rewards import load_reward
-from forge.masking import without_secrets
 from forge.models import check_family, open_tokenizer, resolve_model
 from forge.recipes.schema import sample_seed
+from forge.rewards import Panel, Rule
+from forge.rewards.rules import load_reward
+from forge.system.masking import without_secrets
 from forge.types import Sample
-from forge.verifiers import Panel, Rule
 from forge_weaver import Aggregator, Problem, ScoreTable, fit_table, score_table
 
 CONFIG = "config.yaml"

@@ -4,7 +4,7 @@
     result = forge.train("Qwen/Qwen3-0.6B", dataset="openai/gsm8k", reward=my_reward, algorithm="dapo", steps=200)
 
 Importing this package imports nothing heavy; each part is imported where it is used (`forge.losses`,
-`forge.controller`, ...).
+`forge.runtime.controller`, ...).
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from .system import aliases
+
+aliases.install()
+
 # Imported on first use, from these modules.
 _HOMES = {
-    **dict.fromkeys(("train", "sft", "dpo", "evaluate", "generate", "Result"), "forge.api"),
+    **dict.fromkeys(("train", "sft", "dpo", "evaluate", "generate", "Result"), "forge.recipes.api"),
     **dict.fromkeys(("Completion", "Episode", "Group", "Prompt", "Sample"), "forge.types"),
 }
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forge.envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
-from forge.verifiers.threads import in_thread
-from forge.verifiers.verifier import Unscored
+from forge.rewards.threads import in_thread
+from forge.rewards.verifier import Unscored
 
 try:
     from gymnasium import Env, spaces

@@ -32,7 +32,7 @@ try:
     from mcp.shared.message import SessionMessage
     from mcp.types import CONNECTION_CLOSED, JSONRPCMessage, PaginatedRequestParams
 
-    from forge.bounded_http import bounded_transport
+    from forge.system.bounded_http import bounded_transport
 except ImportError as error:
     raise ImportError("MCP tools need the mcp package: pip install 'mcp<2'") from error
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forge.envs.environment import Action, Environment, Step
-from forge.verifiers.threads import in_thread
-from forge.verifiers.verifier import Unscored
+from forge.rewards.threads import in_thread
+from forge.rewards.verifier import Unscored
 
 try:
     import reasoning_gym

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from forge.config.plugin import construct
 from forge.data.code_blocks import python_block
 from forge.data.thoughts import after_thoughts
-from forge.plugin import construct
-from forge.verifiers.verifier import Scores, Unscored, collect
+from forge.rewards.verifier import Scores, Unscored, collect
 
 from .harness import BEGUN, HARNESS, read_marked
 from .literals import literal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.controller import ForgeActor, endpoint
+from forge.runtime.controller import ForgeActor, endpoint
 
 from .sandbox import Result, Sandbox
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from forge.files import written_aside
+from forge.system.files import written_aside
 
 from .formats import reading_npz, write_npz
 from .table import ScoreTable

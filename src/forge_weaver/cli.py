@@ -94,7 +94,7 @@ def _step(steps: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser
 
 def _score(args: argparse.Namespace) -> None:
     from forge.config import read
-    from forge.verifiers.spec import VerifiersConfig
+    from forge.rewards.config import VerifiersConfig
 
     from . import read_problems, score_table
     from .formats import check_path
@@ -120,7 +120,7 @@ def _score(args: argparse.Namespace) -> None:
 
 def _fit(args: argparse.Namespace) -> None:
     from forge.config import read
-    from forge.verifiers.spec import VerifiersConfig
+    from forge.rewards.config import VerifiersConfig
 
     from . import save_ensemble, write_report
     from .auto import fit_table

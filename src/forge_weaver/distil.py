@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from forge.models import quiet_loading
-from forge.verifiers.reward_model import RewardModel
+from forge.rewards.reward_model import RewardModel
 
 from .calibration import Recalibration, auc, ece
 from .selection import selection_accuracy
@@ -103,7 +103,7 @@ def distil(
         folder: must be empty or absent.
         say: called with a log line per epoch.
         **reading: how prompt and response become one text, and `max_tokens` (READING); see
-            `forge.verifiers.RewardModel`.
+            `forge.rewards.RewardModel`.
 
     Raises:
         ValueError: no texts, mismatched shapes, values outside [0, 1], too few prompts, invalid settings, or a folder

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from forge.files import written_aside
+from forge.system.files import written_aside
 
 from .table import ScoreTable, families_by_name
 

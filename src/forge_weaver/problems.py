@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forge.files import written_aside
-from forge.verifiers.verifier import Scores, Verifier
+from forge.rewards.verifier import Scores, Verifier
+from forge.system.files import written_aside
 
 from .table import ScoreTable, families_by_name
 

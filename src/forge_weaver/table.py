@@ -164,7 +164,7 @@ class ScoreTable:
     def with_answer_frequency(self) -> ScoreTable:
         """One more verifier: the fraction of the problem's other responses with the same answer, 0 without an answer.
 
-        As `forge.verifiers.AnswerFrequency` with answers compared verbatim; NaN for a single response.
+        As `forge.rewards.AnswerFrequency` with answers compared verbatim; NaN for a single response.
 
         Raises:
             ValueError: the table has no answers.

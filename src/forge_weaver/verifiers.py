@@ -13,13 +13,13 @@ import numpy as np
 import yaml
 
 from forge.config import build, to_dict
+from forge.config.plugin import warn_of_code
+from forge.config.yaml_files import read_yaml
 from forge.observability import Reduce, record_metric
-from forge.plugin import warn_of_code
-from forge.verifiers.panel import Panel
-from forge.verifiers.reward import report_missing
-from forge.verifiers.spec import VerifiersConfig
-from forge.verifiers.verifier import Scores
-from forge.yaml_files import read_yaml
+from forge.rewards.config import VerifiersConfig
+from forge.rewards.panel import Panel
+from forge.rewards.reward import report_missing
+from forge.rewards.verifier import Scores
 
 from .aggregator import AGGREGATOR, Aggregator, load, restored
 from .binned import Online
@@ -248,7 +248,7 @@ class Distilled:
     Args:
         path: its folder.
         name: of the column; by default the folder's.
-        device, dtype, batch_tokens: see `forge.verifiers.RewardModel`.
+        device, dtype, batch_tokens: see `forge.rewards.RewardModel`.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class Distilled:
 
     def setup(self) -> Distilled:
         """Load the model. FileNotFoundError: not the folder of a distilled verifier."""
-        from forge.verifiers import RewardModel
+        from forge.rewards import RewardModel
 
         self.check()
         reading = json.loads((self.path / DISTILLED).read_text())["reading"]

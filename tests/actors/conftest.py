@@ -3,7 +3,7 @@
 import pytest
 
 from forge.models import build_small_model
-from forge.store import VersionStore
+from forge.runtime.store import VersionStore
 
 
 @pytest.fixture(scope="module")

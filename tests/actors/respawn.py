@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from forge.controller import ActorContext, ForgeActor
-from forge.controller.context import _request
+from forge.runtime.controller import ActorContext, ForgeActor
+from forge.runtime.controller.context import _request
 
 T = TypeVar("T", bound=ForgeActor)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from forge.actors import DatasetActor, Generator, ReplayBuffer, RewardActor, Trainer
-from forge.controller import run
 from forge.losses import ReinforceLoss, SimpleGRPOLoss
+from forge.runtime.controller import run
 from forge.types import Episode, Group
 
 OVERVIEW = (Path(__file__).parents[2] / "docs/overview.md").read_text()

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from forge.actors import EnvironmentActor, RemoteEnvironment
-from forge.controller import run
 from forge.envs import Action, Environment, InfrastructureError, Step
+from forge.runtime.controller import run
 
 pytestmark = pytest.mark.processes
 

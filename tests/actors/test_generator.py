@@ -7,7 +7,7 @@ import os
 import pytest
 
 from forge.actors import Generator
-from forge.controller import endpoint, run
+from forge.runtime.controller import endpoint, run
 
 pytestmark = pytest.mark.processes
 

@@ -11,10 +11,10 @@ import pytest
 from forge.actors import Generator, Trainer
 from forge.actors.identity import POLICY, Identities, UnknownWeights, check_current
 from forge.actors.staleness import Staleness, StaleWeights
-from forge.controller import endpoint, run
 from forge.data.packing import pack
 from forge.losses import ReinforceLoss
-from forge.store import CorruptWeights, IncompleteVersion
+from forge.runtime.controller import endpoint, run
+from forge.runtime.store import CorruptWeights, IncompleteVersion
 from forge.types import Completion, Episode
 
 TENSOR = "model.layers.1.mlp.down_proj.weight"

@@ -11,11 +11,11 @@ import torch
 
 from forge.actors import Generator, Trainer
 from forge.actors.identity import POLICY
-from forge.controller import run
 from forge.data.packing import pack
 from forge.engines import EmbeddedEngine
 from forge.losses import ReinforceLoss
-from forge.store import VersionStore
+from forge.runtime.controller import run
+from forge.runtime.store import VersionStore
 from forge.types import Episode, Sampling
 from tests.actors.respawn import started
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forge.actors import ReferenceModel
-from forge.controller import endpoint, run
 from forge.data.packing import pack
 from forge.models import build_small_model
+from forge.runtime.controller import endpoint, run
 from forge.types import Episode
 
 TEMPERATURE = 0.7

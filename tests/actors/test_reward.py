@@ -10,12 +10,12 @@ import torch
 
 from forge.actors import RewardActor, VerifierActor
 from forge.config import ConfigError
-from forge.controller import shutdown
 from forge.observability.metrics import drain
 from forge.recipes.schema import RewardConfig
-from forge.verifiers import Panel
-from forge.verifiers.reward import BadScore, FunctionVerifier
-from forge.verifiers.spec import VerifiersConfig
+from forge.rewards import Panel
+from forge.rewards.config import VerifiersConfig
+from forge.rewards.reward import BadScore, FunctionVerifier
+from forge.runtime.controller import shutdown
 from forge_weaver import (
     BinnedDawidSkene,
     CorrelatedMixture,

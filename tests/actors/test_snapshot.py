@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.actors import DatasetActor, ReplayBuffer
-from forge.controller import ActorContext, Unrecoverable
 from forge.data.prompts import PromptDataset
-from forge.data.tokenizer import character_tokenizer
+from forge.models.tokenizer import character_tokenizer
+from forge.runtime.controller import ActorContext, Unrecoverable
 from forge.types import Group, Seen
 from tests.actors.test_replay_buffer import episode
 

@@ -61,7 +61,9 @@ def test_examples_of_launchers_run(launcher: str, capsys):
 
 
 def test_watch_names_the_package_to_install(tmp_path, monkeypatch):
-    for module in [name for name in sys.modules if name.startswith(("aiohttp", "forge.web", "forge.watch"))]:
+    for module in [
+        name for name in sys.modules if name.startswith(("aiohttp", "forge.system.web", "forge.serve.watch"))
+    ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(SystemExit, match="error: serving needs aiohttp: pip install aiohttp"):
@@ -114,6 +116,6 @@ def test_completion_of_a_shell(tmp_path, capsys):
     ],
 )
 def test_what_would_fail_in_the_queue_is_an_error_at_submission(words: list[str], message: str, monkeypatch):
-    monkeypatch.setattr("forge.cluster.credentials.find_spec", lambda name: None)
+    monkeypatch.setattr("forge.runtime.cluster.credentials.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=f"error: {message}"):
         main(["launch", "slurm", *words])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forge.data.prompts import PromptDataset
-from forge.data.tokenizer import character_tokenizer
+from forge.models.tokenizer import character_tokenizer
 
 ROWS = [{"question": f"q{i}", "answer": f"step\n#### {i}", "id": i} for i in range(23)]
 TOKENIZER = character_tokenizer()

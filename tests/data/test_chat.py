@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forge.data.chat import ChatFormat, messages
-from forge.data.tokenizer import character_tokenizer
+from forge.models.tokenizer import character_tokenizer
 from tests.data.templates import (
     CHATML,
     CHATML_MARKED,

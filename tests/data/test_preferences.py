@@ -14,8 +14,8 @@ from apps.toys.mistakes import mistake
 from apps.toys.tasks import split_of
 from forge.data.packing import pack
 from forge.data.preferences import PreferenceDataset
-from forge.data.rewards import MathReward
 from forge.data.sources import load_task
+from forge.rewards.rules import MathReward
 from tests.data.rows import TASKS, TOKENIZER
 from tests.data.templates import CHATML, CHATML_MARKED, byte_pairs
 

@@ -8,8 +8,8 @@ import pytest
 
 from forge.data.config import DatasetConfig
 from forge.data.prompts import PromptFormat, stop_ids, supervised
-from forge.data.rewards import MathReward
-from forge.data.tokenizer import character_tokenizer
+from forge.models.tokenizer import character_tokenizer
+from forge.rewards.rules import MathReward
 from tests.data.rows import ROWS, TOKENIZER, make
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"

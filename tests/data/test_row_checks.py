@@ -15,7 +15,7 @@ from forge.data.load import load_data
 from forge.data.preferences import PreferenceDataset
 from forge.data.prompts import PromptDataset
 from forge.data.supervised import SupervisedDataset
-from forge.data.tokenizer import character_tokenizer
+from forge.models.tokenizer import character_tokenizer
 from tests.data.rows import TOKENIZER
 from tests.data.templates import CHATML, byte_pairs
 from tests.data.test_turns import CALLS

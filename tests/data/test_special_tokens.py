@@ -9,10 +9,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from forge.data.special_tokens import SpecialTokens, inert_anywhere, whole
-from forge.data.tokenizer import character_tokenizer
+from forge.models.tokenizer import character_tokenizer
+from forge.rewards import LMJudge
+from forge.rewards.judge import mark_of
 from forge.serve.requests import parse
-from forge.verifiers import LMJudge
-from forge.verifiers.judge import mark_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

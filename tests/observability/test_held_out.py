@@ -14,8 +14,9 @@ from forge.envs.group import SingleTurnEnv
 from forge.observability import Run
 from forge.observability.held_out import HELD_OUT, Answers
 from forge.observability.metrics import Snapshot
+from forge.rewards.reward import Score
+from forge.serve.watch.report import write_report
 from forge.types import Completion, Prompt, Sample
-from forge.verifiers.reward import Score
 
 SAMPLES = [Sample(Prompt(f"{number} + 1 =", (number, 7), number), str(number + 1)) for number in range(6)]
 
@@ -125,7 +126,7 @@ def test_a_resumed_run_has_each_evaluation_once(recorded: Path):
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_report_says_how_the_run_ended_and_has_its_answers(tmp_path: Path, finished: bool):
-    record = Run("one", {}, steps=4, root=str(tmp_path))
+    record = Run("one", {}, steps=4, root=str(tmp_path), report=write_report)
     evaluated(record, 0, TEXTS, FIRST)
     if finished:
         record.finish()

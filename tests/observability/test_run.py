@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from forge.observability import Run
+from forge.observability.folder import clear, cut
 from forge.observability.lock import RunLock
 from forge.observability.metrics import Snapshot
-from forge.observability.run import clear, cut
 
 HOLD = """
 import os, subprocess, sys

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from forge.api import Result
 from forge.config import to_dict
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
 from forge.observability.trackers import check_trackers, wandb_mode, without_secrets
+from forge.recipes.api import Result
 from forge.recipes.metrics_config import MetricsConfig
 from forge.types import Episode, Group
 

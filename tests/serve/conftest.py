@@ -17,12 +17,12 @@ from openai import OpenAI
 from transformers import AutoTokenizer
 
 from forge.actors import Generator
-from forge.controller import shutdown
-from forge.data.tokenizer import PRINTABLE
 from forge.models import build_small_model
+from forge.models.tokenizer import PRINTABLE
+from forge.runtime.controller import shutdown
 from forge.serve import Server
-from forge.web import bind
-from tests.apps.test_recipes import gone, start
+from forge.system.web import bind
+from tests.recipes.test_recipes import gone, start
 from tests.trees import descendants
 
 FORGE = [sys.executable, "-c", "from forge.cli import main; main()"]

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from apps.toys.words import Reverse
 from forge.actors import Generator, RewardActor
-from forge.controller import run
 from forge.envs import SingleTurnEnv
+from forge.runtime.controller import run
 from forge.types import Prompt, Sample
-from tests.apps.test_recipes import ROOT
+from tests.recipes.test_recipes import ROOT
 from tests.serve.conftest import FORGE, address
 
 MODEL = ROOT / "runs/quickstart-warmup/model"

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forge.verifiers import LMJudge
-from forge.web import Connection
+from forge.rewards import LMJudge
+from forge.system.web import Connection
 from tests.serve.conftest import eventually
 
 SAID = [{"role": "user", "content": "hello"}]

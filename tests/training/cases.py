@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from forge.data.packing import Aggregation, pack
-from forge.data.tokenizer import character_tokenizer
+from forge.models.tokenizer import character_tokenizer
 from forge.training.distributed import Ranks, join
 from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from forge.store import VersionStore
+from forge.runtime.store import VersionStore
 from forge.training import checkpoint
 from tests.training import layouts, ranks
 from tests.training.cases import FAMILIES, TOKENIZER, example, make_trainer, tiny_model, write_classifier, write_model

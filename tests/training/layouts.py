@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import FileStore
 
 from forge.losses import GSPOLoss
-from forge.store import VersionStore
+from forge.runtime.store import VersionStore
 from forge.training import checkpoint
 from forge.training.distributed import Ranks, join, lay_out, leave
 from forge.training.settings import Parallelism
@@ -181,7 +182,7 @@ def main(
 ) -> None:
     """One of `size` ranks: run every scenario and write down what each returned, or its traceback."""
     torch.set_num_threads(1)
-    device = join(rank, size, str(folder / "rendezvous")).device
+    device = join(rank, size, FileStore(str(folder / "rendezvous"), size)).device
     outcome: dict[str, Any] = {}
     for name, scenario in which(lambda layout: lay_out(layout, device), size, folder, models, weights).items():
         try:

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forge.actors import Trainer
-from forge.controller import ActorContext
 from forge.data.packing import Aggregation
 from forge.losses import GRPOLoss
+from forge.runtime.controller import ActorContext
 from forge.training import checkpoint
 from forge.training.checkpoint import Background
 from forge.training.distributed import Ranks

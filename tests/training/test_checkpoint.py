@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forge.integrity import DamagedFile
+from forge.system.checksums import DamagedFile
 from forge.training import checkpoint
 from forge.training.checkpoint import Background
 from forge.training.checkpoint_reader import UnsafeCheckpoint

@@ -17,9 +17,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoTokenizer
 
-from forge.integrity import DamagedFile, check_files, read_sealed, write_checksums, write_sealed
 from forge.models import resolve_model
-from forge.store import CorruptWeights, MissingVersion, VersionStore
+from forge.runtime.store import CorruptWeights, MissingVersion, VersionStore
+from forge.system.checksums import DamagedFile, check_files, read_sealed, write_checksums, write_sealed
 from forge.training import checkpoint
 from forge.training.checkpoint_reader import Reader, UnsafeCheckpoint, dump_plain, load_plain
 from forge.types import Episode, Group, Origin, Seen

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forge.integrity import CHECKSUMS
+from forge.system.checksums import CHECKSUMS
 from forge.training import checkpoint
 from forge.training.trainer import PolicyTrainer
 from forge.training.weight_files import write_weights

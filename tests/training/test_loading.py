@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from forge.store import VersionStore
+from forge.runtime.store import VersionStore
 from forge.training import policy as training_policy
 from forge.training.distributed import Ranks
 from forge.training.loading import fill, on_meta

@@ -12,12 +12,12 @@ import torch
 
 from forge.engines import batch
 from forge.engines.interface import EngineFailed
-from forge.store import VersionStore, transfer
+from forge.runtime.store import VersionStore, transfer
 from forge.training import flex, policy, step, trainer
 from forge.training.optimizers import MixedOptimizer
 from tests.emulated import DeviceMix, emulated
 from tests.engines import test_emulated as engines
-from tests.store import test_emulated as stores
+from tests.runtime.store import test_emulated as stores
 from tests.training.test_emulated import SETTINGS, check_step, check_waits, train
 
 Place = Callable[[pytest.MonkeyPatch], None]

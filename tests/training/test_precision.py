@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from forge.actors import ReferenceModel, Trainer
-from forge.controller import run
 from forge.data.packing import pack
 from forge.losses import DPOLoss, GRPOLoss
+from forge.runtime.controller import run
 from forge.types import Batch
 from tests.training.cases import FAMILIES, episodes, make_trainer, write_model
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
-from forge.store import VersionStore
+from forge.runtime.store import VersionStore
 from forge.training import checkpoint
 from forge.training.distributed import join
 from forge.training.titan_setup import VERSION, check_model
@@ -24,7 +24,7 @@ from forge.types import UNKNOWN_EXPERT
 from tests.training import layouts, ranks
 from tests.training.cases import example, make_trainer, tiny_model, weights_of
 from tests.training.conftest import Outcome, run
-from tests.training.test_layouts import assert_as_one
+from tests.training.test_sharding import assert_as_one
 
 needs_titan = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from forge.actors import Trainer
-from forge.controller import Unrecoverable
 from forge.losses import GRPOLoss
-from forge.store import Journal
+from forge.runtime.controller import Unrecoverable
+from forge.runtime.store import Journal
 from forge.training import checkpoint
 from tests.actors.respawn import request, started
 from tests.training.cases import episodes, example, largest_difference, weights_of

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.training import checkpoint
@@ -181,10 +182,10 @@ def test_an_export_of_two_ranks_is_the_trained_model(two_ranks: TwoRanks):
 
 def test_join_names_what_is_wrong():
     with pytest.raises(ValueError, match="data_parallel_shard_degree = 3 does not divide the trainer's 2 ranks"):
-        join(0, 2, "127.0.0.1:1", Parallelism(data_parallel_shard_degree=3))
+        join(0, 2, HashStore(), Parallelism(data_parallel_shard_degree=3))
     with pytest.raises(ValueError, match="data_parallel_shard_degree = 2 does not divide the trainer's 1 ranks"):
         join(parallelism=Parallelism(data_parallel_shard_degree=2))
-    with pytest.raises(ValueError, match="rendezvous"):
+    with pytest.raises(ValueError, match="2 ranks need a store"):
         join(0, 2)
 
 

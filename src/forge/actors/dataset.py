@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..controller import ForgeActor, Unrecoverable, endpoint
 from ..data.load import Data, Kind, load_data
-from ..models import open_tokenizer
+from ..models.tokenizer import open_tokenizer
 from ..observability import Reduce, record_metric
+from ..runtime.controller import ForgeActor, Unrecoverable, endpoint
 from ..types import Episode, Pair, Sample, Seen
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
-from ..controller import CallTimeout, ForgeActor, PoisonRequest, ReplicaDied, Service, endpoint
 from ..envs.environment import Action, Environment, InfrastructureError, Step
+from ..runtime.controller import CallTimeout, ForgeActor, PoisonRequest, ReplicaDied, Service, endpoint
 
 
 class EnvironmentActor(ForgeActor):

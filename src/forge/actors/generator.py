@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..controller import ForgeActor, Options, Service, endpoint
-from ..devices import accelerator
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
-from ..flops import causal, forward_flops
-from ..models import open_tokenizer
+from ..models.flops import causal, forward_flops
+from ..models.tokenizer import open_tokenizer
+from ..models.weight_layouts import has_adapters, merge_adapters
 from ..observability import Reduce, phase, record_metric
 from ..observability.metrics import record_span
-from ..store import Store, VersionStore
+from ..runtime.controller import ForgeActor, Options, Service, endpoint
+from ..runtime.store import Store, VersionStore
+from ..system.devices import accelerator
 from ..types import Completion, Prompt, Sampling
-from ..weight_layouts import has_adapters, merge_adapters
 from .identity import POLICY, check_current, differing
 from .keeper import Reach, connect, home
 from .staleness import StaleWeights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..store import MissingVersion, Store, VersionStore
+from ..runtime.store import MissingVersion, Store, VersionStore
 from ..types import Batch, Origin
 from .staleness import StaleWeights
 

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cluster import HOST, STORE
-from ..controller import ForgeActor, endpoint, runtime
-from ..controller.rdma import Window
-from ..store import MissingVersion, Store, VersionStore
-from ..store.manifest import Manifest
-from ..store.transfer import Part, Ranks, Snapshot
+from ..runtime.cluster import HOST, STORE
+from ..runtime.controller import ForgeActor, endpoint, runtime
+from ..runtime.controller.rdma import Window
+from ..runtime.store import MissingVersion, Store, VersionStore
+from ..runtime.store.manifest import Manifest
+from ..runtime.store.transfer import Part, Ranks, Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
-from ..controller import ForgeActor, Unrecoverable, request_id
-from ..store import Journal
+from ..runtime.controller import ForgeActor, Unrecoverable, request_id
+from ..runtime.store import Journal
 
 # A request is repeated only if its answer was on its way when the process died; those are few.
 ANSWERS = 4096

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..controller import ForgeActor, Options, endpoint
 from ..observability import phase
+from ..runtime.controller import ForgeActor, Options, endpoint
 from ..training.settings import Parallelism, PassSettings
 from ..types import Batch
 
@@ -51,6 +51,7 @@ class ReferenceModel(ForgeActor):
         """Load the frozen model; ranks of a replica join one process group."""
         import torch
 
+        from ..runtime.cluster.rendezvous import process_store
         from ..training.distributed import join
         from ..training.policy import build, resolve_dtype, round_products
 
@@ -58,7 +59,8 @@ class ReferenceModel(ForgeActor):
         if place.world_size == 1:
             self.ranks = join(place.replica)  # several may see the devices of all
         else:
-            self.ranks = join(place.rank, place.world_size, place.rendezvous, self.layout)
+            store = process_store(place.rendezvous, place.world_size)
+            self.ranks = join(place.rank, place.world_size, store, self.layout)
         self.dtype = dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
         self.rounded = self.sharded or self.ranks.mesh is not None
         held = dtype if self.rounded else getattr(torch, self.passes.weights_dtype)

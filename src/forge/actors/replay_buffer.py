@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ..controller import ForgeActor, Unrecoverable, endpoint
 from ..observability import Reduce, phase, record_metric
+from ..runtime.controller import ForgeActor, Unrecoverable, endpoint
 from ..types import Episode, Group, Seen
 from .staleness import Staleness
 

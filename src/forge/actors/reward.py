@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..controller import ForgeActor, endpoint
-from ..data.rewards import load_reward
-from ..plugin import load_plugin
+from ..config.plugin import load_plugin
+from ..rewards.config import VerifiersConfig
+from ..rewards.reward import Reward, Score
+from ..rewards.rules import load_reward
+from ..runtime.controller import ForgeActor, endpoint
 from ..types import Completion
-from ..verifiers.reward import Reward, Score
-from ..verifiers.spec import VerifiersConfig
 
 
 class RewardActor(ForgeActor):
-    """A `forge.verifiers.reward.Reward` in processes of its own.
+    """A `forge.rewards.reward.Reward` in processes of its own.
 
     Args:
         functions: functions, verifiers, or objects with `score_group`; names that `load_reward` resolves; mappings

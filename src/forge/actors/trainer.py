@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..controller import ForgeActor, Service, endpoint
 from ..data.packing import Aggregation, pack, pack_tensors
-from ..flops import forward_flops
+from ..models.flops import forward_flops
 from ..observability import phase
-from ..store import Store
+from ..runtime.controller import ForgeActor, Service, endpoint
+from ..runtime.store import Store
 from ..training.settings import OptimizerSettings, Parallelism
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
@@ -115,6 +115,7 @@ class Trainer(ForgeActor):
         """Join the ranks, and load model, optimiser and loss."""
         import torch
 
+        from ..runtime.cluster.rendezvous import process_store
         from ..training.distributed import join
         from ..training.trainer import PolicyTrainer
 
@@ -124,7 +125,8 @@ class Trainer(ForgeActor):
         place = self.context
         on_host = self.settings.get("cpu_offload", False)
         half = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
-        ranks = join(place.rank, place.world_size, place.rendezvous, self.layout, cpu_offload=on_host, mesh=half)
+        store = process_store(place.rendezvous, place.world_size)
+        ranks = join(place.rank, place.world_size, store, self.layout, cpu_offload=on_host, mesh=half)
         with self._on_device():
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..controller import ForgeActor, Service, endpoint
-from ..verifiers.spec import VerifiersConfig
-from ..verifiers.verifier import Scores
+from ..rewards.config import VerifiersConfig
+from ..rewards.verifier import Scores
+from ..runtime.controller import ForgeActor, Service, endpoint
 
 
 class VerifierActor(ForgeActor):
@@ -30,7 +30,7 @@ class VerifierActor(ForgeActor):
 
     @endpoint
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, verifiers], see `forge.verifiers.Panel`."""
+        """[responses, verifiers], see `forge.rewards.Panel`."""
         return await self.panel.score(prompt, responses, target)
 
     @endpoint

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from ..plugin import construct, nearest, resolve
+from ..config.plugin import construct, nearest, resolve
 from .base import TENSORS, Algorithm, OwnLoss
 from .cispo import CISPO
 from .dapo import DAPO

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from ..files import fill_standard_files
+from ..system.files import fill_standard_files
 from . import clean, completion, doctor, launch, recipes, runs, serve, table, watch, worker
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.

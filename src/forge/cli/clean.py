@@ -15,8 +15,8 @@ def add_to(commands: Any) -> None:
 
 def run(_: argparse.Namespace) -> None:
     """Print each folder that was removed."""
-    from ..files import printable
-    from ..janitor import sweep
+    from ..system.files import printable
+    from ..system.scratch import sweep
 
     for folder in sweep():
         print(f"removed {printable(folder)}")

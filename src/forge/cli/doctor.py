@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> None:
     import os
     from tempfile import TemporaryDirectory
 
-    from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
-    from ..cluster.doctor import examine, shown
-    from ..cluster.pool import HOSTS, addresses
+    from ..runtime.cluster.credentials import SECRET, Credentials, NoSecret, read_secret
+    from ..runtime.cluster.doctor import examine, shown
+    from ..runtime.cluster.pool import HOSTS, addresses
 
     try:
         if not (given := args.hosts or os.environ.get(HOSTS)):
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
 
 def examine_machine() -> None:
     """Print a line for each finding about this machine."""
-    from ..cluster.readiness import findings
+    from ..runtime.cluster.readiness import findings
 
     problems = 0
     for finding in findings():

@@ -33,11 +33,11 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Launch; bad input ends the program with one line."""
-    from ..cluster.credentials import check_certificates
-    from ..cluster.sweep import variants
-    from ..config import Arguments, ConfigError
-    from ..masking import masked
+    from ..config.sections import Arguments, ConfigError
     from ..recipes.resume import read_config
+    from ..runtime.cluster.credentials import check_certificates
+    from ..runtime.cluster.sweep import variants
+    from ..system.masking import masked
 
     parser = argparse.ArgumentParser(
         prog=f"forge launch {args.launcher}",
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_words(arguments: Any, options: argparse.Namespace) -> None:
     """ValueError: a secret would stand in a script, a manifest or the list of processes, which others can read."""
-    from ..masking import masked, without_secrets
+    from ..system.masking import masked, without_secrets
 
     remedy = (
         f"which others could read in what is submitted: put it into {options.config}, or into the job's environment"
@@ -104,7 +104,7 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _slurm(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
-    from ..cluster.slurm import SlurmJob, quoted
+    from ..runtime.cluster.slurm import SlurmJob, quoted
 
     partition = [f"partition={quoted(options.partition)}"] if options.partition else []
     job = SlurmJob(
@@ -129,8 +129,8 @@ def _ssh_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _ssh(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
-    from ..cluster.process import run_as_child
-    from ..cluster.ssh import check, workers
+    from ..runtime.cluster.process import run_as_child
+    from ..runtime.cluster.ssh import check, workers
 
     hosts = options.hosts.split(",")
     check(hosts, os.getcwd(), options.python)
@@ -159,8 +159,8 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _kubernetes(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
-    from ..cluster.kubernetes import KubernetesJob
-    from ..cluster.words import documents
+    from ..runtime.cluster.kubernetes import KubernetesJob
+    from ..runtime.cluster.words import documents
 
     for name, command in runs:
         job = KubernetesJob(
@@ -189,8 +189,8 @@ def _skypilot_options(parser: argparse.ArgumentParser) -> None:
 
 def _skypilot(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
     """Print the task: `forge launch skypilot ... > task.yaml; sky launch task.yaml`."""
-    from ..cluster.skypilot import task
-    from ..cluster.words import documents
+    from ..runtime.cluster.skypilot import task
+    from ..runtime.cluster.words import documents
 
     nodes, gpus, kind = options.nodes, options.gpus_per_node, options.accelerator
     tasks = [task(name, ["forge", *command[3:]], nodes, gpus, kind, options.setup) for name, command in runs]

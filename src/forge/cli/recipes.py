@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the recipe; bad input ends the program with one line."""
-    from ..config import Arguments, ConfigError, bundled, read_file
+    from ..config.sections import Arguments, ConfigError, bundled, read_file
     from ..recipes.signals import end_at_signals
 
     end_at_signals()
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         read_file(bundled(Path(args.config)))  # before imports of seconds and the first process
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
-    from ..controller import forked_processes
+    from ..runtime.controller import forked_processes
 
     loop, settings, config, _ = RECIPES[args.recipe]
     with forked_processes():  # their server imports PyTorch and transformers while this process imports the recipe

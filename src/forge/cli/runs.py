@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..files import printable
+from ..system.files import printable
 
 LIST = "list runs with their state and last values; of a single run, also its alerts"
 COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the one that was written last at the end."""
     from ..observability.alerts import alerts
-    from ..observability.run import ENDED
+    from ..observability.folder import ENDED
     from ..observability.runs import ending, find_runs, last, rows, settings, state
 
     try:
@@ -78,7 +78,7 @@ def list_runs(args: argparse.Namespace) -> None:
 
 def compare_runs(args: argparse.Namespace) -> None:
     """Print two tables."""
-    from ..observability.run import CONFIG
+    from ..observability.folder import CONFIG
     from ..observability.runs import differences, last, rows
 
     if len(args.folders) < 2:

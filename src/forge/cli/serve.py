@@ -43,14 +43,14 @@ def add_to(commands: Any) -> None:
 
 def serve(args: argparse.Namespace) -> None:
     """Start the engines, then serve until interrupted. SystemExit: an error, in one line."""
-    from ..controller import ForgeError, run
     from ..engines import EngineSettings
     from ..engines.weights import load_config
-    from ..model_files import try_tokenizer
-    from ..models import check_family, resolve_model
+    from ..models.files import try_tokenizer
+    from ..models.find import check_family, resolve_model
+    from ..runtime.controller import ForgeError, run
 
     try:
-        from ..web import bind, required_key
+        from ..system.web import bind, required_key
 
         args.api_key = required_key(args.host, args.api_key)
         given = ("engine", "slots", "max_seq_len", "dtype")
@@ -71,7 +71,7 @@ def serve(args: argparse.Namespace) -> None:
 
 async def _serve(args: argparse.Namespace, model: str, name: str, settings: dict[str, Any], at: socket.socket) -> None:
     from ..actors import Generator
-    from ..models import open_tokenizer
+    from ..models.tokenizer import open_tokenizer
     from ..serve import Server
 
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **settings)

@@ -21,6 +21,6 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print it."""
-    from ..cluster.sweep import table
+    from ..runtime.cluster.sweep import table
 
     print(table([folder for folder in args.runs if folder.is_dir()], args.metric))

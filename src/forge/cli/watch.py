@@ -33,8 +33,8 @@ def run_watch(args: argparse.Namespace) -> None:
     if not args.folder.is_dir():
         raise SystemExit(f"error: {args.folder} is not a folder of runs")
     try:
-        from ..web import bind, required_key  # isort: skip (it names a missing package with its remedy)
-        from ..watch import Watch
+        from ..system.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
+        from ..serve.watch import Watch
 
         watch = Watch(args.folder, args.base, required_key(args.host))
         at = bind(args.host, args.port)
@@ -52,8 +52,8 @@ def run_watch(args: argparse.Namespace) -> None:
 
 def run_report(args: argparse.Namespace) -> None:
     """Write the file."""
-    from ..observability.report import write_report
-    from ..observability.run import CONFIG
+    from ..observability.folder import CONFIG
+    from ..serve.watch.report import write_report
 
     if not (args.folder / CONFIG).is_file():
         raise SystemExit(f"error: {args.folder} is not a run: it has no {CONFIG}")

@@ -43,11 +43,12 @@ def run(args: argparse.Namespace) -> None:
     import sys
     from pathlib import Path
 
-    from ..cluster.credentials import SECRET, NoSecret, read_secret
-    from ..cluster.host import Daemon, routable
-    from ..cluster.inventory import count_gpus
-    from ..cluster.wire import PORT, joined, listening_error, split
-    from ..files import write_atomic
+    from ..runtime.cluster.credentials import SECRET, NoSecret, read_secret
+    from ..runtime.cluster.host import Daemon, routable
+    from ..runtime.cluster.inventory import count_gpus
+    from ..runtime.cluster.wire import PORT, split
+    from ..system.addresses import joined, listening_error
+    from ..system.files import write_atomic
 
     try:
         if args.stdin:

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..files import read_text
+from ..models.template_limits import limit_templates
+from ..system.files import read_text
 from .files import Row, check_values
 from .special_tokens import SpecialTokens
-from .template_limits import limit_templates
 from .turns import Rewritten, Turns, Writer, thought_of
 
 if TYPE_CHECKING:

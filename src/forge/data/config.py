@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 
-from ..config import ConfigError, Section, build
+from ..config.sections import ConfigError, Section, build
 from .files import Rows
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import read_text
+from ..system.files import read_text
 from .bombs import check_arrow, check_parquet
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..plugin import construct, resolve
+from ..config.plugin import construct, resolve
 from .files import Row, from_columns
 
 if TYPE_CHECKING:

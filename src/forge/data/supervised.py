@@ -138,7 +138,7 @@ def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
     Args:
         tokenizer: Hugging Face folder or hub id.
     """
-    from ..models import open_tokenizer
+    from ..models.tokenizer import open_tokenizer
 
     read = open_tokenizer(tokenizer)
     samples = []

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..architecture import sparse_layers
+from ..models.architecture import sparse_layers
+from ..models.weight_layouts import head_size
 from ..types import UNKNOWN_EXPERT
-from ..weight_layouts import head_size
 
 BLOCK = 128  # the cache has room for a multiple of this many positions
 WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows

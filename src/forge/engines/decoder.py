@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..architecture import attention_kinds, rotary_parameters
-from ..weight_layouts import head_size
+from ..models.architecture import attention_kinds, rotary_parameters
+from ..models.weight_layouts import head_size
 from .cache import BLOCK, Cache, rounded
 from .experts import Experts
 from .weights import Layer, Weights

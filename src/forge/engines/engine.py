@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..devices import accelerator
+from ..models.weight_layouts import layout
+from ..system.devices import accelerator
 from ..types import Completion, Sampling
-from ..weight_layouts import layout
 from .batch import Batch, Request
 from .cache import BLOCK, WIDTH, rounded, token_bytes
 from .decoder import Decoder

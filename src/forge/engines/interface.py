@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..architecture import longest
+from ..models.architecture import longest
 from ..types import Completion, Sampling
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..devices import has_wide_products
+from ..system.devices import has_wide_products
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from ..architecture import sparse_layers
-from ..config import Section
+from ..config.sections import Section
+from ..models.architecture import sparse_layers
 
 
 class EngineSettings(Section):

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..architecture import rotary_parameters
+from ..models.architecture import rotary_parameters
+from ..models.weight_layouts import head_size
 from ..types import Completion, Sampling
-from ..weight_layouts import head_size
 from .interface import Listener
 
 # Fields of AsyncEngineArgs that are set by the engine's own settings, and those that must not change.

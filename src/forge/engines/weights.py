@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
-from ..model_files import read_json
+from ..models.architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
+from ..models.files import read_json
+from ..models.weight_layouts import EMBEDDING, HEAD, Part, follows, head_size, layout, split_experts
 from ..types import UNKNOWN_EXPERT
-from ..weight_layouts import EMBEDDING, HEAD, Part, follows, head_size, layout, split_experts
 from .experts import Experts
 from .linear import Linear, pack
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from ..config import Section
+from ..config.sections import Section
 from .calls import Syntax
 from .templates import TEMPLATES
 
@@ -50,7 +50,7 @@ class EpisodeConfig(Section):
 
     def dialogue(self, model: str) -> Dialogue:
         """The `Dialogue` of a model's folder, and its errors."""
-        from ..models import open_tokenizer
+        from ..models.tokenizer import open_tokenizer
         from .dialogue import Dialogue
 
         tokenizer: Any = open_tokenizer(model)

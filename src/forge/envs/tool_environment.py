@@ -18,8 +18,8 @@ class ToolEnvironment(Environment):
 
     Args:
         tools: the available tools.
-        score: `score(prompt, response, target) -> float | None`, plain or async, such as those of `forge.data.rewards`;
-            `response` is the answer.
+        score: `score(prompt, response, target) -> float | None`, plain or async, such as those of
+            `forge.rewards.rules`; `response` is the answer.
         system: a system message before the question.
         turn_reward: for each turn that calls a tool; negative to penalise calls.
     """

@@ -11,8 +11,8 @@ import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Union
 
-from ..verifiers.threads import in_own_thread, within
-from ..verifiers.verifier import Unscored
+from ..rewards.threads import in_own_thread, within
+from ..rewards.verifier import Unscored
 from .environment import Action, InfrastructureError, Message, ToolCall
 from .schemas import Parameters
 

@@ -18,8 +18,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from ..files import free_bytes, is_full
-from ..masking import masked
+from ..system.files import free_bytes, is_full
+from ..system.masking import masked
 
 LOG_EVERY = 10.0  # seconds between progress lines
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import open_plain
+from ..system.files import open_plain
 from ..types import Episode, Sample
 from .lines import TURN, appended_lines, parsed
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..files import open_plain
+from ..system.files import open_plain
 
 LONGEST = 1 << 24  # bytes of a line; of a longer one, parts are taken for lines
 TURN = 1 << 26  # bytes that are read at once

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..files import room_for
+from ..system.files import room_for
 
 
 class RunLock:

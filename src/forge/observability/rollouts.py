@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 
-from ..files import open_plain, written_aside
+from ..system.files import open_plain, written_aside
 from ..types import Batch, Episode, Group
 from .messages import BATCH as STEP
 from .messages import SCHEMA, Message, messages, read

@@ -12,26 +12,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import xxhash
 import yaml
 
-from ..config import flat
-from ..files import make_private, reserve, room_for, write_atomic
-from ..integrity import DamagedFile, read_sealed, write_sealed
-from ..masking import masked, without_secrets
+from ..config.sections import flat
+from ..system.checksums import DamagedFile, read_sealed, write_sealed
+from ..system.files import make_private, reserve, room_for, write_atomic
+from ..system.masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
 from .alerts import alerts
 from .console import Progress, configure_logging, log
+from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, MONARCH, check_free, clear, cut, digest
 from .held_out import HELD_OUT, lines
 from .machine import gpus, room
 from .metrics import Clock, Snapshot, phase
 from .rollouts import ROLLOUTS, RolloutLog
 from .rollouts import cut as cut_rollouts
+from .runs import last_state
 from .trace import TRACE, Trace
 
-MARK, CONFIG, FINISHED, LOGS = "metrics.jsonl", "config.yaml", "finished", "logs.txt"
-ENDED = "ended.txt"  # of a run that did not finish: "failed: " or "stopped: " and why; then the traceback
-MONARCH = "monarch.log"
 # Monarch prints a line for each that it cannot write. Of a small run it writes 94 kB, most of it at the two ends.
 RESERVED = 1 << 18
 FLAT_STEPS = 20  # with a reward of 0 throughout, until a warning names the likely cause
@@ -48,7 +46,8 @@ class Run:
         overwrite: remove an earlier run of this name.
         resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is.
         start: the step of that checkpoint.
-        peak: TFLOP/s of one device, see `forge.flops`; None: not known.
+        peak: TFLOP/s of one device, see `forge.models.flops`; None: not known.
+        report: called by `close` with the run's folder and its state ("finished", "failed: why"), to write report.html.
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
@@ -65,8 +64,10 @@ class Run:
         resume: str | None = None,
         start: int = 0,
         peak: float | None = None,
+        report: Callable[[Path, str], None] | None = None,
     ) -> None:
         self.folder, self.resume, self.start, self.peak = Path(root) / name, resume, start, peak
+        self._report = report
         if resume is None:
             check_free(self.folder, overwrite)
             if (self.folder / MARK).exists():
@@ -273,7 +274,7 @@ class Run:
             )
         for alert in alerts(self.history, self._settings)[:3]:
             log.info("alert: %s", alert)
-        if self.history:  # else there is no report
+        if self.history and self._report is not None:
             log.info("look at it: forge watch %s, or %s", self.folder.parent, self.folder / "report.html")
         if (self.folder / MONARCH).exists():
             reserve(self.folder / MONARCH, 0)
@@ -282,11 +283,8 @@ class Run:
                 file.close()
         try:
             self._trace.close()
-            if self.history:
-                from .report import write_report  # these read what this module writes
-                from .runs import last_state
-
-                write_report(self.folder, "finished" if self._finished else last_state(self.folder))
+            if self.history and self._report is not None:
+                self._report(self.folder, "finished" if self._finished else last_state(self.folder))
         except OSError as error:  # a full disk; the run's own error is more important
             if not self._full:
                 log.warning("trace and report of %s could not be written: %s", self.folder, error)
@@ -294,60 +292,3 @@ class Run:
             write_atomic(self.folder / FINISHED, "", durable=True)
         if self._trackers is not None:
             self._trackers.close()
-
-
-def digest(path: Path, size: int | None = None) -> xxhash.xxh3_128:
-    """Of a file's first bytes, or of all."""
-    found, left = xxhash.xxh3_128(), path.stat().st_size if size is None else size
-    with path.open("rb") as file:
-        while left > 0 and (data := file.read(min(left, 1 << 22))):
-            found.update(data)
-            left -= len(data)
-    return found
-
-
-def check_free(folder: Path, overwrite: bool) -> None:
-    """FileExistsError: the folder holds an earlier run that made a step. One that failed before that blocks nothing."""
-    if (folder / MARK).exists() and not overwrite and not made_no_step(folder):
-        raise FileExistsError(
-            f"{folder} holds an earlier run: resume it with --resume {folder}, choose another run.name, or set "
-            "run.overwrite to true"
-        )
-
-
-def made_no_step(folder: Path) -> bool:
-    """Whether the run in this folder ended before its first step: no checkpoint, and at most the row of step 0."""
-    rows = (folder / MARK).read_text().splitlines()
-    return not any((folder / "checkpoints").glob("*")) and all(row.startswith('{"step": 0.0,') for row in rows)
-
-
-def clear(folder: Path) -> None:
-    """Remove an earlier run, but not the lock on its folder. The mark goes last, so that after a kill the folder either
-    still counts as a run or is clean; checkpoints are renamed first, so that none is half there."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path.rename(path.with_suffix(".removed")))
-    for path in folder.iterdir():
-        if path.name not in (MARK, CONFIG, "lock"):
-            path.unlink()
-    (folder / MARK).unlink()
-    (folder / CONFIG).unlink(missing_ok=True)
-
-
-def cut(path: Path, last: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after `last` from a file of JSON lines; returns the others. Damaged lines are removed
-    too: a killed process leaves a truncated last one, any other is a warning."""
-    kept: list[tuple[str, dict[str, Any]]] = []
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if row["step"] > last:
-                break
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines):
-                log.warning("%s, line %d is damaged and left out", path, number)
-            continue
-        kept.append((line, row))
-    write_atomic(path, "".join(f"{line}\n" for line, _ in kept), durable=True)
-    return [row for _, row in kept]

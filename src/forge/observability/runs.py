@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..config import flat
-from ..files import decoded, is_plain, open_plain, read_plain
-from ..masking import without_secrets
-from ..yaml_files import parse_yaml
+from ..config.sections import flat
+from ..config.yaml_files import parse_yaml
+from ..system.files import decoded, is_plain, open_plain, read_plain
+from ..system.masking import without_secrets
+from .folder import CONFIG, ENDED, FINISHED, MARK
 from .lines import Lines, numbers
-from .run import CONFIG, ENDED, FINISHED, MARK
 
 SERVED = "serve.json"  # of a run that is served: {"url": ..., "key": ...}, for this user alone
 LONGEST_REASON = 500  # characters

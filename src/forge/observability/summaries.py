@@ -8,10 +8,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..files import open_plain, read_plain
+from ..system.files import open_plain, read_plain
+from .folder import CONFIG, ENDED, FINISHED, MARK
 from .lines import numbers, parsed
 from .rollouts import ROLLOUTS, count
-from .run import CONFIG, ENDED, FINISHED, MARK
 from .runs import LARGEST, ending, settings, state
 
 SHOWN = ("reward", "eval/accuracy")  # of which the last values are shown

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..files import room_for, write_atomic
+from ..system.files import room_for, write_atomic
 from .metrics import Snapshot
 
 TRACE = "trace.json"

@@ -31,10 +31,10 @@ from typing import Any, TextIO
 
 import yaml
 
-from ..config import flat
-from ..files import write_atomic
-from ..janitor import Scratch
-from ..masking import MaskedStream, masked, masked_names, without_secrets
+from ..config.sections import flat
+from ..system.files import write_atomic
+from ..system.masking import MaskedStream, masked, masked_names, without_secrets
+from ..system.scratch import Scratch
 from .console import configure_logging
 from .lock import RunLock
 from .rollouts import ROLLOUTS, batches, texts

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..controller.handle import Handle
 from ..observability import Reduce, Run, record_metric
 from ..observability.metrics import on_the_clock
+from ..runtime.controller.handle import Handle
 
 
 @dataclass

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from ..actors.keeper import share
 from ..algorithms import Algorithm, ValueLoss
-from ..controller import drain_metrics
-from ..controller.handle import Handle
 from ..data.spelling import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv
-from ..files import write_atomic
-from ..models import open_tokenizer
+from ..models.tokenizer import open_tokenizer
 from ..observability import Run
 from ..observability.console import log
 from ..observability.runs import SERVED
-from ..store import VersionStore
+from ..runtime.controller import drain_metrics
+from ..runtime.controller.handle import Handle
+from ..runtime.store import VersionStore
+from ..system.files import write_atomic
 from .checkpoint import RunState
 from .preemption import Preempted, Preemption
 
@@ -208,7 +208,7 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
     policy = await options.as_service(job.model, store=store, **sampling, **cfg.generator)
     if at is not None:
         from ..serve import Server  # its import was checked with the configuration
-        from ..web import required_key
+        from ..system.web import required_key
 
         tokenizer, own = open_tokenizer(job.model), secrets.token_urlsafe(32)
         server = Server(policy, tokenizer, cfg.run.name, required_key(cfg.serve.host), own)

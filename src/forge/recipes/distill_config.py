@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from ..config import ConfigError, Section
-from ..controller import Options
+from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig
 from ..engines.interface import check_length
+from ..runtime.controller import Options
 from .lengths import with_room
 from .schema import RecipeConfig, RewardConfig
 

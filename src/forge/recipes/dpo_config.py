@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveFloat
 
-from ..config import Section
-from ..controller import Options
+from ..config.sections import Section
 from ..data.config import PreferencesConfig
+from ..runtime.controller import Options
 from .schema import TrainingRecipe
 
 

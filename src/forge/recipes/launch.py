@@ -18,28 +18,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from ..architecture import longest, rotary_limit
-from ..cluster import REQUEUE
-from ..config import Arguments, ConfigError, to_dict
-from ..controller import ForgeError, forked_processes, run
-from ..controller.errors import RemoteError
-from ..controller.private import log_to
+from ..config.sections import Arguments, ConfigError, to_dict
 from ..data.config import DatasetConfig, RowsConfig
-from ..devices import NoAccelerator
-from ..files import FULL, fill_standard_files, is_full
-from ..flops import peak_tflops
-from ..hub import check_upload, upload, write_card
-from ..integrity import DamagedFile
-from ..masking import masked
-from ..model_files import try_tokenizer
-from ..models import build_small_model, check_classifier, check_family, open_tokenizer, resolve_model
+from ..models.architecture import longest, rotary_limit
+from ..models.files import try_tokenizer
+from ..models.find import build_small_model, check_classifier, check_family, resolve_model
+from ..models.flops import peak_tflops
+from ..models.hub import check_upload, upload, write_card
+from ..models.tokenizer import open_tokenizer
 from ..observability import Run
 from ..observability.console import configure_logging, log
+from ..observability.folder import MARK, MONARCH, check_free
 from ..observability.lock import RunLock
 from ..observability.machine import gpu_name
-from ..observability.run import MARK, MONARCH, check_free
 from ..observability.trackers import check_trackers
-from ..store import VersionStore, use
+from ..runtime.cluster import REQUEUE
+from ..runtime.controller import ForgeError, forked_processes, run
+from ..runtime.controller.errors import RemoteError
+from ..runtime.controller.private import log_to
+from ..runtime.store import VersionStore, use
+from ..serve.watch.report import write_report
+from ..system.checksums import DamagedFile
+from ..system.devices import NoAccelerator
+from ..system.files import FULL, fill_standard_files, is_full
+from ..system.masking import masked
 from .components import Job
 from .memory import memory_report
 from .placement import check_hosts, check_shared
@@ -86,8 +88,8 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     except Exception as error:
         # Imported here: checkpoints bring the trainer along, which this process does not need.
         from ..envs.group import NothingScored
+        from ..rewards.reward import BadScore
         from ..training.checkpoint import CheckpointFailed
-        from ..verifiers.reward import BadScore
 
         full = isinstance(error, OSError) and error.errno in FULL
         if isinstance(error, CheckpointFailed | DamagedFile | NoAccelerator) or full:
@@ -292,6 +294,7 @@ def prepare(cfg: Any, start: Start) -> tuple[str, list[Any], Run]:
         resume=start.checkpoint,
         start=start.step,
         peak=cfg.metrics.peak_tflops or peak_tflops(cfg.services.trainer.threads, gpu_name()),
+        report=write_report,
     )
     if start.checkpoint is None:
         write_origin(folder, [model, *others], local(cfg.files))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import ConfigError
+from ..config.sections import ConfigError
 from ..data.config import DatasetConfig
 from ..engines.interface import check_length
 

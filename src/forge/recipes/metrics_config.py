@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from ..config import Section
+from ..config.sections import Section
 
 
 class WandbConfig(Section):

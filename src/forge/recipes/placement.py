@@ -9,13 +9,14 @@ from secrets import token_hex
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
-from ..cluster.credentials import SECRET, Credentials, NoSecret, read_secret
-from ..cluster.doctor import seen_by
-from ..cluster.inventory import VISIBLE, visible_gpus
-from ..cluster.pool import NoRoom, addresses, check, survey
-from ..cluster.wire import joined, split
-from ..controller import Options
-from ..controller.runtime import demand_of
+from ..runtime.cluster.credentials import SECRET, Credentials, NoSecret, read_secret
+from ..runtime.cluster.doctor import seen_by
+from ..runtime.cluster.inventory import VISIBLE, visible_gpus
+from ..runtime.cluster.pool import NoRoom, addresses, check, survey
+from ..runtime.cluster.wire import split
+from ..runtime.controller import Options
+from ..runtime.controller.runtime import demand_of
+from ..system.addresses import joined
 
 
 def check_hosts(cfg: Any) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from datetime import datetime
 
-from ..controller import ForgeError
+from ..runtime.controller import ForgeError
 
 SLURM_END = "SLURM_JOB_END_TIME"  # environment variable: when the job is killed, in seconds since the epoch
 RECENT = 16  # steps and checkpoints whose longest is expected to come again

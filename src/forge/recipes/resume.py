@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import yaml
 
-from ..config import Arguments, ConfigError, flat, read, to_dict
-from ..integrity import CHECKSUMS, DamagedFile, check_files, read_sealed, write_sealed
-from ..masking import MASK, without_secrets
+from ..config.sections import Arguments, ConfigError, flat, read, to_dict
 from ..observability.console import log
-from ..observability.run import FINISHED, MARK, made_no_step
+from ..observability.folder import FINISHED, MARK, made_no_step
+from ..system.checksums import CHECKSUMS, DamagedFile, check_files, read_sealed, write_sealed
+from ..system.masking import MASK, without_secrets
 
 T = TypeVar("T")
 

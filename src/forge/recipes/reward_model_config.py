@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from pydantic import NonNegativeFloat
 
-from ..config import ConfigError, Section
-from ..controller import Options
+from ..config.sections import ConfigError, Section
 from ..data.config import PreferencesConfig
+from ..runtime.controller import Options
 from .schema import TrainingRecipe
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 
-from ..controller import first_to_end
-from ..data.rewards import overlong_penalty
+from ..rewards.rules import overlong_penalty
+from ..runtime.controller import first_to_end
 from ..training import credit
 from ..types import Group, Sample
 from .components import Job, MakeEnv, start_rl

@@ -8,13 +8,13 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from ..algorithms import Algorithm, Correction, load_algorithm
 from ..algorithms.base import OwnLoss
-from ..config import ConfigError, Section
-from ..controller import Options
+from ..config.plugin import resolve
+from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig, RowsConfig
 from ..engines.interface import check_length
 from ..envs.config import EpisodeConfig
 from ..observability.console import log
-from ..plugin import resolve
+from ..runtime.controller import Options
 from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
 from .schema import RecipeConfig, RewardConfig

@@ -8,18 +8,18 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from ..architecture import longest
-from ..cluster.settings import ClusterConfig
-from ..config import ConfigError, Section
+from ..config.plugin import load_plugin
+from ..config.sections import ConfigError, Section
 from ..data.config import PreferencesConfig, RowsConfig
 from ..data.files import Rows
-from ..data.rewards import load_reward
 from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
-from ..plugin import load_plugin
+from ..models.architecture import longest
+from ..rewards.config import VerifiersConfig
+from ..rewards.reward import as_verifier
+from ..rewards.rules import load_reward
+from ..runtime.cluster.settings import ClusterConfig
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
-from ..verifiers.reward import as_verifier
-from ..verifiers.spec import VerifiersConfig
 from .metrics_config import MetricsConfig
 from .preemption import deadline_of
 
@@ -107,7 +107,7 @@ class ServeConfig(Section):
     def check_installed(self) -> None:
         """ImportError: aiohttp is missing; says what to install."""
         if self.port is not None:
-            from ..web import required_key
+            from ..system.web import required_key
 
             required_key(self.host)
 
@@ -115,7 +115,7 @@ class ServeConfig(Section):
         """Listens at the address; None: not served. OSError: it is not available; names the remedy."""
         if self.port is None:
             return None
-        from ..web import bind
+        from ..system.web import bind
 
         return bind(self.host, self.port, "--serve.port 0")
 
@@ -124,7 +124,7 @@ class RewardConfig(Section):
     """The sum of all that is set."""
 
     functions: list[Any] | None = None
-    """Names from `forge.data.rewards` or `package.module:Name`, or verifiers with their settings, `{use:
+    """Names from `forge.rewards.rules` or `package.module:Name`, or verifiers with their settings, `{use:
     package.module:Name, ...}`; from Python also the objects themselves. null: `MathReward` unless `verifiers` is
     set."""
     verifiers: VerifiersConfig | None = None
@@ -316,7 +316,7 @@ class TrainingRecipe(Section):
         return self.dataset.within("max_tokens", longest(AutoConfig.from_pretrained(model, trust_remote_code=False)))
 
     def placement(self, name: str) -> dict[str, Any]:
-        """Options of service `name`, see `forge.controller.Options`."""
+        """Options of service `name`, see `forge.runtime.controller.Options`."""
         return {**self.services[name]}
 
     def _check(self) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import PositiveInt
 
-from ..config import ConfigError, Section
-from ..controller import Options
+from ..config.sections import ConfigError, Section
 from ..data.config import SupervisedConfig
 from ..engines.settings import EngineSettings
+from ..runtime.controller import Options
 from .schema import EvalConfig, RecipeConfig, RewardConfig, ServeConfig
 
 

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..files import free_bytes
-from ..janitor import sweep
-from ..store.versions import memory_folder
+from ..runtime.store.versions import memory_folder
+from ..system.files import free_bytes
+from ..system.scratch import sweep
 from .memory import BYTES, count_parameters, state_bytes
 
 VERSIONS = 3  # of the weights: two that are published, and one that is being written

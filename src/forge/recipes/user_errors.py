@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from ..controller.errors import RemoteTraceback
+from ..runtime.controller.errors import RemoteTraceback
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line \d+.*\n(?:    .*\n?)*', re.MULTILINE)
 _HOMES = [Path(__file__).parents[2] / name for name in ("forge", "forge_envs", "forge_sandbox", "forge_weaver")]

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint for the policy, for evaluation harnesses and agent frameworks."""
+"""Addresses of a run: an OpenAI-compatible endpoint for its policy, and `forge watch`, a page over its folder."""
 
 from __future__ import annotations
 

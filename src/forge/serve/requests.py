@@ -7,10 +7,10 @@ from functools import lru_cache
 from inspect import signature
 from typing import Any
 
+from ..config.plugin import nearest
 from ..data.chat import ChatFormat
 from ..data.special_tokens import SpecialTokens, whole
-from ..data.template_limits import limit_templates
-from ..plugin import nearest
+from ..models.template_limits import limit_templates
 from ..types import TOP_LOGPROBS, Sampling
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": (), "seed": None}

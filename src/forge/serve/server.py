@@ -14,11 +14,11 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 from ..actors.streams import StreamLost
-from ..controller import CallTimeout, Service
 from ..data.spelling import spelled
 from ..engines.interface import extend
+from ..runtime.controller import CallTimeout, Service
+from ..system.web import guard, json_of, listen, web
 from ..types import Completion
-from ..web import guard, json_of, listen, web
 from .requests import BadRequest, Job, parse
 from .responses import Answer, encoded, failure
 from .samples import Piece, Samples, slices
@@ -43,7 +43,7 @@ class Server:
         policy: a service of `forge.actors.Generator`.
         tokenizer: the model's.
         model: its name for clients.
-        key: what clients must send as their API key; see `forge.web`.
+        key: what clients must send as their API key; see `forge.system.web`.
         another: a second key, of the page that shows the run.
     """
 
@@ -55,7 +55,7 @@ class Server:
 
     @asynccontextmanager
     async def listen(self, at: socket.socket) -> AsyncIterator[str]:
-        """Serve on a socket of `forge.web.bind` within the block; yields the clients' `base_url`."""
+        """Serve on a socket of `forge.system.web.bind` within the block; yields the clients' `base_url`."""
         access = guard(at.getsockname()[0], self.key, self.another)
         app = web.Application(client_max_size=LARGEST, middlewares=[_errors_as_json, access])
         app.add_routes(

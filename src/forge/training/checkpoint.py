@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from ..files import free_bytes, removed_on_error, room_for, sync
-from ..integrity import CHECKSUMS, DamagedFile, check_files, write_checksums
-from ..weight_layouts import split_experts
+from ..models.weight_layouts import split_experts
+from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checksums
+from ..system.files import free_bytes, removed_on_error, room_for, sync
 from .checkpoint_reader import Planner, Reader, dump_plain, load_plain
 from .distributed import Ranks
 from .optimizers import begin

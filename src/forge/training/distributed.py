@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..cluster.peers import accept_own_user_only
-from ..cluster.rendezvous import SCHEME
-from ..devices import accelerator
+from ..system.devices import accelerator
 from .settings import Parallelism
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after this a rank in a collective has lost a peer
@@ -64,7 +59,7 @@ class Ranks:
 def join(
     rank: int = 0,
     world_size: int = 1,
-    rendezvous: str | None = None,
+    store: dist.Store | None = None,
     parallelism: Parallelism | None = None,
     *,
     cpu_offload: bool = False,
@@ -73,14 +68,13 @@ def join(
     """Join the process group of `world_size` ranks and make its mesh.
 
     Args:
-        rendezvous: name of a FileStore in TMPDIR that no other process group used, or board://HOST:PORT/NAME for ranks
-            on several machines; not needed for one process.
+        store: where the ranks find one another, which no other process group used; not needed for one process.
         cpu_offload: parameters will be in host memory, for which FSDP needs a mesh even with a single process.
         mesh: make one for a single process as well: in bfloat16 FSDP casts weights and keeps states in bfloat16, where
             autocast keeps states in float32.
 
     Raises:
-        ValueError: degrees whose product is not `world_size`, several ranks without a rendezvous, or `cpu_offload`
+        ValueError: degrees whose product is not `world_size`, several ranks without a store, or `cpu_offload`
             without an accelerator.
     """
     layout = (parallelism or Parallelism()).over(world_size)
@@ -94,20 +88,11 @@ def join(
         torch.accelerator.set_device_index(device.index)
     if world_size == 1 and not (cpu_offload or mesh):
         return Ranks(0, 1, device, None)
-    store: dist.Store
     if world_size == 1:
         store = dist.HashStore()
-    elif rendezvous is None:
-        raise ValueError(f"{world_size} ranks need a rendezvous")
-    elif rendezvous.startswith(SCHEME):
-        from ..cluster.ranks import board_store
-
-        store = board_store(rendezvous, COLLECTIVE_TIMEOUT)
-    else:
-        # In the run's private folder: a TCPStore takes orders from every local user.
-        store = dist.FileStore(str(Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous), world_size)
-        store.set_timeout(COLLECTIVE_TIMEOUT)
-    accept_own_user_only()
+    elif store is None:
+        raise ValueError(f"{world_size} ranks need a store in which they find one another")
+    store.set_timeout(COLLECTIVE_TIMEOUT)
     backend = dist.get_default_backend_for_device(device)
     # gloo sums offloaded gradients in host memory, for their norm.
     backend = f"cpu:gloo,{device.type}:{backend}" if cpu_offload else backend

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..devices import has_wide_products
+from ..system.devices import has_wide_products
 
 # oneDNN caches a kernel for every shape: callers pad rows to a multiple of this, or memory grows with every new length.
 ROWS = 64

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..boxes import Box, local_boxes, whole
-from ..model_files import read_json
-from ..weight_layouts import split_experts
+from ..models.files import read_json
+from ..models.weight_layouts import split_experts
+from ..system.boxes import Box, local_boxes, whole
 
 MAPPED = 1 << 28  # bytes of tensors read before a file is closed: the pages of a mapped file count as this process's
 

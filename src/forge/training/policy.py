@@ -21,9 +21,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..architecture import check_config, rotary_limit, sparse_layers
 from ..data.prefixes import find_prefixes, prefix_ids
-from ..models import check_classifier, quiet_loading
+from ..models.architecture import check_config, rotary_limit, sparse_layers
+from ..models.find import check_classifier, quiet_loading
 from ..types import UNKNOWN_EXPERT, Batch
 from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from ..architecture import BIASES, MLP_BIASES, sparse_layers
-from ..config import Section
+from ..config.sections import Section
+from ..models.architecture import BIASES, MLP_BIASES, sparse_layers
 
 SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # those with tensor parallelism
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

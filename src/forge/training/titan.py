@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..architecture import sparse_layers
-from ..model_files import read_json
+from ..models.architecture import sparse_layers
+from ..models.files import read_json
 from ..types import Batch
 from . import titan_setup
 from .attention import PackedLayout, gather_scores, packed_attention

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..architecture import BIASES, MLP_BIASES, attention_kinds, check_config
+from ..models.architecture import BIASES, MLP_BIASES, attention_kinds, check_config
 
 VERSION = "0.3.0"
 FAMILIES = ("llama", "qwen3", "qwen3_moe")

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoConfig
 
 from ..data.packing import split
+from ..models.weight_layouts import adapters, merge_adapters
 from ..types import Batch
-from ..weight_layouts import adapters, merge_adapters
 from .distributed import Ranks
 from .experts import balance, load_metrics
 from .optimizers import build_optimizer

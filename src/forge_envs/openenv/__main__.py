@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import Any
 
-from forge.plugin import resolve
+from forge.config.plugin import resolve
 
 from .server import serve
 

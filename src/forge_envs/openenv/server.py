@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from forge.envs.environment import Environment, InfrastructureError, Step
-from forge.web import bind, guard, listen, required_key
+from forge.system.web import bind, guard, listen, required_key
 
 from .wire import CLOSING, LARGEST, SCHEMA, action_from_json, reply_to_json
 
@@ -375,7 +375,7 @@ def web_app(
         make: an environment, called for each session.
         task: from the seed, the task of a reset without one.
         name, description, version: for /metadata; the name defaults to that of `make`.
-        host, key: where it will be served, and what clients must send as their API key; see `forge.web`.
+        host, key: where it will be served, and what clients must send as their API key; see `forge.system.web`.
         max_sessions: more are rejected with CAPACITY_REACHED.
         idle: seconds without a message after which a session is ended.
         timeout: seconds for one call of an environment; exceeding it is an infrastructure error that ends the session.
@@ -401,7 +401,7 @@ async def serve(
     """`async with serve(make) as url:`; port 0 picks a free one, `settings` go to `web_app`.
 
     Raises:
-        ValueError: other machines reach `host`, and there is no key; see `forge.web.required_key`.
+        ValueError: other machines reach `host`, and there is no key; see `forge.system.web.required_key`.
     """
     key = required_key(host, key)
     async with listen(web_app(make, host=host, key=key, **settings), bind(host, port)) as url:

@@ -15,7 +15,7 @@ import pytest
 from forge.config import ConfigError
 from forge.engines import EngineSettings, load_engine
 from forge.engines.vllm_args import OWNER
-from forge.store import VersionStore
+from forge.runtime.store import VersionStore
 from forge.types import Sampling
 
 from ..conftest import error_of
@@ -150,9 +150,9 @@ def test_no_process_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
 def test_one_model_over_two_processes(tmp_path: Path) -> None:
     """Tensor parallelism by `procs`: the tokens of the embedded engine, before and after an update."""
     from forge.actors import PolicyActor
-    from forge.controller import run
     from forge.engines.weights import read_checkpoint
     from forge.models import build_small_model
+    from forge.runtime.controller import run
 
     sizes = {"hidden_size": 128, "layers": 2, "heads": 4, "kv_heads": 2, "max_positions": 32, "alphabet": "abcd>"}
     models = [build_small_model(tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)]

@@ -1,0 +1,31 @@
+"""Configuration: typed sections, YAML files, dotted overrides, and code by its name.
+
+Its names are imported on first use: `forge.algorithms` reads plugins, and must not load pydantic.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .sections import Arguments, ConfigError, Section, build, choices_in, keys_of, load, read, section_in, to_dict
+
+__all__ = [
+    "Arguments",
+    "ConfigError",
+    "Section",
+    "build",
+    "choices_in",
+    "keys_of",
+    "load",
+    "read",
+    "section_in",
+    "to_dict",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module(".sections", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

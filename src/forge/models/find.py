@@ -1,0 +1,234 @@
+"""Finding a model, checking that it is whole, and making a small one from a seed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..system.checksums import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
+from ..system.files import cache_folder, removed_on_error, room_for
+from .architecture import FAMILIES, check_config
+from .files import PICKLES, check_gguf, check_model_files, read_json
+from .hub import is_hub_id, split_revision
+from .tokenizer import PRINTABLE, character_tokenizer
+
+log = logging.getLogger(__name__)
+
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+WEIGHTS = ("*.safetensors", *PICKLES)
+
+
+def check_family(name: str) -> None:
+    """Check the architecture of a model before its weights are downloaded or read.
+
+    Raises:
+        ValueError: it is not one of `FAMILIES`, or config.json is malformed, or has a value that is not supported (see
+            `forge.models.architecture.check_config`) or that transformers rejects.
+    """
+    path = Path(name) / "config.json"
+    if is_hub_id(name):
+        from huggingface_hub import hf_hub_download
+
+        try:
+            repository, revision = split_revision(name)
+            path = Path(hf_hub_download(repository, "config.json", revision=revision))
+        except Exception:  # `resolve_model` says why
+            return
+    if not os.path.lexists(path):  # `resolve_model` says so
+        return
+    try:
+        family = read_json(path).get("model_type")
+    except ValueError as error:
+        raise ValueError(f"model {name}: its {error}") from None
+    if family is None:  # `resolve_model` says what else is missing
+        return
+    if family not in FAMILIES:
+        raise ValueError(f"model {name} has model_type {family!r:.80}, which is unsupported: use {_families()}")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+    except Exception as error:  # its validation raises classes of its own
+        raise ValueError(f"model {name}: its config.json is invalid: {' '.join(str(error).split())}") from error
+    config.name_or_path = f"model {name}"
+    check_config(config)
+
+
+def _families() -> str:
+    return "a model of " + ", ".join(FAMILIES)
+
+
+def check_classifier(config: Any) -> None:
+    """ValueError: transformers has no sequence classifier of this config's family, to be a critic or reward model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    if config.model_type not in CLASSIFIERS:
+        raise ValueError(
+            f"{config.model_type} models cannot be critics or reward models: transformers has no such head"
+        )
+
+
+def resolve_model(name: str) -> str:
+    """The local folder of a model: the folder itself, a snapshot of a hub id (`owner/model`, or
+    `owner/model@revision`), or what a `.gguf` file was opened to.
+
+    Raises:
+        FileNotFoundError: the folder is missing or lacks its configuration, weights or tokenizer.
+        DamagedFile: a file differs from its checksum, where the folder has `checksums.txt`.
+        ValueError: not in the cache and the hub cannot be reached; or a file that is malformed or too large, or weights
+            that are pickled; or a `.gguf` file that is none, or is of another family.
+        ImportError: a `.gguf` file, and the packages that read it are not installed.
+    """
+    folder = Path(name)
+    if name.endswith(".gguf"):
+        return str(open_gguf(folder))
+    if not folder.is_dir():
+        if not is_hub_id(name):
+            raise FileNotFoundError(f"model folder {name} does not exist")
+        from huggingface_hub import snapshot_download
+
+        try:
+            repository, revision = split_revision(name)
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES))
+        except Exception as error:
+            raise ValueError(
+                f"model {name} is no local folder and could not be fetched from the hub ({type(error).__name__}); "
+                "download it first and give the folder"
+            ) from error
+        check_model_files(folder)
+        return str(folder)
+    for what, patterns in (
+        ("config.json", ("config.json",)),
+        ("weights (model.safetensors)", WEIGHTS),
+        ("tokenizer (tokenizer.json)", ("tokenizer.json", "tokenizer_config.json")),
+    ):
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise FileNotFoundError(f"model folder {name} has no {what}")
+    if (folder / CHECKSUMS).exists():
+        try:
+            check_files(folder)
+        except DamagedFile as error:
+            raise DamagedFile(f"{error}; if you changed it, remove {folder / CHECKSUMS}") from None
+    check_model_files(folder)
+    return name
+
+
+def open_gguf(file: Path) -> Path:
+    """A folder in Hugging Face format with the weights of a GGUF file, dequantised to float32.
+
+    It is made once, in `$XDG_CACHE_HOME/torchforge/gguf`, under the checksum of the file, and takes 4 bytes a parameter
+    of disk and, while it is made, of memory.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: as `resolve_model`.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"model file {file} does not exist")
+    check_gguf(file)
+    try:
+        import accelerate  # noqa: F401 (transformers loads GGUF through it)
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"a .gguf model needs more packages: pip install 'torchforge-rl[gguf]' ({error})") from error
+    cache = cache_folder() / "gguf"
+    folder = cache / file_digest(file)
+    if folder.is_dir():
+        return Path(resolve_model(str(folder)))
+    log.info("opening %s: its weights are written once to %s, in float32", file, folder)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    where, name = str(file.parent), file.name
+    try:
+        config = AutoConfig.from_pretrained(where, gguf_file=name, trust_remote_code=False)
+        supported = config.model_type in FAMILIES
+        if supported:
+            with quiet_loading():
+                model = AutoModelForCausalLM.from_pretrained(
+                    where, gguf_file=name, dtype=torch.float32, trust_remote_code=False
+                )
+                tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name, trust_remote_code=False)
+    except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
+        raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
+    if not supported:
+        raise ValueError(f"model {file} has model_type {config.model_type!r}, which is unsupported: use {_families()}")
+    # The weights are no longer quantised; transformers would not save a quantised model.
+    model.hf_quantizer = None  # type: ignore[assignment]
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    cache.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=cache, prefix="incomplete-"))
+    try:
+        with quiet_loading():
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+        write_checksums(aside, [path.name for path in aside.iterdir()])
+        if not folder.is_dir():  # another process may have been faster
+            aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def build_small_model(
+    folder: str | Path,
+    *,
+    seed: int,
+    alphabet: str | None,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    max_positions: int,
+) -> str:
+    """Write a Qwen3-architecture model with random weights and a character tokenizer in Hugging Face format."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    tokenizer = character_tokenizer(alphabet or PRINTABLE)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden_size // heads,
+        intermediate_size=3 * hidden_size,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    logging.disable_progress_bar()
+    model, folder = Qwen3ForCausalLM(config), Path(folder)
+    with room_for(folder, 4 * model.num_parameters()), removed_on_error(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_checksums(folder, [file.name for file in folder.iterdir() if file.name != CHECKSUMS])
+    return str(folder)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without transformers' progress bars, and its report of a head that was newly initialised as if that were a
+    mistake."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

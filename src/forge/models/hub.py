@@ -1,0 +1,106 @@
+"""The Hugging Face hub: names with a revision, model cards, uploads."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..system.masking import without_secrets
+
+PACKAGES = ("torchforge-rl", "torch", "transformers", "torchmonarch")
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """`owner/model@revision` as (owner/model, revision); the revision, a branch, tag or commit, may be missing."""
+    repository, found, revision = name.partition("@")
+    return repository, revision if found else None
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is `owner/model`, with or without `@revision`, and no folder of this machine, nor a misspelt
+    one."""
+    folder, (repository, _) = Path(name), split_revision(name)
+    local = folder.is_dir() or name.startswith((".", "/", "~")) or folder.parent.is_dir()
+    return NAME.fullmatch(repository) is not None and not local
+
+
+def check_upload(repository: str) -> None:
+    """Check before a run that its model can be uploaded when it ends.
+
+    Raises:
+        ValueError: not `owner/name`, the hub is switched off, or there is no token.
+    """
+    from huggingface_hub import constants, get_token
+
+    if NAME.fullmatch(repository) is None:
+        raise ValueError(f"checkpoint.push_to_hub must be owner/name, got {repository!r}")
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError("checkpoint.push_to_hub needs the hub, and HF_HUB_OFFLINE is set: unset one of them")
+    if get_token() is None:
+        raise ValueError("checkpoint.push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN")
+
+
+def upload(folder: Path, repository: str) -> str:
+    """Upload a model's folder to a repository, which is made private if it is new; returns its address.
+
+    Raises:
+        OSError, ValueError: what the hub answers.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    address = api.create_repo(repository, private=True, exist_ok=True)
+    api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Trained with torchforge")
+    return str(address)
+
+
+def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[dict[str, Any]]) -> None:
+    """Write `README.md` into an exported model's folder: recipe, data, metrics, versions and configuration.
+
+    Args:
+        recipe: its name, such as "grpo".
+        config: the run's configuration; secrets in it are masked, for the card is published.
+        history: rows of metrics.jsonl.
+    """
+    from huggingface_hub import ModelCardData
+
+    config = without_secrets(config)
+    dataset, start = config.get("dataset") or {}, config.get("model")
+    rows = [dataset, *(dataset.get("sources") or ())]
+    data = [str(row.get("path") or row.get("task")) for row in rows if row.get("path") or row.get("task")]
+    card = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["torchforge", recipe],
+        base_model=split_revision(start)[0] if start and is_hub_id(start) else None,
+        datasets=[name for name in data if NAME.fullmatch(name) and not Path(name).exists()] or None,
+    )
+    metrics = {}
+    for key in ("eval/accuracy", "eval/reward", "eval/loss", "reward", "accuracy", "loss"):
+        if values := [(row["step"], row[key]) for row in history if key in row]:
+            metrics[key] = values[0], values[-1]
+    table = [
+        f"| {key} | {first:.4g} (step {at:.0f}) | {last:.4g} (step {end:.0f}) |"
+        for key, ((at, first), (end, last)) in metrics.items()
+    ]
+    versions = []
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:  # forge on the path, without being installed
+            versions.append(f"{package} (version unknown)")
+    parts = [
+        f"---\n{card.to_yaml()}\n---",
+        f"# {(config.get('run') or {}).get('name', recipe)}",
+        f"Trained with torchforge, recipe `{recipe}`, from {f'`{start}`' if start else 'random weights'}, on "
+        f"{', '.join(f'`{name}`' for name in data) or 'its own data'}.",
+        "\n".join(["| metric | first | last |", "|---|---|---|", *table]) if table else "It left no metrics.",
+        f"Versions: {', '.join(versions)}.",
+        f"## Configuration\n\n```yaml\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True)}```",
+    ]
+    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")

@@ -1,0 +1,56 @@
+"""Tokenizers: a model's own, and one of single characters for small models on procedural tasks."""
+
+from __future__ import annotations
+
+import string
+from typing import TYPE_CHECKING, Any
+
+from .template_limits import limit_templates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
+    """A Hugging Face tokenizer with one token per character of `alphabet`, after pad (0), eos (1) and unk (2).
+
+    Encoding adds no special token; other characters become unk. `decode(encode(text)) == text` over the alphabet.
+    ValueError for an empty alphabet or a repeated character.
+    """
+    if not alphabet:
+        raise ValueError("alphabet is empty")
+    repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    if repeated:
+        raise ValueError(f"alphabet repeats {''.join(repeated)!r}")
+
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *alphabet))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def open_tokenizer(name: str) -> Any:
+    """The tokenizer of a model; its chat template has limits. ValueError: it cannot be read; says why in one line."""
+    from transformers import AutoTokenizer
+
+    limit_templates()
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library raises Exception itself, and its panics are none
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"the tokenizer of model {name} cannot be read: {reason}") from error

@@ -1,0 +1,76 @@
+"""A run's folder: the names of its files, and what is cut or cleared when a run is resumed or repeated."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..system.files import write_atomic
+
+log = logging.getLogger(__name__)
+
+MARK, CONFIG, FINISHED, LOGS = "metrics.jsonl", "config.yaml", "finished", "logs.txt"
+ENDED = "ended.txt"  # of a run that did not finish: "failed: " or "stopped: " and why; then the traceback
+MONARCH = "monarch.log"
+
+
+def digest(path: Path, size: int | None = None) -> xxhash.xxh3_128:
+    """Of a file's first bytes, or of all."""
+    found, left = xxhash.xxh3_128(), path.stat().st_size if size is None else size
+    with path.open("rb") as file:
+        while left > 0 and (data := file.read(min(left, 1 << 22))):
+            found.update(data)
+            left -= len(data)
+    return found
+
+
+def check_free(folder: Path, overwrite: bool) -> None:
+    """FileExistsError: the folder holds an earlier run that made a step. One that failed before that blocks nothing."""
+    if (folder / MARK).exists() and not overwrite and not made_no_step(folder):
+        raise FileExistsError(
+            f"{folder} holds an earlier run: resume it with --resume {folder}, choose another run.name, or set "
+            "run.overwrite to true"
+        )
+
+
+def made_no_step(folder: Path) -> bool:
+    """Whether the run in this folder ended before its first step: no checkpoint, and at most the row of step 0."""
+    rows = (folder / MARK).read_text().splitlines()
+    return not any((folder / "checkpoints").glob("*")) and all(row.startswith('{"step": 0.0,') for row in rows)
+
+
+def clear(folder: Path) -> None:
+    """Remove an earlier run, but not the lock on its folder. The mark goes last, so that after a kill the folder either
+    still counts as a run or is clean; checkpoints are renamed first, so that none is half there."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path.rename(path.with_suffix(".removed")))
+    for path in folder.iterdir():
+        if path.name not in (MARK, CONFIG, "lock"):
+            path.unlink()
+    (folder / MARK).unlink()
+    (folder / CONFIG).unlink(missing_ok=True)
+
+
+def cut(path: Path, last: int) -> list[dict[str, Any]]:
+    """Remove the lines of steps after `last` from a file of JSON lines; returns the others. Damaged lines are removed
+    too: a killed process leaves a truncated last one, any other is a warning."""
+    kept: list[tuple[str, dict[str, Any]]] = []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if row["step"] > last:
+                break
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                log.warning("%s, line %d is damaged and left out", path, number)
+            continue
+        kept.append((line, row))
+    write_atomic(path, "".join(f"{line}\n" for line, _ in kept), durable=True)
+    return [row for _, row in kept]

@@ -1,0 +1,327 @@
+"""The Python front door: `forge.train(model, dataset=..., reward=...)` and its kin run the recipes of `forge.recipes`.
+
+Rewards, environments and algorithms are names or Python objects, closures and lambdas included. A call checks
+everything before it starts a process, runs to the end, and leaves `runs/<name>/`. It works in a script, and in a
+notebook whose event loop runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..config.plugin import nearest
+from ..config.sections import ConfigError, Section, build, keys_of, section_in
+from ..observability.held_out import HELD_OUT
+from ..observability.rollouts import ROLLOUTS, batches, texts
+
+T = TypeVar("T")
+# The sections whose keys `train` accepts by themselves.
+SHARED = ("training", "grpo", "dpo", "dataset", "generator", "async", "eval", "checkpoint", "run")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind in `folder`."""
+
+    folder: Path
+
+    @property
+    def model(self) -> str:
+        """The trained model's folder, in Hugging Face format."""
+        return str(self.folder / "model")
+
+    @property
+    def report(self) -> str:
+        """The HTML report."""
+        return str(self.folder / "report.html")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per step, as in metrics.jsonl; the row of step 0 is the evaluation before training."""
+        return _lines(self.folder / "metrics.jsonl")
+
+    @property
+    def rollouts(self) -> list[dict[str, Any]]:
+        """The groups that were recorded: prompt, first response, target, rewards, step. `rollouts.arrow` has all
+        samples with their tokens."""
+        return [line for _, batch in batches(self.folder / ROLLOUTS) for line in texts(batch)]
+
+    @property
+    def held_out(self) -> list[dict[str, Any]]:
+        """The answers to held-out problems at each evaluation: step, problem, prompt, target, response, reward,
+        correct, tokens, finish."""
+        return _lines(self.folder / HELD_OUT)
+
+
+def train(
+    model: str | None,
+    *,
+    dataset: Any,
+    reward: Any = None,
+    environment: Any = None,
+    algorithm: Any = "grpo",
+    eval_dataset: Any = None,
+    name: str | None = None,
+    resume: str | None = None,
+    **settings: Any,
+) -> Result:
+    """Reinforcement learning of a model with a reward, or in an environment.
+
+    Args:
+        model: folder or hub id; None with `from_scratch={...}`.
+        dataset: a path, a hub id, rows (a list of dicts, a `datasets.Dataset`), or the keys of the section `dataset`.
+        reward: a function `f(prompt, response, target) -> float | None`, a verifier, a name, or a list of these.
+        environment: what makes an environment for each episode, in place of `reward`.
+        algorithm: a name ("grpo", "dapo", ...), an `Algorithm`, a loss function or `nn.Module` over named tensors.
+        eval_dataset: held-out rows or a path of them; None: no evaluation, unless `eval={...}` says otherwise.
+        name: of the run's folder below runs/; None makes one from the time.
+        resume: "auto" resumes the run of this name if there is something to resume.
+        settings: sections of the configuration as dicts (`training={"steps": 50}`), or single keys where only one
+            section has them (`steps=50`, `n_samples=4`, `learning_rate=1e-5`); docs/configuration.md lists all.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range. BadInput: the model or the data do not allow the run.
+        Whatever the reward, the environment or a component raises; nothing of the run is left running.
+    """
+    from . import rl
+    from .rl_config import RLConfig
+
+    values: dict[str, Any] = {"algorithm": algorithm}
+    if reward is not None:
+        single = isinstance(reward, str) or not isinstance(reward, Sequence | Mapping)
+        values["reward"] = reward if isinstance(reward, Mapping) else {"functions": [reward] if single else [*reward]}
+    if environment is not None:
+        values["environment"] = environment
+    return _run(rl.train, RLConfig, "rl", values, model, dataset, eval_dataset, name, resume, settings)
+
+
+def sft(
+    model: str | None,
+    *,
+    dataset: Any,
+    eval_dataset: Any = None,
+    name: str | None = None,
+    resume: str | None = None,
+    **settings: Any,
+) -> Result:
+    """Supervised fine-tuning on conversations, prompts with answers, or plain text. Arguments as of `train`."""
+    from . import sft as recipe
+    from .sft_config import SFTConfig
+
+    values = {"eval": {"accuracy": False}}
+    return _run(recipe.train, SFTConfig, "sft", values, model, dataset, eval_dataset, name, resume, settings)
+
+
+def dpo(
+    model: str | None,
+    *,
+    dataset: Any,
+    eval_dataset: Any = None,
+    name: str | None = None,
+    resume: str | None = None,
+    **settings: Any,
+) -> Result:
+    """Direct preference optimisation on pairs of answers. Arguments as of `train`."""
+    from . import dpo as recipe
+    from .dpo_config import DPOConfig
+
+    return _run(recipe.train, DPOConfig, "dpo", {}, model, dataset, eval_dataset, name, resume, settings)
+
+
+def evaluate(
+    model: str,
+    *,
+    dataset: Any,
+    reward: Any,
+    problems: int | None = None,
+    generator: Mapping[str, Any] | None = None,
+    **sampling: Any,
+) -> dict[str, float]:
+    """`{"eval/accuracy": ..., "eval/reward": ..., ...}` of greedy answers to `problems` items of the dataset (None: all
+    rows that were given).
+
+    Args:
+        dataset, reward: as of `train`.
+        generator: settings of `forge.engines.EngineSettings`.
+        sampling: what differs from greedy decoding, such as `max_tokens`.
+    """
+    from ..data.config import DatasetConfig
+    from ..data.load import load_data
+    from ..models.find import check_family, resolve_model
+    from ..models.tokenizer import open_tokenizer
+
+    check_family(model)
+    folder, section = resolve_model(model), build(DatasetConfig, _dataset(dataset), "dataset")
+    rows: Any = load_data(open_tokenizer(folder), kind=section.kind, **{**section, "shuffle": False})
+    samples = rows.held_out(_count(section.path, problems))
+    functions = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else [*reward]
+
+    async def work(policy: Any) -> dict[str, float]:
+        from ..actors import RewardActor
+        from ..envs.group import SingleTurnEnv
+
+        return await SingleTurnEnv(await RewardActor.as_service(functions)).evaluate(policy, samples, **sampling)
+
+    return _with_policy(folder, generator, work)
+
+
+def generate(
+    model: str,
+    prompts: str | Sequence[str],
+    *,
+    chat: bool = False,
+    generator: Mapping[str, Any] | None = None,
+    **sampling: Any,
+) -> Any:
+    """Completions of one prompt or of several, in order: `forge.types.Completion` with text, token ids and
+    log-probabilities; with `n`, a list of n for each prompt.
+
+    Args:
+        chat: render each prompt as a user message with the model's chat template.
+        generator: settings of `forge.engines.EngineSettings`.
+        sampling: fields of `forge.types.Sampling`, such as `n`, `max_tokens` and `temperature`.
+    """
+    from ..models.find import check_family, resolve_model
+    from ..models.tokenizer import open_tokenizer
+
+    check_family(model)
+    folder, texts = resolve_model(model), [prompts] if isinstance(prompts, str) else [*prompts]
+    inputs: list[Any] = list(texts)
+    if chat:
+        from ..data.chat import ChatFormat
+
+        tokenizer: Any = open_tokenizer(folder)
+        form = ChatFormat(tokenizer)
+        rendered = [form.render([{"role": "user", "content": t}], add_generation_prompt=True) for t in texts]
+        # As tokens: the template has written bos already.
+        inputs = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
+        sampling.setdefault("stop_token_ids", form.stop_ids)
+
+    async def work(policy: Any) -> list[Any]:
+        return await asyncio.gather(*(policy.generate.route(prompt, **sampling) for prompt in inputs))
+
+    found = _with_policy(folder, generator, work)
+    return found[0] if isinstance(prompts, str) else found
+
+
+def _run(
+    recipe: Callable[..., Any],
+    config_type: type[Section],
+    kind: str,
+    values: dict[str, Any],
+    model: str | None,
+    dataset: Any,
+    eval_dataset: Any,
+    name: str | None,
+    resume: str | None,
+    settings: dict[str, Any],
+) -> Result:
+    """Build the configuration of a recipe from Python values, and run it."""
+    from .launch import execute
+
+    values = {"dataset": _dataset(dataset), **values} | ({} if model is None else {"model": model})
+    values["run"] = {"name": name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"}
+    held_out = {"problems": 0}
+    if eval_dataset is not None:
+        if (path := _dataset(eval_dataset).get("path")) is None:
+            raise ConfigError(f"eval_dataset must be rows or a path of them, got {eval_dataset!r:.80}")
+        held_out = {"path": path, "problems": _count(path, None, 256)}
+    values["eval"] = {**values.get("eval", {}), **held_out}
+    for key, value in settings.items():
+        for section, part in _placed(config_type, key, value, values.get("algorithm")).items():
+            values[section] = {**values.get(section, {}), **part} if isinstance(part, Mapping) else part
+    cfg = build(config_type, values)
+    return Result(_anywhere(partial(execute, recipe, cfg, resume=resume)))
+
+
+def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) -> dict[str, Any]:
+    """A setting in its place in the configuration: a section or a top-level key as it is, any other key in the one
+    section that has it.
+
+    Raises:
+        ConfigError: no section has it, or several do.
+    """
+    sections = keys_of(config_type)
+    if key in sections:
+        return {key: value}
+    inner = {name: section_in(field.annotation) for name, field in sections.items()}
+    # Sections of their own matter, such as `episode` or `critic`, are given whole.
+    known = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}
+    homes = [name for name, keys in known.items() if key in keys]
+    everything = [*sections, *(inner for keys in known.values() for inner in keys)]
+    if not homes and "grpo" in sections:
+        misspelt = difflib.get_close_matches(key, everything, n=1, cutoff=0.8)
+        from ..algorithms import setting_names
+
+        # A setting of the algorithm, such as beta, before the misspelling of another, such as beta2.
+        if key in setting_names(algorithm) or not misspelt:
+            homes = ["grpo"]
+    if len(homes) > 1:
+        choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in homes)
+        raise ConfigError(f"{key!r} is a key of several sections: write {choices}")
+    if not homes:
+        raise ConfigError(f"unknown setting {key!r}{nearest(key, everything)}")
+    return {homes[0]: {key: value}}
+
+
+def _dataset(dataset: Any) -> dict[str, Any]:
+    """The section `dataset` of a path, a task, rows, or the section itself."""
+    from ..data.files import Rows
+
+    if isinstance(dataset, Mapping):
+        return dict(dataset)
+    if isinstance(dataset, str | Path):
+        name = str(dataset)
+        return {"task": name} if ":" in name and not Path(name).exists() else {"path": name}
+    if isinstance(dataset, Iterable):
+        return {"path": Rows(dataset)}
+    raise ConfigError(f"dataset must be a path, a hub id, rows or a mapping, got {dataset!r:.80}")
+
+
+def _count(rows: Any, asked: int | None, most: int | None = None) -> int:
+    if asked is not None:
+        return asked
+    if isinstance(rows, str) or rows is None:
+        return most or 256
+    return len(rows) if most is None else min(most, len(rows))
+
+
+def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable[[Any], Any]) -> Any:
+    """`await work(policy)` with a generator of this model, in a run of its own."""
+    from ..actors import Generator
+    from ..engines import EngineSettings
+    from ..engines.weights import load_config
+    from ..runtime.controller import run
+
+    if EngineSettings(**(generator or {})).engine == "embedded":
+        load_config(Path(model))
+
+    async def main() -> Any:
+        return await work(await Generator.as_service(model, **(generator or {})))
+
+    return _anywhere(lambda: run(main()))
+
+
+def _anywhere(work: Callable[[], T]) -> T:
+    """`work()`, which runs an event loop: in this thread, or in another where this one has a loop (a notebook)."""
+    from ..runtime.controller import run_in_thread
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        has_loop = False
+    else:
+        has_loop = True
+    return run_in_thread(work) if has_loop else work()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,234 @@
+"""A language model as a judge, behind any OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from string import Formatter
+from typing import Any
+
+from ..data.special_tokens import inert_anywhere
+from ..system.bounded_http import bounded_transport
+from .config import JudgeSettings
+from .threads import within
+from .verdicts import read_verdict
+from .verifier import Scores, Unscored, collect
+
+try:
+    from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
+except ImportError as error:
+    raise ImportError("LM judges need the openai package: pip install openai") from error
+
+MILLION = 1_000_000
+# Of the library that openai uses: httpx, or httpx2 in later versions.
+_TRANSPORT = bounded_transport(import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]))
+
+
+@dataclass
+class Cost:
+    """Usage of a judge. `money` is in the currency of the prices; `untold` counts answers without usage."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    untold: int = 0
+    money: float = 0.0
+
+
+class LMJudge:
+    """The share of yes among k votes, or P(yes) / (P(yes) + P(no)) of the next token; in [0, 1].
+
+    The `openai` client retries transient errors (connection, timeout, 408, 409, 429, 5xx) with backoff or
+    `Retry-After`; a malformed answer is retried at once. After the last retry the response is unscored. So is one of
+    whose votes half or more are unreadable.
+
+    Responses are judged in order, at most `concurrency` at a time. Waiting for a turn does not count for `time_limit`,
+    nor for a `Panel`'s timeout as long as the endpoint answers other requests.
+
+    Args:
+        url, model, name, settings: fields of `forge.rewards.config.JudgeSettings`.
+        api_key: sent as a bearer token.
+
+    Raises:
+        ValueError: an invalid setting.
+        ImportError: openai is not installed.
+    """
+
+    def __init__(
+        self, url: str, model: str, name: str | None = None, *, api_key: str | None = None, **settings: Any
+    ) -> None:
+        self._how = how = JudgeSettings(url=url, model=model, name=name, **settings)
+        yes, no, self._chat = how.yes.strip(), how.no.strip(), how.endpoint == "chat"
+        self.names: tuple[str, ...] = (name or model,)
+        self.cost = Cost()
+        self.progress = 0  # answered requests: with a dead endpoint it stands still, and a panel times out
+        self._base, self._path = url.rstrip("/"), "/chat/completions" if self._chat else "/completions"
+        self._fixed: dict[str, Any] = {"model": model, "temperature": how.temperature}
+        if how.scoring == "votes":
+            self._fixed["max_tokens"] = how.max_tokens
+        else:
+            self._fixed["max_tokens"] = 1
+            self._fixed |= {"logprobs": True, "top_logprobs": how.top} if self._chat else {"logprobs": how.top}
+        self._yes, self._no = yes.lower(), no.lower()
+        # Without a key "none", or the client would send the one of OPENAI_API_KEY to any endpoint.
+        self._api_key = api_key or os.environ.get(how.api_key_env or "") or "none"
+        self._at: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the question and its settings; not of the model that the endpoint serves under its name."""
+        how = self._how
+        asked = (
+            self._base + self._path,
+            self._fixed,
+            how.system_prompt,
+            how.template,
+            how.votes,
+            self._yes,
+            self._no,
+            how.frame,
+        )
+        return f"judge 2 {asked!r}"
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """One number for each response."""
+        client, turns = self._connected()
+
+        async def in_turn(response: str) -> float:
+            async with turns:
+                judged = self._judge(client, prompt, response, target)
+                return await within(self._how.time_limit, judged, f"the judge {self.names[0]}")
+
+        return await collect([in_turn(response) for response in responses], 1)
+
+    async def close(self) -> None:
+        """Close the connections; requests in flight fail."""
+        if self._at is not None:
+            await self._at[1].close()
+            self._at = None
+
+    def question(self, prompt: str, response: str, target: str | None) -> str:
+        """The text that the judge gets. Unscored: the template needs a target, and there is none."""
+        if target is None and "target" in {field for _, field, _, _ in Formatter().parse(self._how.template)}:
+            raise Unscored("the template asks for a target, and there is none")
+        mark = mark_of(prompt, response)
+        framed = f"----- {mark} -----\n{inert_anywhere(response)}\n----- end of {mark} -----"
+        given = framed if self._how.frame else response
+        return self._how.template.format(prompt=prompt, response=given, target=target, mark=mark)
+
+    async def _judge(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
+        text = self.question(prompt, response, target)
+        system = [{"role": "system", "content": self._how.system_prompt}] if self._how.system_prompt is not None else []
+        question = {"messages": [*system, {"role": "user", "content": text}]} if self._chat else {"prompt": text}
+        if self._how.scoring == "logprob":
+            choice = (await self._ask(client, {**self._fixed, **question}))[0]
+            try:
+                if self._chat:
+                    tops = choice["logprobs"]["content"][0]["top_logprobs"]
+                    likely = [(top["token"], top["logprob"]) for top in tops]
+                else:
+                    likely = list(choice["logprobs"]["top_logprobs"][0].items())
+            except (KeyError, IndexError, TypeError):
+                raise Unscored("the endpoint gives no log-probabilities: set scoring to votes") from None
+            yes, no = (
+                sum(math.exp(logprob) for token, logprob in likely if token.strip().lower() == word)
+                for word in (self._yes, self._no)
+            )
+            if not yes + no:
+                raise Unscored(f"neither {self._yes} nor {self._no} is among the top tokens {[t for t, _ in likely]}")
+            return yes / (yes + no)
+
+        verdicts: list[bool] = []
+        asked, answer = 0, ""
+        while (left := self._how.votes - asked) > 0:
+            # Not every endpoint supports n: missing votes are requested again.
+            several = {"n": left} if left > 1 else {}
+            choices = (await self._ask(client, {**self._fixed, **question, **several}))[:left]
+            for answer in map(self._text, choices):
+                verdict = read_verdict(answer, self._yes, self._no)
+                if verdict is not None:
+                    verdicts.append(verdict)
+            asked += len(choices)
+        if 2 * len(verdicts) <= asked:
+            raise Unscored(f"{len(verdicts)} of {asked} verdicts could be read; the last answer was {answer[-80:]!r}")
+        return sum(verdicts) / len(verdicts)
+
+    def _text(self, choice: dict[str, Any]) -> str:
+        text = choice["message"].get("content") if self._chat else choice["text"]
+        if not isinstance(text, str | None):
+            raise TypeError("the answer is no text")
+        return text or ""
+
+    async def _ask(self, client: AsyncOpenAI, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of an answer. Unscored: all attempts failed, or the budget is spent."""
+        url, budget = self._base + self._path, self._how.budget
+        for _ in range(self._how.retries + 1):
+            if budget is not None and self.cost.money >= budget:
+                raise Unscored(f"the budget of {budget:g} is spent")
+            if budget is not None and self.cost.untold:
+                raise Unscored("the endpoint does not report its usage, which a budget needs")
+            try:
+                # As plain JSON: endpoints deviate from the client's types, and the client does not check them.
+                found: Any = await client.post(self._path, cast_to=object, body=body)
+            except ValueError as error:
+                found = str(error)  # not JSON
+            except APITimeoutError as error:
+                limit = self._how.request_timeout
+                raise Unscored(f"{url} gave no answer within {limit:g} s{_tried(error)}") from None
+            except APIConnectionError as error:
+                cause = error.__cause__ or error
+                raise Unscored(f"no connection to {url} ({type(cause).__name__}: {cause}){_tried(error)}") from None
+            except APIStatusError as error:
+                text = error.response.text[:200]
+                raise Unscored(f"{url} answered {error.status_code}: {text!r}{_tried(error)}") from None
+            try:
+                if not [self._text(choice) for choice in found["choices"]]:
+                    continue
+            except (ValueError, LookupError, TypeError, AttributeError):
+                continue
+            self.progress += 1
+            try:
+                asked, answered = (int(found["usage"][f"{kind}_tokens"]) for kind in ("prompt", "completion"))
+                self.cost.prompt_tokens += asked
+                self.cost.completion_tokens += answered
+                self.cost.money += (asked * self._how.prices[0] + answered * self._how.prices[1]) / MILLION
+            except (KeyError, TypeError, ValueError, OverflowError):
+                self.cost.untold += 1
+            return found["choices"]
+        raise Unscored(f"{url} gave an invalid answer: {str(found)[:120]!r}, tried {self._how.retries + 1} times")
+
+    def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
+        """The client and the semaphore of the running loop: neither works in another."""
+
+        async def count(request: Any) -> None:
+            self.cost.requests += 1
+
+        loop = asyncio.get_running_loop()
+        if self._at is None or self._at[0] is not loop or self._at[1].is_closed():
+            client = AsyncOpenAI(
+                api_key=self._api_key,
+                base_url=self._base,
+                max_retries=self._how.retries,
+                timeout=self._how.request_timeout,
+                http_client=DefaultAsyncHttpxClient(
+                    event_hooks={"request": [count]}, transport=_TRANSPORT(), follow_redirects=False
+                ),
+            )
+            self._at = (loop, client, asyncio.Semaphore(self._how.concurrency))
+        return self._at[1:]
+
+
+def mark_of(prompt: str, response: str) -> str:
+    """The mark of the lines around a response. A digest of it, which it cannot contain: no text can be found that holds
+    its own. Unlike a random mark it leaves a judge's verdicts reproducible."""
+    return hashlib.sha256(f"{len(prompt)} {prompt}{response}".encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def _tried(error: APIConnectionError | APIStatusError) -> str:
+    tries = int(error.request.headers.get("x-stainless-retry-count", 0)) + 1
+    return f", tried {tries} times" if tries > 1 else ""

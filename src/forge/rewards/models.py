@@ -1,0 +1,174 @@
+"""Batched forward passes of a transformers model, shared by reward models and process reward models."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.prompts import PromptFormat
+from ..data.special_tokens import SpecialTokens
+from .config import ModelSettings
+from .verifier import Unscored
+
+NO_LIMIT = 1 << 20  # tokenizers without a limit return a huge number
+
+Inputs = dict[str, Tensor]  # of the model, [rows, width], padded at the right: input_ids, attention_mask, ...
+
+
+class Row(NamedTuple):
+    """The tokens of a text, and token type ids if the tokenizer has them."""
+
+    ids: list[int]
+    types: list[int] | None = None
+
+
+class BatchedModel:
+    """A model and its tokenizer.
+
+    Args:
+        settings: folder or hub id, device, dtype, and how prompts are rendered.
+        loader: a class of transformers, such as AutoModelForSequenceClassification.
+
+    Raises:
+        ValueError: missing weights, or a prompt template with other fields than {question}.
+        OSError: no such model.
+    """
+
+    def __init__(self, settings: ModelSettings, loader: Any) -> None:
+        path, max_tokens = str(settings.path), settings.max_tokens
+        self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model, loading_info = loader.from_pretrained(
+            path,
+            dtype=getattr(torch, settings.dtype),
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+        if missing := sorted(loading_info["missing_keys"]):
+            raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
+        self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
+        self.batch_tokens = settings.batch_tokens
+        names = ("prompt_template", "chat_template", "system_prompt", "chat_options")
+        self.texts = {name: settings[name] for name in names}
+        self.format = PromptFormat(self.tokenizer, **self.texts)
+        self.format.fields(["question"])
+        self.special = SpecialTokens(self.tokenizer)
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        for name, module in self.model.named_modules():
+            padding = getattr(module, "padding_idx", None)
+            if positions and padding is not None and name.rpartition(".")[2] == "position_embeddings":
+                positions -= padding + 1  # RoBERTa's positions start after the padding index
+                break
+        limits = (self.tokenizer.model_max_length, positions)
+        known = [limit for limit in limits if limit and limit < NO_LIMIT]
+        self.max_tokens = min(*known, max_tokens or NO_LIMIT, NO_LIMIT)
+        pads = (self.model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id, 0)
+        self._pad = next(pad for pad in pads if pad is not None and pad >= 0)  # some configurations have -1
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of weights, configuration and tokenizer; reads all of them."""
+        digest = hashlib.sha256(self.model.config.to_json_string(use_diff=False).encode())
+        for name, tensor in self.model.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        words = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        digest.update(words.encode())
+        digest.update(repr((self.tokenizer.chat_template, self.tokenizer.special_tokens_map)).encode())
+        return digest.hexdigest()[:32]
+
+    def full_text(self, prompt: str, response: str) -> str:
+        """Prompt and response; with a chat template the whole conversation. ValueError: the template fails."""
+        text = self.format.render({"question": prompt})[0]
+        if self.format.chat is None:
+            return text + response
+        return self.format.chat.render(self.format.conversation(text, response))
+
+    def class_index(self, label: str | int | None) -> int:
+        """The index of a class. ValueError: no such class, or the model has several and `label` is None."""
+        names = {int(number): name for number, name in (self.model.config.id2label or {}).items()}
+        known = ", ".join(f"{name!r}" for name in names.values())
+        if label is None:
+            if len(names) > 1:
+                raise ValueError(f"the model has {len(names)} classes: set label to one of {known}")
+            return 0
+        for number, name in names.items():
+            if label in (name, number):
+                return number
+        raise ValueError(f"the model has no class {label!r}: it has {known}")
+
+    def run(self, rows: Sequence[Row], read: Callable[[Inputs], Sequence[Any]]) -> list[Any]:
+        """The outcome of `read` for each row, in order: Unscored for a row that is empty or too long, and the
+        exception of `read` for a row that fails even alone."""
+        found = dict(self.stream(rows, read))
+        return [found[index] for index in range(len(rows))]
+
+    @torch.inference_mode()
+    def stream(
+        self,
+        rows: Sequence[Row | Exception],
+        read: Callable[[Inputs], Sequence[Any]],
+        wanted: Callable[[int], bool] = lambda index: True,
+    ) -> Iterator[tuple[int, Any]]:
+        """As `run`, yielding (index, outcome) batch by batch; exceptions among `rows` are yielded as they are. Rows
+        that are no longer `wanted` at the time of their batch are left out."""
+        fit: dict[int, Row] = {}
+        for index, row in enumerate(rows):
+            if isinstance(row, Exception):
+                yield index, row
+            elif not row.ids:
+                yield index, Unscored("there are no tokens to read")
+            elif len(row.ids) > self.max_tokens:
+                yield index, Unscored(f"it has {len(row.ids)} tokens, and the model reads {self.max_tokens}")
+            else:
+                fit[index] = row
+        # Batches of rows of similar length, of at most `batch_tokens` with padding.
+        batches: list[list[int]] = []
+        for index in sorted(fit, key=lambda index: len(fit[index].ids)):
+            if not batches or (len(batches[-1]) + 1) * len(fit[index].ids) > self.batch_tokens:
+                batches.append([])
+            batches[-1].append(index)
+
+        def read_halving(indices: list[int]) -> Sequence[Any]:
+            # A failed batch is split: it may need too much memory, or one row is at fault.
+            try:
+                return read(self.pad(indices, fit))
+            except Exception as error:
+                if len(indices) == 1:
+                    return [error]
+            half = len(indices) // 2
+            return [*read_halving(indices[:half]), *read_halving(indices[half:])]
+
+        for batch in batches:
+            if indices := [index for index in batch if wanted(index)]:
+                yield from zip(indices, read_halving(indices), strict=True)
+
+    def pad(self, indices: list[int], rows: Sequence[Row] | Mapping[int, Row]) -> Inputs:
+        """These rows as one batch."""
+        width = max(len(rows[index].ids) for index in indices)
+        ids, mask, types = [], [], []
+        for row in (rows[index] for index in indices):
+            gap = [0] * (width - len(row.ids))
+            ids.append(row.ids + [self._pad] * len(gap))
+            mask.append([1] * len(row.ids) + gap)
+            types.append((row.types or [0] * len(row.ids)) + gap)
+        inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        if rows[indices[0]].types is not None:
+            inputs["token_type_ids"] = torch.tensor(types)
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+
+
+def row_or_error(make: Callable[[str, str], Row], prompt: str, response: str) -> Row | Exception:
+    """`make(prompt, response)`, or the exception that it raises."""
+    try:
+        return make(prompt, response)
+    except Exception as error:
+        return error

@@ -1,0 +1,167 @@
+"""A panel: several verifiers as one, with a timeout and a cache."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .cache import Cache, Fingerprint, key_of
+from .threads import within
+from .verifier import Scores, Verifier, close_all, reason_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Tally:
+    """Statistics of one verifier: numbers (one for each response and column) `scored`, `cached` (of those) and
+    `missing`; the count of each reason; `seconds` of calls, waiting included, which may overlap."""
+
+    scored: int = 0
+    cached: int = 0
+    missing: int = 0
+    seconds: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        text = f"{self.scored} scored ({self.cached} of them known before), {self.seconds:.1f} s in calls that overlap"
+        if not self.missing:
+            return text
+        common = "; ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(3))
+        return f"{text}; {self.missing} missing: {common}{' ...' if len(self.reasons) > 3 else ''}"
+
+
+class Panel:
+    """Runs all its verifiers concurrently. The scores of one that fails or times out are NaN with a reason.
+
+    Args:
+        verifiers: at least one; panels may hold panels.
+        timeout: seconds of each verifier for one call. On timeout the whole call is lost, so time limits for single
+            responses should be shorter. For verifiers with `progress`, as all of this library, the timeout restarts
+            whenever they progress with any call: waiting behind other calls does not count.
+        cache: of the scores of verifiers with a `fingerprint`; equal responses are then scored once. Reading the
+            fingerprint does not count for the timeout; if that fails, scores are not cached.
+
+    Raises:
+        ValueError: no verifiers, a repeated name, or a timeout that is not above 0.
+    """
+
+    grouped = True
+
+    def __init__(self, verifiers: Sequence[Verifier], *, timeout: float = 60.0, cache: Cache | None = None) -> None:
+        self.verifiers, self.timeout, self.cache = tuple(verifiers), timeout, cache
+        self.names = tuple(name for verifier in self.verifiers for name in verifier.names)
+        if not self.names:
+            raise ValueError("a panel needs at least one verifier")
+        if repeated := sorted(name for name, count in Counter(self.names).items() if count > 1):
+            raise ValueError(f"two verifiers of a panel are called {', '.join(repeated)}: give one another name")
+        if timeout <= 0:
+            raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
+        self.tallies = [Tally() for _ in self.verifiers]
+        self._fingerprints = [Fingerprint(verifier) for verifier in self.verifiers]
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, names]; exceptions of verifiers become reasons."""
+        calls = (self._ask(number, prompt, list(responses), target) for number in range(len(self.verifiers)))
+        parts = await asyncio.gather(*calls)
+        reasons: dict[tuple[int, int], str] = {}
+        start = 0
+        for part in parts:
+            reasons |= {(i, start + j): reason for (i, j), reason in part.reasons.items()}
+            start += part.values.shape[1]
+        return Scores(np.concatenate([part.values for part in parts], axis=1), reasons)
+
+    def describe(self) -> str:
+        """The tallies as text, one line for each verifier."""
+        pairs = zip(self.verifiers, self.tallies, strict=True)
+        return "\n".join(f"{', '.join(verifier.names)}: {tally}" for verifier, tally in pairs)
+
+    @property
+    def progress(self) -> float:
+        """Of all verifiers and of reading their fingerprints."""
+        reading = sum(fingerprint.seconds for fingerprint in self._fingerprints)
+        return reading + sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
+
+    async def close(self) -> None:
+        """Close all verifiers, even if one raises."""
+        await close_all(self.verifiers)
+
+    async def _ask(self, number: int, prompt: str, responses: list[str], target: str | None) -> Scores:
+        verifier, tally = self.verifiers[number], self.tallies[number]
+        if not responses:
+            return Scores(np.empty((0, len(verifier.names))))
+        start = time.perf_counter()
+        fingerprint = None if self.cache is None else await self._fingerprints[number]()
+        try:
+            if self.cache is None or fingerprint is None:
+                call = _checked_scores(verifier, prompt, responses, target)
+            else:
+                call = self._cached(verifier, self.cache, tally, fingerprint, prompt, responses, target)
+            found = await within(self.timeout, call, "the verifier", lambda: getattr(verifier, "progress", None))
+        except Exception as error:
+            found = Scores.none(len(responses), len(verifier.names), reason_of(error))
+        tally.seconds += time.perf_counter() - start
+        tally.missing += len(found.reasons)
+        tally.scored += found.values.size - len(found.reasons)
+        tally.reasons.update(found.reasons.values())
+        return found
+
+    async def _cached(
+        self,
+        verifier: Verifier,
+        cache: Cache,
+        tally: Tally,
+        fingerprint: str,
+        prompt: str,
+        responses: list[str],
+        target: str | None,
+    ) -> Scores:
+        # A unit is one entry of the cache: a response, or all responses together of a grouped verifier.
+        width, grouped = len(verifier.names), getattr(verifier, "grouped", False)
+        units = [tuple(responses)] if grouped else [(response,) for response in dict.fromkeys(responses)]
+        places = [(units[0], i) for i in range(len(responses))] if grouped else [((one,), 0) for one in responses]
+        keys = {unit: key_of(f"{fingerprint} {verifier.names}", prompt, unit, target) for unit in units}
+        known: dict[str, tuple[float, ...]] = {}
+        try:
+            known = await cache.get(list(keys.values()))
+        except sqlite3.Error as error:
+            log.warning("the cache %s cannot be read, everything is scored again: %s", cache.path, error)
+        parts = {unit: Scores(np.reshape(known[key], (-1, width))) for unit, key in keys.items() if key in known}
+        tally.cached += width * sum(unit in parts for unit, _ in places)
+        if new := [unit for unit in units if unit not in parts]:
+            fresh = await _checked_scores(verifier, prompt, [response for unit in new for response in unit], target)
+            start = 0
+            for unit in new:
+                inside = range(start, start + len(unit))
+                reasons = {(i - start, j): reason for (i, j), reason in fresh.reasons.items() if i in inside}
+                parts[unit] = Scores(fresh.values[start : start + len(unit)], reasons)
+                start += len(unit)
+            complete = [unit for unit in new if not parts[unit].reasons]
+            try:
+                await cache.put({keys[unit]: tuple(parts[unit].values.ravel().tolist()) for unit in complete})
+            except sqlite3.Error as error:
+                log.warning("the cache %s cannot be written, it keeps no scores: %s", cache.path, error)
+        result = Scores(np.stack([parts[unit].values[place] for unit, place in places]))
+        for i, (unit, place) in enumerate(places):
+            result.reasons |= {(i, j): why for (k, j), why in parts[unit].reasons.items() if k == place}
+        return result
+
+
+async def _checked_scores(verifier: Verifier, prompt: str, responses: list[str], target: str | None) -> Scores:
+    """The verifier's scores with a reason for every number that is not finite. ValueError: a wrong number of scores."""
+    found = await verifier.score(prompt, responses, target)
+    if not isinstance(found, Scores):
+        raise TypeError(f"its score must return forge.rewards.Scores, not {type(found).__name__}")
+    values = np.asarray(found.values, dtype=np.float64)
+    if values.shape != (len(responses), len(verifier.names)):
+        raise ValueError(f"it gave scores of shape {values.shape} for {len(responses)} responses and {verifier.names}")
+    lacking = {(int(i), int(j)) for i, j in np.argwhere(~np.isfinite(values))}
+    reasons = {where: found.reasons.get(where, "it gave no reason") for where in sorted(lacking)}
+    return Scores(np.where(np.isfinite(values), values, np.nan), reasons)

@@ -1,0 +1,149 @@
+"""Process reward models: a score for each step of a response, with columns for minimum, mean and last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from .config import ProcessRewardModelSettings
+from .models import BatchedModel, Inputs, Row, row_or_error
+from .threads import Batcher
+from .verifier import Scores, Unscored
+
+# Settings of language models that change the logits after the head; only the head is computed here.
+_AFTER_HEAD = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+)
+
+
+class ProcessRewardModel:
+    """The probability that each step of a response is good; columns `<name>_min`, `_mean` and `_last`.
+
+    Each step is followed by a marker token, at which the step is scored:
+
+    - a token classifier (default), as TRL trains them: the probability of the class `label`;
+    - with `good` and `bad`, a causal language model, as Math-Shepherd (Wang et al. 2024): the probability of the token
+      `good` against `bad` as the next token.
+
+    The text is the rendered prompt with all steps and markers, tokenized as a whole; special tokens that a response
+    spells are broken by a space. A response that is too long, has
+    no steps, or contains the marker, is unscored.
+
+    Args:
+        path, name, settings: fields of `forge.rewards.config.ProcessRewardModelSettings`.
+
+    Raises:
+        ValueError: invalid settings, or settings that do not fit the model.
+        OSError: no such model.
+    """
+
+    def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
+        how = ProcessRewardModelSettings(path=str(path), name=name, **settings)
+        marker, good, bad, label = how.marker, how.good, how.bad, how.label
+        self._separator, self._joint, self._marker = re.compile(how.separator), how.joint, marker
+        self._of = BatchedModel(how, AutoModelForTokenClassification if good is None else AutoModelForCausalLM)
+        name = name or Path(path).name
+        self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
+        self._marker_id = self._last_token(marker)
+        self._verdicts: tuple[int, int] | None = None
+        self._class = 0
+        if good is not None and bad is not None:
+            self._verdicts = (self._last_token(good), self._last_token(bad))
+            config = self._of.model.config.get_text_config()
+            if changed := [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]:
+                raise ValueError(f"{path} changes its logits after the head ({changed[0]}), which is not supported")
+            if self._verdicts[0] == self._verdicts[1]:
+                raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
+        else:
+            self._class = self._of.class_index(label)
+        self._settings = (marker, how.separator, how.joint, good, bad, label, *self._of.texts.values())
+        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, name)
+
+    @property
+    def progress(self) -> int:
+        """Number of responses scored."""
+        return self._batcher.progress
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Reads all weights, once."""
+        return f"process reward model {self._of.identity} {self._settings} {self._of.max_tokens}"
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """Three numbers for each response, in [0, 1]."""
+        found = await self.read(prompt, responses)
+        # np.min rather than min: it propagates NaN.
+        of = [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in found]
+        return Scores.of(of, 3)
+
+    async def read(self, prompt: str, responses: Sequence[str]) -> list[list[float] | Exception]:
+        """The probability of each step of each response, or what makes a response unscored."""
+        return await self._batcher([(prompt, response) for response in responses])
+
+    async def steps(self, prompt: str, response: str) -> list[float]:
+        """The probability of each step. Raises what makes the response unscored."""
+        (found,) = await self.read(prompt, [response])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def cut(self, response: str) -> list[tuple[str, int]]:
+        """The steps of a response, each with the character at which it ends; none is only white space."""
+        ends = [(match.start(), match.end()) for match in self._separator.finditer(response)]
+        starts = [0, *(end for _, end in ends)]
+        spans = zip(starts, [*(start for start, _ in ends), len(response)], strict=True)
+        return [(response[start:end], end) for start, end in spans if response[start:end].strip()]
+
+    async def close(self) -> None:
+        """Stop the thread; waiting calls fail."""
+        self._batcher.close()
+
+    def _compute(self, texts: list[tuple[str, str]], wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+        return self._of.stream([row_or_error(self._row, *text) for text in texts], self._read, wanted)
+
+    def _row(self, prompt: str, response: str) -> Row:
+        steps = [step for step, _ in self.cut(response)]
+        if not steps:
+            raise Unscored("it has no steps")
+        marked = self._joint.join(self._of.special.inert(step) + self._marker for step in steps)
+        text = self._of.full_text(prompt, marked)
+        ids = self._of.tokenizer(text, add_special_tokens=self._of.format.chat is None)["input_ids"]
+        if (count := ids.count(self._marker_id)) != len(steps):
+            raise Unscored(
+                f"it has {count} markers {self._marker!r} for {len(steps)} steps: "
+                "the text contains the marker, or the tokenizer merges it"
+            )
+        return Row(ids)
+
+    def _read(self, inputs: Inputs) -> list[list[float]]:
+        model: Any = self._of.model
+        # The marker's token may also be the padding token.
+        at = (inputs["input_ids"] == self._marker_id) & (inputs["attention_mask"] == 1)
+        if self._verdicts is None:
+            logits = model(**inputs).logits[at].float()
+            good = logits.softmax(-1)[:, self._class]
+        else:
+            states = model.base_model(**inputs, use_cache=False)[0][at].float()
+            head = model.get_output_embeddings()
+            yes, no = (
+                states @ head.weight[token].float() + (0.0 if head.bias is None else head.bias[token].float())
+                for token in self._verdicts
+            )
+            good = (yes - no).sigmoid()
+        return [part.tolist() for part in good.split(at.sum(1).tolist())]
+
+    def _last_token(self, text: str) -> int:
+        ids = self._of.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids or ids[-1] == self._of.tokenizer.unk_token_id:
+            raise ValueError(f"the tokenizer has no token for {text!r}")
+        return ids[-1]

@@ -1,0 +1,149 @@
+"""Reward models and cross-encoders: any Hugging Face sequence classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from ..data.supervised import closed
+from .config import TRUNCATE, RewardModelSettings
+from .models import BatchedModel, Inputs, Row, row_or_error
+from .threads import Batcher
+from .verifier import Scores
+
+NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose classes are independent
+
+
+class RewardModel:
+    """One number for each response: the logit of a sequence classifier with one class, or for one of several.
+
+    Runs in a thread of its own; calls that arrive while a batch is computed form the next one. A response that is too
+    long is unscored, unless `truncate` is set. A `Panel`'s timeout must be longer than one forward pass.
+
+    The text of prompt and response:
+
+    - default, as this library trains reward models: `prompt_template` with the prompt, the response, and eos, or the
+      conversation of both up to the end of the answer's turn. The tokens are those of `PreferenceDataset`.
+    - `append_eos=False`, as most published reward models: the template with the prompt and the response as one text,
+      with the tokenizer's own special tokens only; of a chat template all that it renders.
+    - `as_pair`, for cross-encoders: as the tokenizer joins two texts.
+
+    Models with a linear head `score` are read at the last token of the row, in float32, also where that token is the
+    padding token (transformers would use the token before it).
+
+    Args:
+        path, name, settings: fields of `forge.rewards.config.RewardModelSettings`.
+
+    Raises:
+        ValueError: invalid settings, or settings that do not fit the model.
+        OSError: no such model.
+    """
+
+    def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
+        how = RewardModelSettings(path=str(path), name=name, **settings)
+        self.of = BatchedModel(how, AutoModelForSequenceClassification)
+        self.names: tuple[str, ...] = (name or Path(path).name,)
+        tokenizer, append_eos, chat = self.of.tokenizer, how.append_eos, bool(how.chat_template)
+        if append_eos is None and not how.as_pair:
+            ids = tokenizer("a")["input_ids"]
+            ends = bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
+            append_eos = chat or not ends  # some tokenizers end every text with a special token
+            if how.truncate and not append_eos:
+                raise ValueError(TRUNCATE)
+        if append_eos and not chat and tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
+        self._as_pair, self._append_eos, self._truncate = how.as_pair, append_eos, how.truncate
+        self._label = self.of.class_index(how.label)
+        self._scale, self._slope, self._intercept = how.scale, how.slope, how.intercept
+        head = getattr(self.of.model, "score", None)
+        self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
+        self._settings = (*self.of.texts.values(), how.as_pair, append_eos, how.label)
+        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, self.names[0])
+
+    @property
+    def progress(self) -> int:
+        """Number of responses scored."""
+        return self._batcher.progress
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Reads all weights, once."""
+        numbers = (self._scale, self._slope, self._intercept, self._truncate, self.of.max_tokens)
+        return f"reward model {self.of.identity} {self._settings} {numbers}"
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """One number for each response."""
+        return Scores.of(await self._batcher([(prompt, response) for response in responses]), 1)
+
+    async def close(self) -> None:
+        """Stop the thread; waiting calls fail."""
+        self._batcher.close()
+
+    def tokens(self, prompt: str, response: str) -> list[int]:
+        """The model's input tokens. ValueError: the texts cannot be encoded."""
+        return self.rows([(prompt, response)])[0].ids
+
+    def _compute(self, texts: list[tuple[str, str]], wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+        try:
+            rows: Sequence[Row | Exception] = self.rows(texts)
+        except Exception:  # one by one, so that only those at fault are unscored
+            rows = [row_or_error(lambda *text: self.rows([text])[0], *text) for text in texts]
+        return self.of.stream(rows, self._read, wanted)
+
+    def rows(self, texts: Sequence[tuple[str, str]]) -> list[Row]:
+        """The model's input of each (prompt, response). Special tokens that a response spells are broken by a space."""
+        texts = [(prompt, self.of.special.inert(response)) for prompt, response in texts]
+        tokenizer, limit, form = self.of.tokenizer, self.of.max_tokens, self.of.format
+        prompts = {prompt: form.render({"question": prompt})[0] for prompt, _ in texts}
+        responses = [response for _, response in texts]
+        if self._as_pair:
+            cut: dict[str, Any] = {"truncation": "longest_first", "max_length": limit} if self._truncate else {}
+            return _read_rows(tokenizer([prompts[prompt] for prompt, _ in texts], responses, **cut))
+        if form.chat is not None and self._append_eos:
+            return [Row(closed(*form.answered(prompts[prompt], response))[0]) for prompt, response in texts]
+        if not self._append_eos:
+            joined = [self.of.full_text(prompt, response) for prompt, response in texts]
+            return _read_rows(tokenizer(joined, add_special_tokens=form.chat is None))
+        # The tokens of `PromptFormat.answered`, with all responses tokenized in one call.
+        before = {prompt: list(form.encode(text)[1]) for prompt, text in prompts.items()}
+        answers = tokenizer(responses, add_special_tokens=False)["input_ids"]
+        rows = []
+        for (prompt, _), answer in zip(texts, answers, strict=True):
+            row = [*before[prompt], *answer, tokenizer.eos_token_id]
+            # If not even one token of the response would stay, the row is left too long and so unscored.
+            if self._truncate and len(before[prompt]) + 1 < limit < len(row):
+                row = [*row[: limit - 1], row[-1]]
+            rows.append(Row(row))
+        return rows
+
+    def logits(self, inputs: Inputs) -> Tensor:
+        """[rows] before calibration, float32."""
+        model: Any = self.of.model
+        if self._at_last_token is None:
+            logits = model(**inputs).logits.float()
+        else:
+            states = model.base_model(**inputs, use_cache=False)[0]
+            ends = inputs["attention_mask"].sum(1) - 1
+            last = states[torch.arange(len(states), device=states.device), ends].float()
+            bias = self._at_last_token.bias
+            logits = F.linear(last, self._at_last_token.weight.float(), None if bias is None else bias.float())
+        if logits.shape[1] == 1 or model.config.problem_type in NOT_EXCLUSIVE:
+            return logits[:, self._label]
+        others = [i for i in range(logits.shape[1]) if i != self._label]
+        return logits[:, self._label] - logits[:, others].logsumexp(1)
+
+    def _read(self, inputs: Inputs) -> list[float]:
+        x = self._slope * self.logits(inputs) + self._intercept
+        return (x.sigmoid() if self._scale == "probability" else x).tolist()
+
+
+def _read_rows(encoded: Any) -> list[Row]:
+    ids = encoded["input_ids"]
+    return [Row(*both) for both in zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)]

@@ -1,0 +1,170 @@
+"""Verifiers without a model: rules, the comparison of final answers, and answer frequency."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from .rules import MathReward, final_answer
+from .rules.compare import equal
+from .threads import Turns, within
+from .verifier import Scores, Unscored, collect
+
+TOLERANCE = 1e-6
+MOST_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second
+
+
+class Rule:
+    """A reward function `f(prompt, response, target) -> float | None`, plain or async, as a verifier.
+
+    None, NaN and exceptions leave a response unscored; so should a function that needs a target and gets None.
+
+    Args:
+        function: called with one response at a time. A plain function runs in one of the rule's four threads, on the
+            responses of a call one after the other; an async one runs on all of them concurrently.
+        name: of the column; default the function's name.
+        time_limit: seconds for one response, which is unscored after that. An async function is cancelled; a plain one
+            continues in its thread, for Python cannot stop threads.
+        version: a text that changes when the function's scores could. Without it scores are not cached.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str | None = None,
+        *,
+        time_limit: float = 10.0,
+        version: str | None = None,
+    ) -> None:
+        if not callable(function):
+            raise ValueError(f"a rule is a function of (prompt, response, target), got {function!r}")
+        if time_limit <= 0:
+            raise ValueError(f"time_limit must be above 0 seconds, got {time_limit}")
+        self.function, self.time_limit = function, time_limit
+        self.names: tuple[str, ...] = (str(name or getattr(function, "__name__", type(function).__name__)),)
+        self.fingerprint = None if version is None else f"rule {self.names[0]} {version}"
+        self._turns = Turns()
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+    @property
+    def progress(self) -> int:
+        """Number of responses for which the function returned, raised or timed out."""
+        return self._turns.progress
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """One number for each response."""
+
+        async def awaited(response: str) -> Any:
+            with self._turns.counted():
+                return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
+
+        if self._is_async:
+            return await collect([awaited(response) for response in responses], 1)
+        outcomes: list[Any] = []
+        for response in responses:
+            try:
+                call = partial(self.function, prompt, response, target)
+                outcomes.append(await self._turns(call, limit=self.time_limit, what=self.names[0]))
+            except Exception as error:
+                outcomes.append(error)
+        return Scores.of(outcomes, 1)
+
+
+class MathVerifier(Rule):
+    """1 if the final answer of a response equals the target, else 0; see `forge.rewards.rules.MathReward`.
+
+    An answer that takes too long to compare is wrong; without a target, or if the target itself takes too long, the
+    response is unscored.
+    """
+
+    def __init__(self, name: str = "math", *, tolerance: float = TOLERANCE, time_limit: float = 10.0) -> None:
+        reward = MathReward(tolerance=tolerance)
+
+        def matches(prompt: str, response: str, target: str | None) -> float:
+            if target is None or not target.strip():
+                raise Unscored("there is no target to compare with")
+            right = reward.is_right(response, target)
+            if right is None:
+                raise Unscored("the target takes too long to compare")
+            return float(right)
+
+        super().__init__(matches, name, time_limit=time_limit, version=f"5 {reward}")
+        self._turns = Turns(1)  # one process compares for all threads: waiting for it must not count for time_limit
+
+
+class AnswerFrequency:
+    """The share of the other responses to the prompt that have the same answer, in [0, 1] (Saad-Falcon et al. 2025).
+
+    A unique answer has 0, and so has a response without an answer. A single response is unscored.
+
+    Args:
+        extract: the answer of a response, or None. If it raises, the response is unscored and not counted.
+        same: whether two answers are the same. By default final answers are compared as text, numbers and symbolically
+            (see `forge.rewards.rules`), and answers of another `extract` as text. Each answer is compared with the
+            first of each of the first MOST_KINDS kinds before it.
+        time_limit: seconds for all responses of a prompt.
+        version: of the two functions, see `Rule`; not needed for the defaults.
+    """
+
+    grouped = True
+
+    def __init__(
+        self,
+        extract: Callable[[str], str | None] = final_answer,
+        *,
+        same: Callable[[str, str], bool] | None = None,
+        name: str = "answer_frequency",
+        time_limit: float = 30.0,
+        version: str | None = None,
+    ) -> None:
+        self.extract, self.time_limit = extract, time_limit
+        by_default = (lambda a, b: bool(equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
+        self.same: Callable[[str, str], bool] = same or by_default
+        self.names: tuple[str, ...] = (name,)
+        known = version or ("default 3" if extract is final_answer and same is None else None)
+        self.fingerprint = None if known is None else f"answer frequency {known}"
+        self._turns = Turns()
+
+    @property
+    def progress(self) -> int:
+        """Number of finished prompts."""
+        return self._turns.progress
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """One number for each response; they depend on each other."""
+        if len(responses) < 2:
+            return Scores.none(len(responses), 1, "a single response has no others to agree with")
+
+        def kinds_of_answers() -> list[str | Exception | None]:
+            """Each answer as the first one that is the same, or what `extract` or `same` raised."""
+            end = monotonic() + self.time_limit  # the thread must not go on comparing after its time
+            same_as: dict[str, str] = {}
+            kinds: list[str | Exception | None] = []
+            for response in responses:
+                try:
+                    if monotonic() > end:
+                        raise Unscored("no time was left to compare its answer")
+                    answer = self.extract(response)
+                    if answer is not None and answer not in same_as:
+                        kinds_so_far = list(dict.fromkeys(same_as.values()))[:MOST_KINDS]
+                        first = (kind for kind in kinds_so_far if monotonic() < end and self.same(answer, kind))
+                        same_as[answer] = next(first, answer)
+                    kinds.append(None if answer is None else same_as[answer])
+                except Exception as error:
+                    kinds.append(error)
+            return kinds
+
+        kinds = await self._turns(kinds_of_answers, limit=self.time_limit, what=self.names[0])
+        read = [kind for kind in kinds if not isinstance(kind, Exception)]
+        outcomes: list[float | Exception] = []
+        for kind in kinds:
+            if isinstance(kind, Exception):
+                outcomes.append(kind)
+            elif len(read) < 2:
+                outcomes.append(Unscored("of no other response the answer could be read"))
+            else:
+                outcomes.append(0.0 if kind is None else (read.count(kind) - 1) / (len(read) - 1))
+        return Scores.of(outcomes, 1)

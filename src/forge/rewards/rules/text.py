@@ -1,0 +1,123 @@
+"""Text rewards: matches, a format, a length penalty; and rewards by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...config.plugin import resolve
+from ...data.thoughts import without_thoughts
+from ...types import Group
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExactMatch:
+    """`correct` if response and target are the same text apart from thoughts and white space at the ends, else
+    `incorrect`."""
+
+    correct: float = 1.0
+    incorrect: float = 0.0
+
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        is_same = target.strip() in (response.strip(), without_thoughts(response, prompt))
+        return self.correct if is_same else self.incorrect
+
+
+@dataclass(frozen=True, slots=True)
+class CharacterMatch:
+    """The share of positions that hold the right character, in [0, 1]; 1 means exact.
+
+    Thoughts and white space at the ends do not count. Missing and surplus characters are wrong positions, so that
+    writing on past the answer costs as much as stopping short. Two empty texts are exact.
+    """
+
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        target = target.strip()
+        response = target if response.strip() == target else without_thoughts(response, prompt)
+        positions = max(len(response), len(target))
+        return sum(a == b for a, b in zip(response, target, strict=False)) / positions if positions else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingReward:
+    """Scores the shape of a response.
+
+    - `full_reward`: one opening tag, one closing tag after it, text between them, and text after them.
+    - `partial_reward`: at least one of the two tags, but not that shape (unclosed, repeated, empty, no answer).
+    - 0: no tag at all.
+
+    Some chat templates open the block themselves, at the end of the prompt; that tag counts as the response's own.
+
+    Args:
+        partial_reward: at most `full_reward`; ValueError otherwise.
+        full_reward: the reward of the whole shape.
+        tag: the name inside the angle brackets; ValueError if it is empty.
+    """
+
+    partial_reward: float = 0.2
+    full_reward: float = 1.0
+    tag: str = "think"
+
+    def __post_init__(self) -> None:
+        if not self.tag.strip():
+            raise ValueError("tag is empty: name the tag without its brackets, such as 'think'")
+        if self.partial_reward > self.full_reward:
+            raise ValueError(f"partial_reward {self.partial_reward} is above full_reward {self.full_reward}")
+
+    def __call__(self, prompt: str, response: str, target: str = "") -> float:
+        opening, closing = f"<{self.tag}>", f"</{self.tag}>"
+        if prompt.rstrip().endswith(opening):
+            # The policy did not write this tag: by itself it earns nothing.
+            if closing not in response and opening not in response:
+                return 0.0
+            response = opening + response
+        if opening not in response and closing not in response:
+            return 0.0
+        head, _, rest = response.partition(opening)
+        thought, _, answer = rest.partition(closing)
+        whole = (
+            response.count(opening) == 1
+            and response.count(closing) == 1
+            and not head.strip()
+            and bool(thought.strip())
+            and bool(answer.strip())
+        )
+        return self.full_reward if whole else self.partial_reward
+
+
+def overlong_penalty(groups: Sequence[Group], limit: int, buffer: int) -> None:
+    """Subtract a length penalty from the rewards of scored episodes, in place (Yu et al. 2025, DAPO, eq. 13).
+
+    0 up to `limit - buffer` tokens, from there linearly down to -1 at `limit`. An answer that was cut off at the limit
+    thus differs from a wrong one by degrees, and not by a sudden -1 or 0.
+
+    Args:
+        limit: the most tokens that an answer may have.
+        buffer: how long before the limit the penalty begins; 0 is no penalty.
+    """
+    for episode in (episode for group in groups for episode in group.episodes):
+        if buffer and episode.reward is not None:
+            episode.reward -= min(1.0, max(0.0, (sum(episode.mask) - (limit - buffer)) / buffer))
+
+
+def load_reward(name: str, what: str = "reward") -> RewardFunction:
+    """Resolve `package.module:Name`, or a name from `forge.rewards.rules`; a class is instantiated without arguments.
+
+    Args:
+        what: the errors call it.
+
+    Raises:
+        ValueError: nothing of this name, or it is not callable.
+    """
+    found = resolve(name, what, "forge.rewards.rules")
+    try:
+        made = found() if inspect.isclass(found) else found
+    except TypeError as error:
+        raise ValueError(f"{what} {name!r} cannot be made without arguments ({error}); name a function") from error
+    if not callable(made):
+        raise ValueError(f"{what} {name!r} is not callable")
+    return made

@@ -1,0 +1,64 @@
+"""Rewards for the steps of a response, by a process reward model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .config import ProcessRewardModelSettings
+from .verifier import Scores
+
+
+class StepRewards:
+    """Each step of a response earns `weight * p / steps` at its end, where p is the probability that a process reward
+    model gives it: a response earns `weight` times the mean, however many steps it has.
+
+    An algorithm with a critic assigns the rewards to the tokens before them; others see their sum, which is an error of
+    the configuration.
+
+    Args:
+        model: fields of `forge.rewards.config.ProcessRewardModelSettings`.
+        weight: beside other rewards.
+
+    Raises:
+        ValueError: an invalid setting.
+    """
+
+    gives_steps = True
+
+    def __init__(self, model: Mapping[str, Any], weight: float = 1.0) -> None:
+        if not math.isfinite(weight) or weight == 0:
+            raise ValueError(f"weight must be a finite number other than 0, got {weight}")
+        self.settings, self.weight = ProcessRewardModelSettings(**model), weight
+        self.names = (self.settings.name or "steps",)
+
+    def check(self) -> None:
+        """ValueError: the model's folder does not exist."""
+        self.settings.check_sources("model")
+
+    def setup(self) -> None:
+        """Load the process reward model."""
+        from .process import ProcessRewardModel
+
+        self._model = ProcessRewardModel(**self.settings)
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, 1], with the reward of each step in `Scores.steps`."""
+        found = await self._model.read(prompt, responses)
+        sums = [one if isinstance(one, Exception) else self.weight * float(np.mean(one)) for one in found]
+        steps = [
+            []
+            if isinstance(one, Exception)
+            else [(end, self.weight * p / len(one)) for (_, end), p in zip(self._model.cut(text), one, strict=True)]
+            for text, one in zip(responses, found, strict=True)
+        ]
+        scores = Scores.of(sums, 1)
+        scores.steps = steps
+        return scores
+
+    async def close(self) -> None:
+        """Free the model."""
+        await self._model.close()

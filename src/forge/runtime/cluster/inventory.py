@@ -1,0 +1,134 @@
+"""What a machine has: accelerators, cores, memory, shared memory, versions of what a run needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+# Which accelerators a process may see: CUDA and ROCm read the first, oneAPI the second.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+PACKAGES = ("torchforge-rl", "torch", "torchmonarch", "transformers")
+INFINIBAND = Path("/sys/class/infiniband")
+COUNT_TIMEOUT = 120.0  # seconds
+SHARED_MEMORY, OPEN_FILES = 2e9, 1024  # bytes free, and files of a process, below which a run is in danger
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Of one machine. Memory in bytes.
+
+    gpus: names of the accelerators as VISIBLE takes them.
+    boot: changes with every start of the machine.
+    clock: its time when this was made, in seconds since the epoch.
+    open_files, locked_memory: the limits of a process; RDMA locks memory.
+    infiniband: its RDMA devices.
+    """
+
+    name: str
+    gpus: tuple[str, ...]
+    cores: int
+    memory: int
+    shared_memory: int
+    boot: str
+    clock: float
+    versions: dict[str, str] = field(default_factory=dict)
+    open_files: int = 0
+    locked_memory: int = 0
+    infiniband: tuple[str, ...] = ()
+
+    @classmethod
+    def of_this_machine(cls, gpus: tuple[str, ...]) -> Inventory:
+        """Everything but the accelerators is read now."""
+        shm = Path("/dev/shm")
+        versions = {"python": platform.python_version()}
+        for package in PACKAGES:
+            try:
+                versions[package] = version(package)
+            except PackageNotFoundError:
+                versions[package] = "none"
+        return cls(
+            socket.gethostname(),
+            gpus,
+            len(os.sched_getaffinity(0)),
+            memory_limit(),
+            shutil.disk_usage(shm).free if shm.is_dir() else 0,
+            boot_id(),
+            time.time(),
+            versions,
+            resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+            resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+            tuple(sorted(os.listdir(INFINIBAND))) if INFINIBAND.is_dir() else (),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the wire."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Inventory:
+        """The inverse of `to_dict`."""
+        lists = {name: tuple(values[name]) for name in ("gpus", "infiniband")}
+        return cls(**{**values, **lists})
+
+    def __str__(self) -> str:
+        gpus = f"{len(self.gpus)} GPUs, " if self.gpus else "no GPU, "
+        return f"{gpus}{self.cores} cores, {self.memory / 1e9:.0f} GB, /dev/shm {self.shared_memory / 1e9:.1f} GB free"
+
+
+def boot_id() -> str:
+    """Names this machine since its start."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def memory_limit() -> int:
+    """Bytes of memory of this machine, or of the control group that this process is in."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+        except (OSError, ValueError):  # another version of control groups, or "max"
+            continue
+    return min(limits)
+
+
+def visible_gpus() -> list[str]:
+    """The accelerators of this host that this process may use, as the first of VISIBLE that is set names them: by
+    number, UUID, or the name of a part of a GPU (MIG)."""
+    chosen = next(filter(None, map(os.environ.get, VISIBLE)), None)
+    if chosen:
+        names = [name.strip() for name in chosen.split(",")]
+        # As CUDA does: -1 hides all that come after it.
+        return list(takewhile(lambda name: name and not name.startswith("-"), names))
+    import torch
+
+    return [str(index) for index in range(torch.accelerator.device_count())]
+
+
+def count_gpus() -> tuple[str, ...]:
+    """The same, without importing torch, or opening an accelerator, in this process.
+
+    Raises:
+        RuntimeError: torch could not be asked.
+    """
+    program = "import json; from forge.runtime.cluster.inventory import visible_gpus; print(json.dumps(visible_gpus()))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=COUNT_TIMEOUT, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"the GPUs of this machine could not be counted: {done.stderr.strip()[-500:]}")
+    return tuple(json.loads(done.stdout.splitlines()[-1]))

@@ -1,0 +1,97 @@
+"""Boards: keys and values by which the ranks of a process group find one another, kept by the first rank's daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .wire import receive, send
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+SCHEME = "board://"  # of the address of a board: board://HOST:PORT/NAME
+
+
+class Boards:
+    """Of one daemon. A board is made by the first rank that names it, and goes with the last one's connection."""
+
+    def __init__(self) -> None:
+        self._boards: dict[str, dict[str, str]] = {}
+        self._users: dict[str, int] = {}
+        self._changed = asyncio.Condition()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one rank until it closes its connection."""
+        opening = await receive(reader)
+        if opening is None:
+            return
+        name = opening["board"]
+        values = self._boards.setdefault(name, {})
+        self._users[name] = self._users.get(name, 0) + 1
+        try:
+            while (request := await receive(reader, timeout=None)) is not None:
+                send(writer, await self._answer(values, request))
+                await writer.drain()
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name], self._boards[name]
+
+    async def _answer(self, values: dict[str, str], request: dict[str, Any]) -> dict[str, Any]:
+        key = request.get("key", "")
+        async with self._changed:
+            match request["do"]:
+                case "set":
+                    values[key] = request["value"]
+                case "add":
+                    values[key] = str(int(values.get(key, "0")) + request["value"])
+                case "compare_set":
+                    there = values.get(key)
+                    if there == request["expected"] or (there is None and not request["expected"]):
+                        values[key] = request["value"]
+                    elif there is None:
+                        return {"ok": request["expected"]}
+                case "delete":
+                    return {"ok": values.pop(key, None) is not None}
+                case "count":
+                    return {"ok": len(values)}
+                case "check":
+                    return {"ok": all(each in values for each in request["keys"])}
+                case "wait":
+                    try:
+                        async with asyncio.timeout(request["timeout"]):
+                            await self._changed.wait_for(lambda: all(each in values for each in request["keys"]))
+                    except TimeoutError:
+                        absent = [each for each in request["keys"] if each not in values]
+                        return {"error": f"no rank has written {', '.join(absent)} within {request['timeout']:g} s"}
+                    return {"ok": [values[each] for each in request["keys"]]}
+                case other:
+                    return {"error": f"unknown request {other!r}"}
+            self._changed.notify_all()
+            return {"ok": values[key]}
+
+
+def process_store(rendezvous: str | None, world_size: int) -> dist.Store | None:
+    """The store of a process group, whose ranks then accept connections of this user alone.
+
+    Args:
+        rendezvous: name of a file in TMPDIR that no other process group used, or board://HOST:PORT/NAME for ranks on
+            several machines; None for a single process, which needs no store.
+    """
+    if rendezvous is None:
+        return None
+    import torch.distributed as dist
+
+    from .peers import accept_own_user_only
+
+    accept_own_user_only()
+    if rendezvous.startswith(SCHEME):
+        from .ranks import board_store
+
+        return board_store(rendezvous)
+    # In the run's private folder: a TCPStore takes orders from every local user.
+    return dist.FileStore(str(Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous), world_size)

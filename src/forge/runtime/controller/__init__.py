@@ -1,0 +1,37 @@
+"""Actors and services on Monarch. Knows processes and messages, nothing of reinforcement learning."""
+
+from .actor import ForgeActor, endpoint
+from .context import ActorContext, request_id
+from .errors import CallTimeout, ForgeError, PoisonRequest, RemoteError, ReplicaDied, ServiceStopped, Unrecoverable
+from .handle import Local
+from .options import Options, ServiceConfig
+from .run import first_to_end, run, run_in_thread
+from .runtime import drain_metrics, forked_processes, runtime, shutdown
+from .service import ReplicaStatus, Service, ServiceStatus
+
+__all__ = [
+    "ActorContext",
+    "CallTimeout",
+    "ForgeActor",
+    "ForgeError",
+    "Local",
+    "Options",
+    "PoisonRequest",
+    "RemoteError",
+    "ReplicaDied",
+    "ReplicaStatus",
+    "Service",
+    "ServiceConfig",
+    "ServiceStatus",
+    "ServiceStopped",
+    "Unrecoverable",
+    "drain_metrics",
+    "endpoint",
+    "first_to_end",
+    "forked_processes",
+    "request_id",
+    "run",
+    "run_in_thread",
+    "runtime",
+    "shutdown",
+]

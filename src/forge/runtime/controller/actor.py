@@ -1,0 +1,184 @@
+"""Components: plain classes whose `@endpoint` methods are callable from the controller.
+
+class Counter(ForgeActor):
+    @endpoint
+    def add(self, n: int) -> int: ...
+
+counter = await Counter.options(num_replicas=2).as_service(start=10)
+await counter.add.route(1)
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from ._monarch import EndpointProperty
+from .context import ActorContext
+from .handle import Local
+from .options import Options
+from .runtime import add_local, runtime
+from .service import Service
+
+F = TypeVar("F")
+
+# Called by the process that hosts a component, never by its callers.
+OWN_CALLS = ("setup", "on_respawn", "teardown")
+
+
+@overload
+def endpoint(method: F) -> F: ...
+
+
+@overload
+def endpoint(*, catch_up: bool = False) -> Callable[[F], F]: ...
+
+
+def endpoint(method: F | None = None, *, catch_up: bool = False) -> F | Callable[[F], F]:
+    """Make a method callable through a service.
+
+    `async def` endpoints interleave with one another; plain `def` endpoints run in the component's own thread, one at
+    a time, in the order of their calls.
+
+    Args:
+        catch_up: a replica that is away during a `fanout` of this endpoint gets the latest one before it serves (new
+            weights). Without it, a fanout waits for replicas that are being replaced.
+    """
+
+    def mark(method: F) -> F:
+        method.__forge_endpoint__ = True  # type: ignore[attr-defined]
+        method.__forge_catch_up__ = catch_up  # type: ignore[attr-defined]
+        return method
+
+    return mark if method is None else mark(method)
+
+
+class Launcher:
+    """A component with its placement, ready to be started. Made by `Component.options(...)`."""
+
+    def __init__(self, cls: type[ForgeActor], options: Options) -> None:
+        self._cls = cls
+        self._options = options
+
+    def as_service(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        """Start the replicas, each built with these arguments. To be awaited: returns once all are ready.
+
+        Raises:
+            TypeError: an argument is missing or unknown. ValueError: they do not fit the placement. Both at once,
+                before anything starts.
+            what a replica's `__init__` or `setup` raised.
+        """
+        try:
+            inspect.signature(self._cls).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self._cls.__name__}.as_service: {error}") from None
+        options, kwargs = self._cls.place(self._options, kwargs)
+
+        async def start() -> Service:
+            service = await runtime().start(self._cls, options, args, kwargs)
+            self._cls.started(service, kwargs)
+            return service
+
+        return start()
+
+    def as_actor(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        """Start one replica, an actor mesh of `procs` ranks; see `as_service`."""
+        if self._options.num_replicas != 1:
+            raise ValueError(f"an actor has one replica, got num_replicas={self._options.num_replicas}: use as_service")
+        return self.as_service(*args, **kwargs)
+
+
+class ForgeActor:
+    """Base of every component. Subclasses take their settings in `__init__`, which must be cheap and picklable in its
+    arguments; heavy work belongs in `setup`, which runs in the component's process before it serves.
+
+    Methods marked by Monarch's own decorator, `monarch.actor.endpoint`, are endpoints as well."""
+
+    context: ActorContext = ActorContext("local")
+    vital = True  # whether the run ends when no replica of it is left
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, value in [*vars(cls).items()]:
+            if isinstance(value, EndpointProperty):
+                if value._explicit_response_port:
+                    raise TypeError(
+                        f"{cls.__name__}.{name} answers through a port (concurrent_endpoint, explicit_response_port), "
+                        "which is unsupported: mark it with @endpoint and return the answer; `async def` runs "
+                        "concurrently"
+                    )
+                setattr(cls, name, endpoint(value._method))
+
+    if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
+
+        def __getattr__(self, name: str) -> Any:
+            cls = type(self)
+            if hasattr(cls, name):  # a property that raised AttributeError raises it again
+                return object.__getattribute__(self, name)
+            code = getattr(cls.setup, "__code__", None)  # none of a callable object
+            hint = ": call setup() first, or start it with as_actor" if code and name in code.co_names else ""
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
+    @classmethod
+    def options(cls, config: Options | None = None, **options: Any) -> Launcher:
+        """Placement, see `Options`: as one object, as keywords, or as both."""
+        return Launcher(cls, Options(**{**(config or {}), **options}))
+
+    @classmethod
+    def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+        """Make placement and constructor arguments fit each other; called before anything starts. Components override
+        it to raise ValueError where they do not fit."""
+        return options, kwargs
+
+    @classmethod
+    def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
+        """Called in the controller once a service of this component serves."""
+
+    @classmethod
+    def as_service(cls, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        """Start replicas with default options, set up with these arguments."""
+        return cls.options().as_service(*args, **kwargs)
+
+    @classmethod
+    def as_actor(cls, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+        """Start one replica with default options, set up with these arguments."""
+        return cls.options().as_actor(*args, **kwargs)
+
+    @classmethod
+    async def as_local(cls, *args: Any, **kwargs: Any) -> Local:
+        """An instance in this process behind the same verbs, for components whose state belongs to the controller.
+        `forge.runtime.controller.shutdown` runs its `teardown`."""
+        component = cls(*args, **kwargs)
+        add_local(component)
+        if (prepared := component.setup()) is not None:
+            await prepared
+        return Local(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower(), component, cls.endpoints())
+
+    @classmethod
+    def endpoints(cls) -> dict[str, bool]:
+        """The `@endpoint` methods by name, and whether a replica must catch up on each.
+
+        Raises:
+            TypeError: an endpoint has the name of something that every service has.
+        """
+        found = {
+            name: method.__forge_catch_up__
+            for name, method in inspect.getmembers(cls)
+            if getattr(method, "__forge_endpoint__", False) and name not in OWN_CALLS
+        }
+        for name in found:
+            if hasattr(Service, name):
+                raise TypeError(f"{cls.__name__}.{name} cannot be an endpoint: a service has a {name} of its own")
+        return found
+
+    def setup(self) -> Coroutine[Any, Any, None] | None:
+        """Prepare to serve; called once in the component's process. May be async."""
+
+    def on_respawn(self) -> Coroutine[Any, Any, None] | None:
+        """Take up the state of the lost process; called after `setup` in a process that replaces another, before it
+        serves. May be async. Raise `Unrecoverable` if nothing can be taken up: the run then ends with that error."""
+
+    def teardown(self) -> Coroutine[Any, Any, None] | None:
+        """Give back what `setup` took; called once at shutdown. May be async."""

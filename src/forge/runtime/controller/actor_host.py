@@ -1,0 +1,201 @@
+"""The process side of replicas: one Monarch actor that hosts the components of a process and answers calls for them.
+
+User code never runs on the event loop unless it is `async def`, so a busy component still answers `ping`:
+an `async def` endpoint interleaves with others as asyncio does; a plain `def` endpoint runs in the component's own
+thread, one at a time, in the order in which calls arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+
+from ...observability.metrics import drain, process_name
+from ...observability.profiler import profile_next
+from ..cluster import HOST
+from ._monarch import Actor, concurrent_endpoint, current_rank
+from .context import ActorContext, _request
+from .errors import RemoteFailure
+
+Answer = tuple[int, Any]
+
+_token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
+
+
+class ActorHost(Actor):
+    """Each component here is known by its replica's number. Every endpoint answers `(rank, value or RemoteFailure)`,
+    and never raises: that would end this actor, and with it every component."""
+
+    def __init__(self) -> None:
+        self._hosted: dict[int, Hosted] = {}
+        self._serving: dict[int, asyncio.Task] = {}
+        self._casts: dict[int, asyncio.Task[bytes]] = {}  # calls of fanouts whose answers were not fetched yet
+        # Components of a process are set up one after the other: large libraries do not survive being imported for the
+        # first time by two threads at once.
+        self._setting_up = asyncio.Lock()
+
+    @concurrent_endpoint
+    async def ping(self) -> Answer:
+        """Process id and host of every rank."""
+        return current_rank().rank, (os.getpid(), os.environ.get(HOST, ""))
+
+    @concurrent_endpoint
+    async def start(self, number: int, context: ActorContext, definition: bytes) -> Answer:
+        """Build a component from its pickled (class, args, kwargs) and run its `setup`; in a replaced process, its
+        `on_respawn` too."""
+        context = replace(context, rank=current_rank().rank if context.world_size > 1 else 0)
+        hosted = Hosted(context)
+
+        async def start() -> None:
+            async with self._setting_up:
+                await hosted.in_thread(lambda: hosted.build(definition))
+                await hosted.run("setup")
+            if context.incarnation:
+                await hosted.run("on_respawn")
+            self._hosted[number] = hosted
+
+        return await hosted.guarded("setup", start)
+
+    @concurrent_endpoint
+    async def invoke(
+        self, number: int, token: int, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]
+    ) -> Answer:
+        """Call an endpoint of a hosted component."""
+        return await self._invoke(number, token, request_id, method, lambda: (args, kwargs))
+
+    @concurrent_endpoint
+    async def invoke_each(
+        self, calls: list[tuple[int, int, str]], method: str, payload: bytes, wait: float
+    ) -> tuple[int, dict[int, bytes]]:
+        """`invoke` on several components: the number, token and request id of each. `payload` is the pickled
+        (args, kwargs), of which each has its own copy. Answers as `fetch` does."""
+
+        async def one(number: int, token: int, request_id: str) -> bytes:
+            answer = await self._invoke(number, token, request_id, method, lambda: pickle.loads(payload))
+            try:
+                return cloudpickle.dumps(answer)
+            except Exception as error:
+                return pickle.dumps((answer[0], RemoteFailure.capture(f"the answer of {method}", error)))
+
+        for call in calls:
+            self._casts[call[1]] = asyncio.create_task(one(*call))
+        return await self._finished([token for _, token, _ in calls], wait)
+
+    @concurrent_endpoint
+    async def fetch(self, tokens: list[int], wait: float) -> tuple[int, dict[int, bytes]]:
+        """The pickled answers, by token, of those calls that have one after at most `wait` seconds."""
+        return await self._finished(tokens, wait)
+
+    async def _finished(self, tokens: list[int], wait: float) -> tuple[int, dict[int, bytes]]:
+        running = [self._casts[token] for token in tokens if token in self._casts]
+        if running:
+            await asyncio.wait(running, timeout=wait)
+        done = [token for token in tokens if token in self._casts and self._casts[token].done()]
+        return current_rank().rank, {token: self._casts.pop(token).result() for token in done}
+
+    async def _invoke(
+        self, number: int, token: int, request_id: str, method: str, given: Callable[[], tuple[tuple, dict[str, Any]]]
+    ) -> Answer:
+        hosted = self._hosted.get(number)
+        if hosted is None:
+            gone = LookupError(f"replica {number} is not in this process")
+            return current_rank().rank, RemoteFailure.capture(f"{method} (pid {os.getpid()})", gone)
+
+        async def call() -> Any:
+            args, kwargs = given()
+            return await hosted.run(method, *args, **kwargs)
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[token] = task
+        _token.set(token)
+        _request.set(request_id)
+        try:
+            return await hosted.guarded(method, call)
+        finally:
+            del self._serving[token]
+
+    @concurrent_endpoint
+    async def cancel(self, token: int) -> Answer:
+        """Stop work on a request whose caller has stopped waiting. False if it cannot be stopped: a plain endpoint that
+        has begun."""
+        self._casts.pop(token, None)  # its answer will not be fetched
+        if any(hosted.in_thread_now == token for hosted in self._hosted.values()):
+            return current_rank().rank, False
+        if token in self._serving:
+            self._serving[token].cancel()
+        return current_rank().rank, True
+
+    @concurrent_endpoint
+    async def drain_metrics(self, profiles: Mapping[str, str]) -> Answer:
+        """Metrics of this process since the last call; `profiles` sets where the next step is profiled, by
+        component."""
+        here = {hosted.context.component for hosted in self._hosted.values()}
+        profile_next(next((profiles[name] for name in here & profiles.keys()), None), process_name())
+        return current_rank().rank, drain()
+
+    @concurrent_endpoint
+    async def close(self, number: int) -> Answer:
+        """Run a component's `teardown`; the process is stopped afterwards by its owner, or lives on with others."""
+        hosted = self._hosted.pop(number)
+        answer = await hosted.guarded("teardown", lambda: hosted.run("teardown"))
+        hosted.thread.shutdown(wait=False)
+        return answer
+
+
+class Hosted:
+    """One component: the instance, and the thread of its plain endpoints."""
+
+    instance: Any
+
+    def __init__(self, context: ActorContext) -> None:
+        self.context = context
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
+        self.in_thread_now: int | None = None  # the token of the request that runs there
+
+    def build(self, definition: bytes) -> None:
+        """Construct the component from its pickled class and arguments."""
+        cls, args, kwargs = pickle.loads(definition)
+        self.instance = cls.__new__(cls)
+        self.instance.context = self.context
+        self.instance.__init__(*args, **kwargs)
+
+    async def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method: async ones in the event loop, plain ones in the component's thread."""
+        function = getattr(self.instance, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        return await self.in_thread(lambda: function(*args, **kwargs))
+
+    async def in_thread(self, function: Callable[[], Any]) -> Any:
+        """Run a function in the component's thread, with the caller's context."""
+        context = contextvars.copy_context()
+
+        def work() -> Any:
+            self.in_thread_now = _token.get()
+            try:
+                return function()
+            except StopIteration as error:
+                # A future cannot carry it: the caller would wait for ever.
+                raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
+            finally:
+                self.in_thread_now = None
+
+        return await asyncio.get_running_loop().run_in_executor(self.thread, context.run, work)
+
+    async def guarded(self, call: str, make: Callable[[], Any]) -> Answer:
+        """Rank and result; an exception is returned as `RemoteFailure`."""
+        try:
+            return self.context.rank, await make()
+        # The caller decides what an error means.
+        except BaseException as error:
+            return self.context.rank, RemoteFailure.capture(f"{self.context}.{call} (pid {os.getpid()})", error)

@@ -1,0 +1,246 @@
+"""Where processes are started: this host, worker processes on it that stand for further hosts, or other machines.
+
+Monarch's connections are not authenticated and carry pickled code: on this host their sockets are in a folder that only
+this user may enter, between machines they are TLS connections of peers that have the run's secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from uuid import uuid4
+
+from ..cluster.machine import Machine, RemoteProcess
+from ..cluster.pool import Place
+from ..cluster.process import Process, is_stopped
+from ..cluster.rendezvous import SCHEME
+from ..cluster.wire import HostError
+from ._monarch import HostMesh, attach_to_workers, end_at_exit, new_service_proc_id, run_worker_loop_forever, this_host
+from .ending import let_threads_wait
+from .errors import ReplicaDied
+from .private import hidden_announcement, sockets_in, warn_if_exposed
+
+_attached = itertools.count()
+_SERVE = (
+    "import sys; from forge.runtime.controller.hosts import serve_host; "
+    "serve_host(sys.stdin.readline(), int(sys.argv[1]))"
+)
+PR_SET_PDEATHSIG = 1
+
+
+@cache
+def start_client() -> None:
+    """Start Monarch in this process, to end in order with it."""
+    with hidden_announcement():
+        this_host()
+    end_at_exit()
+    let_threads_wait()
+    warn_if_exposed()
+
+
+class Hosts:
+    """One or more hosts that a replica's processes are started on: this class is the controller's own host, whose
+    processes end one by one with their replicas, and with the controller."""
+
+    size = 1
+
+    async def mesh(self) -> HostMesh:
+        """The hosts as one mesh; started again first if one of them was lost."""
+        start_client()
+        return this_host()
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether the processes are on several machines."""
+        return False
+
+    def gpus(self) -> dict[str, list[str]]:
+        """The devices that the processes may see, by the address of their machine; of this one, by the empty string."""
+        return {}
+
+    def rendezvous(self) -> str:
+        """Where the ranks of a new process group find one another, see `forge.training.distributed.join`."""
+        return f"ranks-{uuid4().hex}"
+
+    def process(self, pid: int, host: str, ended: Callable[[], None]) -> Process | RemoteProcess:
+        """Watch one of the processes."""
+        return Process(pid, ended)
+
+    def when_lost(self, call: Callable[[str], None]) -> None:
+        """Have `call(reason)` called once one of the machines, or a worker there, is lost."""
+
+    def pids(self) -> list[int]:
+        """The worker processes of the hosts that were started here."""
+        return []
+
+    def give_up(self) -> None:
+        """No process could be started on them: count them as lost."""
+
+    async def stop(self) -> None:
+        """End the worker processes."""
+
+
+class LoopbackHosts(Hosts):
+    """Hosts on this machine: a worker process each, which the controller attaches to as it would to another machine.
+
+    A host counts as lost when its worker ended or was stopped by a signal, or when no process could be started on it: a
+    connection that was silent for too long, as while a machine is suspended, stays broken. The next `mesh` then starts
+    all of them again, each at a new address: an address that was attached to once cannot be attached to again.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size = name, size
+        self._workers: list[subprocess.Popen] = []
+        self._mesh: HostMesh | None = None
+        self._unusable = False
+        self._lock = asyncio.Lock()
+
+    async def mesh(self) -> HostMesh:
+        """The mesh of all workers, started if needed; lost ones are replaced first."""
+        async with self._lock:
+            lost = self._unusable or any(
+                worker.poll() is not None or is_stopped(worker.pid) for worker in self._workers
+            )
+            if self._mesh is None or lost:
+                await self.stop()
+                folder = os.environ["TMPDIR"]  # the runtime's, private
+                addresses = [f"{new_service_proc_id()}@ipc://{folder}/{os.urandom(8).hex()}" for _ in range(self.size)]
+                self._workers = [_start(address) for address in addresses]
+                name = f"{self.name}_{next(_attached)}"
+                start_client()
+                self._mesh = attach_to_workers(ca="trust_all_connections", workers=addresses, name=name)
+            return self._mesh
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.pid for worker in self._workers]
+
+    def give_up(self) -> None:
+        """Start all workers again at the next use."""
+        self._unusable = True
+
+    async def stop(self) -> None:
+        """Kill the workers and wait for their end."""
+        workers, self._workers, self._mesh, self._unusable = self._workers, [], None, False
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            await asyncio.to_thread(worker.wait)
+
+
+class PooledHosts(Hosts):
+    """The machines that the pool has given to a replica: a worker on each, for it alone.
+
+    A worker that was attached to once, and lost, cannot be attached to again: `mesh` starts others then.
+    """
+
+    def __init__(self, name: str, place: Place) -> None:
+        self.name, self.place, self.size = name, place, len(place.machines)
+        self._workers: dict[Machine, str] = {}
+        self._mesh: HostMesh | None = None
+        self._unusable = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether processes are on several machines."""
+        return self.size > 1
+
+    async def mesh(self) -> HostMesh:
+        """
+        Raises:
+            ReplicaDied: no worker could be started on one of the machines.
+        """
+        async with self._lock:
+            ended = any(worker in machine.ended for machine, worker in self._workers.items())
+            if self._mesh is None or self._unusable or ended:
+                await self.stop()
+                machines = self.place.machines
+                asked = [machine.request("start", identity=str(new_service_proc_id())) for machine in machines]
+                started = await asyncio.gather(*asked, return_exceptions=True)
+                self._workers = {m: one for m, one in zip(machines, started, strict=True) if isinstance(one, str)}
+                for error in started:
+                    if isinstance(error, HostError):
+                        self._unusable = True
+                        raise ReplicaDied(str(error)) from error
+                    if isinstance(error, BaseException):
+                        raise error
+                workers = [self._workers[machine] for machine in machines]
+                name = f"{self.name}_{next(_attached)}"
+                start_client()
+                self._mesh = attach_to_workers(ca="trust_all_connections", workers=workers, name=name)
+            return self._mesh
+
+    def gpus(self) -> dict[str, list[str]]:
+        """GPUs that are reserved, by host."""
+        return self.place.gpus
+
+    def rendezvous(self) -> str:
+        """On the board of the first machine, if there are several."""
+        return f"{SCHEME}{self.place.machines[0].at}/{uuid4().hex}" if self.spans_machines else super().rendezvous()
+
+    def process(self, pid: int, host: str, ended: Callable[[], None]) -> RemoteProcess:
+        """A handle of a process on one of the machines; `ended` is called when it ends."""
+        machine = next(machine for machine in self.place.machines if machine.at == host)
+        return RemoteProcess(machine, pid, ended)
+
+    def when_lost(self, call: Callable[[str], None]) -> None:
+        """Call `call(reason)` when one of the machines is lost."""
+        for machine in self.place.machines:
+
+            def tell(lost: asyncio.Future[str], machine: Machine = machine) -> None:
+                call(f"host {machine} was lost: {lost.result()}")
+
+            machine.lost.add_done_callback(tell)
+        # A start that was sent to a worker that had just ended would wait for Monarch's limit of a minute.
+        for machine, worker in self._workers.items():
+            machine.when_worker_ends(worker, partial(call, f"its worker on host {machine} ended"))
+
+    def give_up(self) -> None:
+        """Start all workers again at the next use."""
+        self._unusable = True
+
+    async def stop(self) -> None:
+        """Stop the workers on all machines."""
+        workers, self._workers, self._mesh, self._unusable = self._workers, {}, None, False
+        for machine, worker in workers.items():
+            machine.forget_worker(worker)
+        stopping = [machine.request("stop", worker=worker) for machine, worker in workers.items()]
+        for error in await asyncio.gather(*stopping, return_exceptions=True):
+            if isinstance(error, Exception) and not isinstance(error, HostError):  # a lost host has stopped its own
+                raise error
+
+
+def _start(address: str) -> subprocess.Popen:
+    """A worker process. Other users may read the arguments of a process, so the address comes on its standard input."""
+    worker = subprocess.Popen([sys.executable, "-c", _SERVE, str(os.getpid())], stdin=subprocess.PIPE, text=True)
+    assert worker.stdin is not None
+    with worker.stdin as pipe:
+        pipe.write(f"{address}\n")
+    return worker
+
+
+def serve_host(address: str, parent: int) -> None:
+    """Be a host, until the process `parent` ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above, which therefore never fires
+        return
+    for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal sends is for the controller to handle
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # and what a scheduler sends; a child gets the default
+    serve_forever(address.strip(), Path(os.environ["TMPDIR"]))
+
+
+def serve_forever(address: str, folder: Path) -> None:
+    """Be a Monarch worker at `address`, with its sockets for this machine in a private folder."""
+    sockets_in(folder)
+    with hidden_announcement():
+        run_worker_loop_forever(address=address, ca="trust_all_connections")

@@ -1,0 +1,95 @@
+"""How a component is placed and supervised: processes, replicas, hosts, devices, limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from ...config.sections import Section
+from .routers import resolve_router
+
+
+class Options(Section):
+    """Placement and supervision of one component: its section under `services`."""
+
+    procs: PositiveInt = 1
+    """Processes of one replica; they form one torch.distributed group. Trainer and critic share the model over them as
+    `parallelism` says, a generator by vLLM's tensor parallelism; other components have one."""
+    num_replicas: PositiveInt = 1
+    """Independent copies that calls are balanced over."""
+    hosts: int | None = Field(None, ge=1)
+    """Hosts of its own for each replica, its processes divided over them; replicas of one process are spread over this
+    many hosts instead. Null: the controller's own host."""
+    host: str | None = None
+    """HOST:PORT of the machine of `cluster.hosts` that it is placed on; null: any."""
+    with_gpus: bool = False
+    """Give each process GPUs of its own."""
+    gpus_per_proc: PositiveInt = 1
+    """How many, with `with_gpus`."""
+    mesh_name: str | None = None
+    """What the component is called in errors, metrics and status; null: its class."""
+    share: str | None = None
+    """Name of processes that several components live in together; null: processes of its own."""
+    share_procs: PositiveInt = 1
+    """How many processes have that name. A component of as many has a rank in each of them; replicas of one process
+    live in one each, in turn. With GPUs there is one for each of them."""
+    per_process: PositiveInt = 1
+    """Light replicas that live together in one process."""
+    threads: PositiveInt = 1
+    """Compute threads of each process."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of the processes."""
+    memory_gb: PositiveFloat | None = None
+    """Limit on each process's private memory (RLIMIT_DATA), in GB; beyond it, allocating fails there."""
+    router: Any = "least_loaded"
+    """How a replica is chosen for a routed call: `least_loaded`, `round_robin`, `prefix_affine`, or
+    `package.module:function`; in Python also a function, see `forge.runtime.controller.routers`."""
+    call_timeout: PositiveFloat = 1800.0
+    """Seconds after which a call without an answer is an error."""
+    setup_timeout: PositiveFloat = 300.0
+    """The same for the component's start."""
+    ping_timeout: PositiveFloat = 4.0
+    """Seconds without an answer to a ping after which a replica counts as hung and is replaced."""
+    stall_after: PositiveFloat = 60.0
+    """Seconds without an answer to any call after which it is logged who waits for whom, with stacks; a component that
+    is starting has a line without them until half of `setup_timeout`."""
+    max_in_flight: PositiveInt = 1024
+    """Most calls at one replica at a time; further callers wait."""
+    max_restarts: NonNegativeInt = 5
+    """Replacements in a row that fail, or die within ten seconds, before a replica is given up; 0: none is started."""
+    retries: NonNegativeInt = 4
+    """How often a call is sent again because its replica was lost."""
+    quarantine_after: PositiveInt = 2
+    """Replicas that one call may take down before it is an error."""
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it holds what only the end of a process gives back."""
+        return self.procs > 1 or self.with_gpus
+
+    def _check(self) -> None:
+        resolve_router(self.router)
+        if self.gpus_per_proc != 1 and not self.with_gpus:
+            raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
+        if self.share is None and self.share_procs != 1:
+            raise ValueError(f"share_procs = {self.share_procs} does nothing: share is not set")
+        if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts or self.per_process != 1):
+            raise ValueError(
+                f"a component that shares the process {self.share!r} has one process, or all {self.share_procs} of "
+                "that name (share_procs), and no host of its own; set share to null to give it its own"
+            )
+        if self.per_process > 1 and (self.procs > 1 or self.with_gpus):
+            raise ValueError("per_process is for light replicas: it needs procs 1 and no GPUs")
+        if self.host is not None and self.hosts is not None:
+            raise ValueError(f"host = {self.host} and hosts = {self.hosts} exclude each other: leave one out")
+        if self.hosts is not None and self.procs == 1 and -(-self.num_replicas // self.per_process) < self.hosts:
+            raise ValueError(
+                f"hosts = {self.hosts} is more than num_replicas = {self.num_replicas} can fill: lower hosts, "
+                "raise num_replicas, or raise procs to spread one replica"
+            )
+        if self.hosts is not None and self.procs > 1 and self.procs % self.hosts:
+            raise ValueError(f"procs = {self.procs} cannot be divided evenly over hosts = {self.hosts}")
+
+
+ServiceConfig = Options  # the name in the torchforge documents

@@ -1,0 +1,278 @@
+"""The processes of a replica, started with their environment and watched until they end."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...observability.console import configure_logging, log_failure
+from ...observability.metrics import PROCESS_NAME
+from ...system.devices import GIVEN
+from ...system.files import cache_folder
+from ..cluster import HOST
+from ..cluster.inventory import VISIBLE
+from ..cluster.machine import RemoteProcess
+from ..cluster.process import Process
+from ..forking.standby import PROGRAM
+from ._monarch import BootstrapCommand, HostMesh, ProcMesh
+from .actor_host import ActorHost
+from .errors import ForgeError
+from .hosts import Hosts
+from .options import Options
+from .patience import Patience, wait_for
+from .starting import Standbys
+
+log = logging.getLogger(__name__)
+
+STOP_PATIENCE = 8.0  # seconds, as of `Patience`, in which a process mesh may stop by itself
+# By default glibc gives the memory of large tensors back at every step, for the kernel to zero it again: up to a tenth
+# of a training step. With these, up to 512 MB stay with the process, and tensors above 64 MB are still given back.
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
+}
+# What torch.compile has made, up to 40 s of work for FlexAttention. By default it is in TMPDIR, which ends with a run.
+COMPILERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+PR_SET_PTRACER = 0x59616D61
+PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class ProcessGroup:
+    """The processes of one replica, or those that components share.
+
+    `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
+    for seconds, and silence then is no sign of a hang. When a process is lost, `fail` is called on all `members`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mesh: ProcMesh,
+        options: Options,
+        hosts: Hosts,
+        standbys: Standbys | None = None,
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._standbys = standbys
+        self.name, self.mesh, self.options, self.hosts, self.shared = name, mesh, options, hosts, shared
+        self.actor_host = mesh.spawn(name, ActorHost)  # one in each process
+        self.members: list[Any] = []
+        self.starting = 0
+        self.dead: str | None = None
+        self.stopped_by_signal = False
+        self.processes: list[Process | RemoteProcess] = []
+        self._known: set[tuple[int, str]] = set()
+        self._pinging: asyncio.Task | None = None
+        hosts.when_lost(self.fail)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, one per rank."""
+        return [process.pid for process in self.processes]
+
+    @property
+    def local_pids(self) -> list[int]:
+        """Those on this machine."""
+        return [process.pid for process in self.processes if isinstance(process, Process)]
+
+    @property
+    def procs(self) -> int:
+        """Number of processes."""
+        return self.options.share_procs if self.options.share is not None else self.options.procs
+
+    def check_agrees(self, component: str, options: Options) -> None:
+        """Raises ValueError if a component that comes to live here was promised other processes than these."""
+        for name in ("share_procs", "with_gpus", "gpus_per_proc", "threads", "env", "memory_gb", "ping_timeout"):
+            mine, wanted = getattr(self.options, name), getattr(options, name)
+            if mine != wanted:
+                raise ValueError(
+                    f"{component} shares the process {self.name!r}, which was started with {name} = {mine!r}; "
+                    f"it asks for {wanted!r}"
+                )
+
+    def watch(self, found: list[tuple[int, str]]) -> None:
+        """Notice from now on when one of these processes ends or stops answering: their ids, and their hosts."""
+        for pid, host in found:
+            if (pid, host) not in self._known:
+                self._known.add((pid, host))
+                on = f" on {host}" if host else ""
+                ended = f"process {pid}{on} ended"
+                self.processes.append(self.hosts.process(pid, host, lambda ended=ended: self.fail(ended)))  # type: ignore[misc]
+        if self._pinging is None:
+            self._pinging = asyncio.get_running_loop().create_task(self._ping())
+            self._pinging.add_done_callback(log_failure)
+
+    def fail(self, reason: str) -> None:
+        """These processes are lost: so is every component in them."""
+        if self.dead is None:
+            self.dead = reason
+            self.stopped_by_signal = any(process.stopped for process in self.processes)
+            if self.stopped_by_signal:
+                self.dead += ": it was stopped by a signal"
+            self.kill()
+            for member in list(self.members):
+                member.fail(self.dead)
+
+    def kill(self) -> None:
+        """SIGKILL to all processes."""
+        for process in self.processes:
+            process.kill()
+
+    async def stop(self) -> None:
+        """End the processes, by force where they do not react; cancelling this kills them at once."""
+        if self._pinging is not None:
+            self._pinging.cancel()
+        gentle, self.dead = self.dead is None, self.dead or "it was shut down"
+        if not gentle:
+            self.kill()
+        try:
+            await wait_for(self.mesh.stop().as_asyncio(), self.local_pids, STOP_PATIENCE)
+        except Exception as error:
+            # A mesh with a dead process cannot stop; what matters is that its processes go.
+            if gentle:
+                log.warning("%s: could not be stopped gently (%s); killed it", self.name, type(error).__name__)
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.close()
+            if self._standbys is not None:
+                self._standbys.close()
+
+    async def _ping(self) -> None:
+        """Two pings in a row without an answer, to them or to any call, are a hang if a process had the CPU time for
+        one or did not want any. One alone may be the controller's own slowness, and behind thousands of calls a ping
+        waits for its turn."""
+        every, patience = self.options.ping_timeout / 8, 3 * self.options.ping_timeout / 8
+        silence, missed, since = None, 0, time.monotonic()
+        while self.dead is None:
+            await asyncio.sleep(every)
+            if self.starting or not self.members:
+                silence, missed = None, 0
+                continue
+            whole = [member for member in self.members if member.options.procs == self.procs]
+            asked, sent = whole[:1] or list(self.members), time.monotonic()
+            if silence is None:
+                silence, since = [Patience([pid], patience) for pid in self.local_pids], sent
+            answers = await asyncio.gather(*(member.ping(patience) for member in asked))
+            heard = any(member.last_answer > sent for member in whole)
+            heard = heard or all(answers[n] or member.last_answer > sent for n, member in enumerate(asked))
+            if heard:
+                silence, missed = None, 0
+                continue
+            missed += 1
+            hung = [process for process in silence if not process.is_left()]
+            if missed >= 2 and not self.starting and (hung or not silence):
+                self.fail(f"it answered neither a ping nor a call for {time.monotonic() - since:.3g} s")
+
+
+def spawn(
+    host: HostMesh,
+    name: str,
+    procs: int,
+    options: Options,
+    gpus: dict[str, list[str]],
+    standbys: Standbys | None = None,
+    *,
+    spans_machines: bool = False,
+) -> ProcMesh:
+    """Start `procs` processes on each host of a host mesh.
+
+    Args:
+        gpus: the devices that the processes may see, by the address of their host.
+        standbys: the processes, if they are up already.
+    """
+    settings = {**environment(options.threads), PROCESS_NAME: name}
+    if spans_machines and "NCCL_SOCKET_IFNAME" not in os.environ:
+        del settings["NCCL_SOCKET_IFNAME"]
+    bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
+    arguments = ["-m", PROGRAM] if standbys is None else standbys.command
+    command = BootstrapCommand(sys.executable, None, arguments, allocator_settings(options))
+    return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
+
+
+def environment(threads: int = 1) -> dict[str, str]:
+    """What libraries find in the environment of a process, beside the controller's own."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        # Idle OpenMP workers otherwise spin on the cores that another process is computing on.
+        "GOMP_SPINCOUNT": "2000",
+        "TOKENIZERS_PARALLELISM": "false",
+        # One loading bar from each process at once is noise.
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
+        **_compiler_caches(),
+        # Ranks listen at the loopback, those of gloo on several machines as well. Otherwise at the host name's address.
+        **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
+    }
+
+
+def _compiler_caches() -> dict[str, str]:
+    """The folders of COMPILERS, but where none can be made: PyTorch makes them as it is imported."""
+    folders = {}
+    for name, folder in COMPILERS.items():
+        try:
+            path = cache_folder() / folder
+            path.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+            log.debug("%s: %s", name, error)
+            continue
+        if os.access(path, os.W_OK | os.X_OK):
+            folders[name] = str(path)
+    return folders | {name: os.environ[name] for name in COMPILERS if name in os.environ}
+
+
+def allocator_settings(options: Options) -> dict[str, str]:
+    """What the allocator reads in the environment of a process before anything of it runs."""
+    return {name: options.env.get(name, os.environ.get(name, value)) for name, value in ALLOCATOR.items()}
+
+
+def _bootstrap(
+    settings: dict[str, str], further: dict[str, str], gpus: dict[str, list[str]], memory_gb: float | None
+) -> None:
+    """Runs in each new process before its actors: environment, limits, and no reaction of its own to Ctrl-C."""
+    mine = gpus.get(os.environ.get(HOST, ""), [])
+    # An empty ZE_AFFINITY_MASK hides nothing: it is set where there is something to say.
+    visible = {name: ",".join(mine) for name in (*VISIBLE, GIVEN) if mine or name == VISIBLE[0]}
+    os.environ.update({**settings, **visible, **further})
+    with suppress(OSError):
+        Path(f"/proc/self/task/{os.getpid()}/comm").write_text(settings[PROCESS_NAME])  # what top and ps show
+    configure_logging()
+    if memory_gb is not None:
+        limit = int(memory_gb * 1e9)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    libc = ctypes.CDLL(None)
+    # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
+    libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
+    # A terminal sends Ctrl-C, or SIGHUP when it closes, to every process, a scheduler SIGTERM; only the controller acts
+    # on it, so that the shutdown has one owner. A process that stood by has done the same.
+    # Python's signal module works in the main thread only, and this is another one.
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    for number in (signal.SIGINT, signal.SIGHUP):
+        libc.signal(number, ctypes.c_void_p(1))  # SIG_IGN
+    # What is ignored stays so in programs that a component starts, and SIGTERM is how it ends them. A handler does not;
+    # getpid is a function that does nothing.
+    libc.signal(signal.SIGTERM, ctypes.cast(libc.getpid, ctypes.c_void_p))
+
+
+def take_gpus(free: list[str], count: int, component: str) -> list[str]:
+    """Take `count` devices from `free`, or raise an error that names the shortage."""
+    if count > len(free):
+        raise ForgeError(
+            f"{component} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
+            f"or set with_gpus to false (--services.{component}.with_gpus false)"
+        )
+    taken, free[:] = free[:count], free[count:]
+    return taken

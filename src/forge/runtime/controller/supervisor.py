@@ -1,0 +1,151 @@
+"""Keeps one replica of a service alive: starts another when it dies, with back-off, up to a cap."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
+
+from ...observability.console import log_failure
+from ...observability.metrics import Reduce, record_metric
+from .errors import ReplicaDied, Unrecoverable
+from .load_balancer import LoadBalancer
+from .options import Options
+from .replica import Replica
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "up", "restarting", "failed", "stopped"]
+
+# A replica that lived this long was sound: its death counts as the first of a new series.
+SOUND_AFTER = 10.0
+MAX_BACK_OFF = 10.0
+
+
+class Supervisor:
+    """Of the replica with one index.
+
+    Args:
+        launch: starts a replica of a given incarnation and returns it ready to serve, or raises and leaves nothing.
+        balancer: sends requests to the replica while it serves.
+        on_failed: called when no replacement came up within `max_restarts`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        options: Options,
+        launch: Callable[[int], Coroutine[Any, Any, Replica]],
+        balancer: LoadBalancer,
+        on_failed: Callable[[Supervisor], None],
+    ) -> None:
+        self.index, self.name, self.options, self._launch = index, name, options, launch
+        self._balancer, self._on_failed = balancer, on_failed
+        self.state: State = "starting"
+        self.replica: Replica | None = None
+        self.restarts = 0
+        self.error: BaseException | None = None
+        self.homeless = False  # it waits for a host
+        self.since = time.monotonic()  # when it came into its state
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task | None = None
+        self._pending_stops: set[asyncio.Future] = set()
+
+    async def start(self) -> None:
+        """Bring up the first replica; what its setup raises is raised here."""
+
+        async def first() -> Replica:
+            try:
+                return await self._launch(0)
+            except ReplicaDied as error:
+                if not self.options.max_restarts:
+                    raise
+                # Its setup raised nothing: the process was lost from outside. Once more, then it is an error.
+                log.warning("%s; starting it again", error)
+                return await self._launch(0)
+
+        self._task = asyncio.create_task(first())
+        self._serve(await self._task)
+        self._task = asyncio.create_task(self._supervise())
+        self._task.add_done_callback(log_failure)
+
+    def retire(self) -> None:
+        """Start no further replica; the one that serves continues until `stop`."""
+        self.state = "stopped"
+        self._changed.set()
+
+    async def when_up(self, limit: float) -> Replica | None:
+        """The replica, once there is one that serves; None if there will never be one.
+
+        Raises:
+            TimeoutError: none came up in time.
+        """
+        async with asyncio.timeout(limit):
+            while self.state != "up" or self.replica is None:
+                if self.state in ("failed", "stopped"):
+                    return None
+                self._changed.clear()
+                await self._changed.wait()
+        return self.replica
+
+    async def stop(self) -> None:
+        """End the supervision and the replica."""
+        self.retire()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self.replica is not None:
+            self._balancer.leave(self.replica)
+            await self.replica.stop()
+        await asyncio.gather(*self._pending_stops, return_exceptions=True)
+
+    def _serve(self, replica: Replica) -> None:
+        self.replica, self.state, self.since = replica, "up", time.monotonic()
+        self._balancer.join(replica)
+        self._changed.set()
+
+    async def _supervise(self) -> None:
+        failures = 0
+        while self.replica is not None:
+            died = await asyncio.shield(self.replica.failed)
+            lost = self.replica
+            self._balancer.leave(lost)
+            if self.state == "stopped":
+                return
+            failures = 0 if time.monotonic() - self.since > SOUND_AFTER else failures + 1
+            self.state, self.since, self.error = "restarting", time.monotonic(), died
+            log.warning("%s; calls in flight there: %d", died, lost.in_flight_lost)
+            # Its processes may take seconds to go: the replacement does not wait for that.
+            pending = asyncio.ensure_future(lost.stop())
+            self._pending_stops.add(pending)
+            pending.add_done_callback(self._pending_stops.discard)
+            if not await self._replace(failures):
+                self.state = "failed"
+                log.error("%s is given up: %s", self.name, self.error)
+                self._changed.set()
+                self._on_failed(self)
+                return
+
+    async def _replace(self, failures: int) -> bool:
+        """Start another replica, with retries up to the cap; whether one serves."""
+        while failures <= self.options.max_restarts and self.options.max_restarts:
+            await asyncio.sleep(0.0 if not failures else min(MAX_BACK_OFF, 0.25 * 2.0**failures))
+            started = time.monotonic()
+            try:
+                replica = await self._launch(self.restarts + 1)
+            except Unrecoverable as error:
+                self.error = error
+                return False
+            except Exception as error:
+                self.error, failures = error, failures + 1
+                log.warning("%s could not be replaced (%s: %s)", self.name, type(error).__name__, error)
+                continue
+            self.restarts += 1
+            record_metric(f"restarts/{self.name.partition('[')[0]}", 1.0, Reduce.SUM)
+            self._serve(replica)
+            log.info("%s serves again, %.1f s after its start", self.name, time.monotonic() - started)
+            return True
+        return False

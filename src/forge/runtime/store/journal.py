@@ -1,0 +1,115 @@
+"""An append-only file of records that survives the process which writes it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections.abc import Iterable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO
+from zlib import crc32
+
+from ...system.files import room_for
+
+# The payload's length and checksum, then the checksum of these two: a damaged length would look like a torn end.
+_FIELDS = struct.Struct("<QI")
+_HEADER = struct.Struct("<QII")
+
+
+class Journal:
+    """Pickled records in the order they were appended; one process writes.
+
+    A record survives the process once `append` returns, in the kernel's page cache. Nothing is fsynced, so a power cut
+    may lose the last records. A process killed within `append` leaves a torn record, which the next writer truncates.
+
+    Args:
+        path: the file, created by the first `append` or `rewrite`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: FileIO | None = None
+        self._end = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of complete records."""
+        self._writable()
+        return self._end
+
+    def append(self, record: Any) -> None:
+        """Append one record. If that fails (no space), the file is unchanged. NoRoom: the disk is full."""
+        file = self._writable()
+        try:
+            self._end += _write(file, self.path, record)
+        except OSError:
+            # Records after a torn one would be unreadable.
+            file.truncate(self._end)
+            file.seek(self._end)
+            raise
+
+    def replay(self) -> Iterator[Any]:
+        """All complete records. Read-only: several processes may replay a journal.
+
+        Raises:
+            FileNotFoundError: there is no journal.
+            ValueError: a record is damaged; names the file and the offset.
+        """
+        with self.path.open("rb") as file:
+            for payload, _ in self._complete(file):
+                yield pickle.loads(payload)
+
+    def rewrite(self, records: Iterable[Any]) -> None:
+        """Replace all records atomically."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
+        file = FileIO(unfinished, "w+")
+        try:
+            end = sum(_write(file, self.path, record) for record in records)
+        except BaseException:
+            file.close()
+            unfinished.unlink()
+            raise
+        os.replace(unfinished, self.path)
+        if self._file is not None:
+            self._file.close()
+        self._file, self._end = file, end
+
+    def _writable(self) -> FileIO:
+        if self._file is None:
+            file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+            with self.path.open("rb") as written:
+                self._end = max((end for _, end in self._complete(written)), default=0)
+            file.truncate(self._end)
+            file.seek(self._end)
+            self._file = file
+        return self._file
+
+    def _complete(self, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+        """The payload and the end of every complete record."""
+        start = 0
+        # A kill leaves a prefix of the record being written: a short record is torn, a wrong one is damaged.
+        while len(header := file.read(_HEADER.size)) == _HEADER.size:
+            length, checksum, own = _HEADER.unpack(header)
+            if crc32(header[: _FIELDS.size]) != own:
+                raise ValueError(f"journal {self.path} is damaged: the record at byte {start} has no valid header")
+            payload = file.read(length)
+            if len(payload) < length:
+                return
+            if crc32(payload) != checksum:
+                raise ValueError(f"journal {self.path} is damaged: the record at byte {start} fails its checksum")
+            start += _HEADER.size + length
+            yield payload, start
+
+
+def _write(file: FileIO, path: Path, record: Any) -> int:
+    payload = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
+    fields = _FIELDS.pack(len(payload), crc32(payload))
+    data = memoryview(fields + crc32(fields).to_bytes(4, "little") + payload)
+    written = 0
+    with room_for(path, len(data)):
+        while written < len(data):
+            written += file.write(data[written:]) or 0
+    return written

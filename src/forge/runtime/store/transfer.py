@@ -1,0 +1,331 @@
+"""Write values into segments of shared memory (`Part`, `CollectivePut`) and read them (`Snapshot`)."""
+
+from __future__ import annotations
+
+import json
+import operator
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...system.boxes import is_dtensor, local_boxes, whole
+from ...system.files import write_atomic
+from .manifest import Manifest, Shard, checksum, copy_and_hash
+from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
+from .segments import ALIGNMENT
+
+ABANDONED = 3600.0  # seconds after which no rank still waits for the outcome of a put
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a collective put: this `rank` of `world`. `group` is a unique name shared by all of them."""
+
+    rank: int = 0
+    world: int = 1
+    group: str = ""
+
+
+_group: tuple[Any, str] | None = None  # the process group, and the name that its ranks agreed on
+_naming = threading.Lock()
+
+
+def flatten(value: Any) -> tuple[dict[str, Tensor], bool]:
+    """Tensors by (dotted) name, and whether the value is a single tensor.
+
+    Raises:
+        TypeError: a value is not a tensor; names it.
+        ValueError: there is no tensor, or two have the same name.
+    """
+    if isinstance(value, Tensor):
+        return {"": value}, True
+    found: dict[str, Tensor] = {}
+
+    def visit(at: str, part: Any) -> None:
+        if isinstance(part, Mapping):
+            for name, below in part.items():
+                visit(f"{at}.{name}" if at else str(name), below)
+        elif not isinstance(part, Tensor):
+            raise TypeError(f"only tensors can be stored; {at or 'the value'!r} is a {type(part).__name__}")
+        elif at in found:
+            raise ValueError(f"two tensors have the name {at!r}")
+        else:
+            found[at] = part
+
+    visit("", value)
+    if not found:
+        raise ValueError("the state dict has no tensors")
+    return found, False
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a version. The first rank writes replicated blocks, rank 0 plain tensors beside DTensors.
+
+    blocks: each with its values, None for an empty tensor.
+    size: bytes of its segment.
+    """
+
+    key: str
+    version: int | None
+    single: bool
+    ranks: Ranks
+    blocks: tuple[tuple[Shard, Tensor | None], ...]
+    size: int
+
+    @classmethod
+    def of(
+        cls,
+        key: str,
+        value: Any,
+        version: int | None = None,
+        dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+    ) -> Part:
+        """This rank's part of a value, floating-point tensors as `dtype`.
+
+        With DTensors the default of `ranks` is the process group, in which the first call is a collective.
+
+        Raises:
+            TypeError, ValueError: as `flatten`, or the version is not an integer from 0.
+        """
+        version = None if version is None else operator.index(version)
+        if version is not None and version < 0:
+            raise ValueError(f"a version is a number from 0, got {version}")
+        tensors, single = flatten(value)
+        if ranks is None:
+            spread = any(is_dtensor(tensor) for tensor in tensors.values()) and dist.is_initialized()
+            ranks = Ranks()
+            if spread and dist.get_world_size() > 1:
+                global _group
+                with _naming:
+                    if _group is None or _group[0] is not dist.group.WORLD:
+                        named = [uuid4().hex]
+                        dist.broadcast_object_list(named, src=0)
+                        _group = dist.group.WORLD, named[0]
+                ranks = Ranks(dist.get_rank(), dist.get_world_size(), _group[1])
+        blocks: list[tuple[Shard, Tensor | None]] = []
+        size = 0
+        for name, tensor in tensors.items():
+            to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            shard = Shard(name, str(to).removeprefix("torch."), tuple(tensor.shape), whole(tensor.shape), "", 0, "")
+            if is_dtensor(tensor) and tensor.numel():
+                # Along each mesh dimension that replicates the tensor, the first rank writes.
+                coordinate = tensor.device_mesh.get_coordinate() or ()
+                places = zip(tensor.placements, coordinate, strict=False)
+                mine = all(rank == 0 or not place.is_replicate() for place, rank in places)
+            else:
+                mine = ranks.rank == 0
+            if mine and not tensor.numel():
+                blocks.append((shard, None))
+            elif mine:
+                for box, values in local_boxes(tensor):
+                    blocks.append((replace(shard, box=box, start=size), values.detach()))
+                    size += -(-values.numel() * to.itemsize // ALIGNMENT) * ALIGNMENT
+        return cls(key, version, single, ranks, tuple(blocks), size)
+
+    @torch.no_grad()
+    def write(self, segment: str, memory: Tensor) -> Manifest:
+        """Write the blocks consecutively into the bytes of a segment."""
+        shards: list[Shard] = []
+        for shard, values in self.blocks:
+            if values is not None:
+                shard = replace(shard, segment=segment)
+                shard = replace(shard, checksum=copy_and_hash(values, shard.view(memory)))
+            shards.append(shard)
+        return Manifest(self.key, self.version, self.single, tuple(shards))
+
+
+class CollectivePut:
+    """A rendezvous on disk for the ranks of one put: each adds its part, the last one publishes the version or error.
+
+    A rank joins the first attempt after its own last one that is still open, or that another rank gave up, whose error
+    it must get; otherwise it opens a new attempt. Constructed, like all writes here, under the store's lock.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._all = folder / "attempts"
+        self._all.mkdir(parents=True, exist_ok=True)
+        attempts = {int(path.name.rpartition("-")[2]): path for path in self._all.glob(f"{ranks.group}-*")}
+        chosen = max(attempts, default=0) + 1
+        for number, path in sorted(attempts.items(), reverse=True):
+            if any((path / f"{ranks.rank}.{end}").exists() for end in ("part", "gone")):
+                break
+            if not (path / "outcome").exists() or any(path.glob("*.gone")):
+                chosen = number
+        self._place = self._all / f"{ranks.group}-{chosen}"
+        if not self._place.exists():
+            self._place.mkdir()
+            (self._place / "begun").write_text(str(time.monotonic()))  # of this boot; the clock may jump
+        self._outcome = self._place / "outcome"
+        self._parts = [self._place / f"{rank}.part" for rank in range(ranks.world)]
+        for other in self._all.iterdir():
+            # A killed process leaves a folder without its time or with a part of it: `settle` removes that one.
+            begun = other / "begun"
+            if begun.exists() and time.monotonic() - float(begun.read_text() or "inf") > ABANDONED:
+                shutil.rmtree(other)
+
+    def add(self, part: Manifest) -> bool:
+        """Write this rank's part; whether all parts are there now."""
+        write_atomic(self._parts[self._ranks.rank], part.to_json())
+        return not self.absent() and not self._outcome.exists()
+
+    def give_up(self, reason: str) -> None:
+        """Fail the put on all ranks, because this one has no part."""
+        (self._place / f"{self._ranks.rank}.gone").touch()
+        if not self._outcome.exists():
+            self.end(["IncompleteVersion", reason])
+
+    def settle(self, publish: Callable[[list[Manifest]], int]) -> None:
+        """Publish the parts and write the outcome for all ranks."""
+        try:
+            outcome: Any = publish([Manifest.from_json(part.read_text()) for part in self._parts])
+        except Exception as error:  # any error must reach every rank
+            outcome = [type(error).__name__, str(error)]
+        self.end(outcome)
+        for earlier in self._all.glob(f"{self._ranks.group}-*"):
+            if earlier != self._place:  # every rank is in this attempt, and has read the earlier outcomes
+                shutil.rmtree(earlier)
+
+    def end(self, outcome: Any) -> None:
+        """Write the outcome: a version, or the kind and text of an error."""
+        write_atomic(self._outcome, json.dumps(outcome))
+
+    def wait(
+        self, locked: Callable[[], AbstractContextManager], publish: Callable[[list[Manifest]], int], timeout: float
+    ) -> int:
+        """Wait for the last rank; returns the published version.
+
+        Raises:
+            IncompleteVersion: a rank did not write within `timeout` seconds, or a tensor is not whole.
+            VersionConflict, OSError: see `VersionStore.put`.
+        """
+        end, pause = time.monotonic() + timeout, 0.0005
+        while not self._outcome.exists():
+            late = time.monotonic() > end
+            if late or not self.absent():
+                with locked():
+                    # Under the lock: the last rank settles before it releases it, unless it is killed in between.
+                    if not self._outcome.exists():
+                        if not self.absent():
+                            self.settle(publish)
+                        elif late:  # from now on this rank's memory may be reused: the others must not publish it
+                            names = ", ".join(map(str, self.absent()))
+                            text = f"rank {self._ranks.rank} waited {timeout:g} s for what ranks {names} should put"
+                            self.end(["IncompleteVersion", text])
+                continue
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        outcome = json.loads(self._outcome.read_text())
+        if isinstance(outcome, int):
+            return outcome
+        kind, text = outcome
+        known = {error.__name__: error for error in (OSError, VersionConflict, MissingVersion, CorruptWeights)}
+        raise known.get(kind, IncompleteVersion)(text)
+
+    def absent(self) -> list[int]:
+        """The ranks that have not added their parts."""
+        return [rank for rank, part in enumerate(self._parts) if not part.exists()]
+
+
+@dataclass
+class Snapshot:
+    """A version open for reading into tensors of any layout; verifies the checksum of everything it reads."""
+
+    manifest: Manifest
+    memory: Mapping[str, Tensor]  # the bytes of its segments
+    _verified: set[int] = field(default_factory=set, init=False)
+
+    @property
+    def version(self) -> int:
+        """The version that is open."""
+        assert self.manifest.version is not None
+        return self.manifest.version
+
+    @property
+    def digest(self) -> str:
+        """Digest of the checksums of all its shards."""
+        return self.manifest.digest
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of every tensor. A tensor in one block is a view of shared memory, valid while the
+        snapshot is open."""
+        for name, shards in self.manifest.by_name.items():
+            if len(shards) > 1 or not shards[0].segment:
+                yield name, self._new(name)
+                continue
+            values = shards[0].view(self.memory[shards[0].segment])
+            self._verify(shards[0], values)
+            yield name, values
+
+    def fill(self, into: Any = None) -> Any:
+        """Fill a tensor, DTensor or (nested) state dict in place; new tensors if it is None. See `Store.get`."""
+        if into is None:
+            new = {name: self._new(name) for name in self.manifest.by_name}
+            return new[""] if self.manifest.single else new
+        targets, single = flatten(into)
+        if single != self.manifest.single:
+            kinds = ("a state dict", "one tensor")
+            raise ValueError(f"{self.manifest.key} is {kinds[self.manifest.single]}, not {kinds[single]}")
+        for name, target in targets.items():
+            self.read(name, target)
+        return into
+
+    @torch.no_grad()
+    def read(self, name: str, target: Tensor) -> None:
+        """Fill this process's part of one tensor.
+
+        Raises:
+            KeyError: no such tensor.
+            ValueError: its shape differs.
+            CorruptWeights: its values differ from those that were put.
+        """
+        shards, where = self.manifest.by_name.get(name), self._where(name)
+        if shards is None:
+            known = list(self.manifest.by_name)
+            raise KeyError(f"{where} is not there; it has {len(known)} tensors: {known[:3]} ...")
+        if shards[0].shape != tuple(target.shape):
+            raise ValueError(f"{where} has shape {shards[0].shape}, it cannot be read into {tuple(target.shape)}")
+        if target.is_meta:
+            raise ValueError(f"{where} cannot be read into a tensor on the meta device: it has no memory")
+        for box, values in local_boxes(target):
+            for shard in shards:
+                if not (overlap := box.meet(shard.box)):
+                    continue
+                source, into = shard.view(self.memory[shard.segment]), values.detach()[overlap.within(box)]
+                if overlap == shard.box and id(shard) not in self._verified:
+                    self._verify(shard, source, copy_and_hash(source, into, of_source=True))
+                else:
+                    self._verify(shard, source)
+                    into.copy_(source[overlap.within(shard.box)])
+
+    def _new(self, name: str) -> Tensor:
+        shard = self.manifest.by_name[name][0]
+        made = torch.empty(shard.shape, dtype=getattr(torch, shard.dtype))
+        self.read(name, made)
+        return made
+
+    def _verify(self, shard: Shard, values: Tensor, found: str | None = None) -> None:
+        """Compare the checksum of a block, once per snapshot."""
+        if id(shard) in self._verified:
+            return
+        if (checksum(values) if found is None else found) != shard.checksum:
+            part = "" if shard.box == whole(shard.shape) else f" {shard.box}"
+            where = self._where(shard.name)
+            raise CorruptWeights(f"{where}{part} does not have the checksum that it was published with")
+        self._verified.add(id(shard))
+
+    def _where(self, name: str) -> str:
+        what = f"tensor {name!r}" if name else "the tensor"
+        return f"{self.manifest.key} version {self.manifest.version}: {what}"

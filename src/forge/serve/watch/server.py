@@ -1,0 +1,210 @@
+"""The server of the page: files below one folder, read as they grow. Nothing is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from ...observability.folder import CONFIG, ENDED, FINISHED, MARK
+from ...observability.held_out import HELD_OUT
+from ...observability.rollouts import ROLLOUTS
+from ...observability.runs import SERVED, differences, state
+from ...observability.summaries import signature, summary
+from ...observability.trace import TRACE
+from ...system.files import is_plain
+from ...system.web import guard, json_of, listen, web
+from .chat import Chat
+from .live import NoModel
+from .report import CHARTS, PAGE, SCRIPTS, STYLES
+from .views import RunView, plain
+
+READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, SERVED, "lock")  # of a run's folder
+DEPTH = 3  # levels of folders that runs are looked for in
+ENTRIES = 100_000  # of these folders that are looked at
+VIEWS = 16  # runs whose numbers are kept
+PATIENCE = 1.0  # seconds for a list of runs; those that were not read in it follow with the next one
+SHOWN, LONGEST = 100, 500  # characters of a name, and of an error
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Watch:
+    """Shows the runs below `root`.
+
+    Args:
+        base: the model beside which a run's is asked; None: the one that the run started from, if it is below `root`.
+        key: what clients must send, see `forge.system.web`.
+    """
+
+    def __init__(self, root: Path, base: str | None = None, key: str | None = None) -> None:
+        self.root, self.key = root.resolve(), key
+        self.chat = Chat(self.root, base)
+        self._views: dict[Path, RunView] = {}  # those that were asked for last at the end
+        self._summaries: dict[Path, tuple[Any, dict[str, Any]]] = {}
+        # One thread: views are not shared, and the event loop stays free.
+        self._thread = ThreadPoolExecutor(1, "forge-watch")
+
+    @asynccontextmanager
+    async def listen(self, at: socket.socket) -> AsyncIterator[str]:
+        """Serve on a socket of `forge.system.web.bind` within the block; yields the address."""
+        app = web.Application(middlewares=[_explained, guard(at.getsockname()[0], self.key)])
+        for name in ("index.html", *SCRIPTS, *STYLES, CHARTS):
+            kind = KINDS[Path(name).suffix]
+            body = (PAGE / name).read_bytes()
+            app.router.add_get("/" if name == "index.html" else f"/{name}", partial(_file, body, kind))
+        for path, answer in {
+            "/api/runs": self._runs,
+            "/api/run": lambda q: self.view(q["run"]).about(),
+            "/api/rows": lambda q: self.view(q["run"]).curves(int(q.get("after", 0))),
+            "/api/trace": lambda q: self.view(q["run"]).lanes(int(q.get("after", 0))),
+            "/api/rollouts": lambda q: self.view(q["run"]).rollouts(q),
+            "/api/held_out": lambda q: self.view(q["run"]).held_out(q),
+            "/api/rollout": lambda q: self.view(q["run"]).rollout(int(q["row"])),
+            "/api/group": lambda q: self.view(q["run"]).group(int(q["row"])),
+            "/api/differences": lambda q: plain(differences([self.folder(name) for name in q.getall("run")])),
+        }.items():
+            app.router.add_get(path, partial(self._answer, answer))
+        app.router.add_post("/api/chat", self._chat)
+        try:
+            async with listen(app, at) as url:
+                yield url
+        finally:
+            await asyncio.to_thread(self.chat.close)
+            self._thread.shutdown(wait=False)
+
+    def folder(self, name: str) -> Path:
+        """The folder of a run by its path below `root`.
+
+        Raises:
+            FileNotFoundError: there is no such run, or it is elsewhere, also by a link.
+        """
+        try:
+            path = (self.root / name).resolve()
+        except (ValueError, OSError, RuntimeError):  # a name that no file can have, or a link to itself
+            raise FileNotFoundError(f"there is no run {name[:SHOWN]!r}") from None
+        if not path.is_relative_to(self.root) or not is_plain(path / CONFIG) or not inside(path, self.root):
+            raise FileNotFoundError(f"there is no run {name[:SHOWN]!r}")
+        return path
+
+    def view(self, name: str) -> RunView:
+        """A run with all that was added since the last request."""
+        folder = self.folder(name)
+        if (view := self._views.pop(folder, None)) is None:
+            view = RunView(folder)
+        else:
+            view.refresh()
+        self._views[folder] = view
+        while len(self._views) > VIEWS:
+            self._views.pop(next(iter(self._views)))
+        return view
+
+    def _runs(self, _: Any) -> list[dict[str, Any]]:
+        runs, paths, deadline = [], sorted(self._find()), time.monotonic() + PATIENCE
+        for path in paths:
+            name = str(path.relative_to(self.root))
+            about = {"run": name, "name": path.name if name == "." else name}
+            runs.append({**about, **self._summary(path, deadline)})
+        self._summaries = {path: self._summaries[path] for path in paths if path in self._summaries}
+        return runs
+
+    def _summary(self, path: Path, deadline: float) -> dict[str, Any]:
+        """Of a list. One that is damaged does not hide the others, nor hold them up for longer than the others do."""
+        now = signature(path)
+        known, found = self._summaries.get(path, (None, {"step": 0}))
+        if known != now and time.monotonic() > deadline:
+            return {"state": "not read yet", **found}
+        try:
+            if known != now:
+                found = summary(path)
+                json.dumps(found, allow_nan=False)
+            elif found["state"] != "damaged":
+                found = {**found, "state": state(path)}
+        except Exception as error:  # whatever a folder of others leads to
+            found = {"state": "damaged", "step": 0, "error": line(error)}
+        self._summaries[path] = now, found
+        return found
+
+    def _find(self) -> list[Path]:
+        """The folders of runs, no link among them."""
+        runs, folders, left = list[Path](), [(self.root, DEPTH)], ENTRIES
+        while folders and left > 0:
+            folder, depth = folders.pop()
+            if is_plain(folder / CONFIG):
+                if inside(folder, self.root):
+                    runs.append(folder)
+                continue
+            if not depth:
+                continue
+            with suppress(OSError), os.scandir(folder) as entries:  # it may be closed to this user, or gone
+                for entry in islice(entries, left):
+                    left -= 1
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append((folder / entry.name, depth - 1))
+        return runs
+
+    async def _answer(self, answer: Callable[[Any], Any], request: web.Request) -> web.Response:
+        query = request.query
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: json.dumps(answer(query), allow_nan=False).encode()
+        )
+        return web.Response(body=found, content_type="application/json", headers=HEADERS)
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        asked = await json_of(request)
+        if not isinstance(asked, dict) or not isinstance(asked.get("run"), str):
+            raise ValueError("the body must be a JSON object with the name of a run")
+        found = await self.chat.answer(self.folder(asked.pop("run")), asked)
+        return web.json_response(found, headers=HEADERS)
+
+
+async def _file(body: bytes, kind: str, _: web.Request) -> web.Response:
+    return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+
+
+@web.middleware
+async def _explained(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Errors as JSON, with the reason."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return web.json_response({"error": error.reason}, status=error.status, headers=HEADERS)
+    except (FileNotFoundError, IndexError, NoModel) as error:
+        return web.json_response({"error": line(error)}, status=404, headers=HEADERS)
+    except KeyError as error:
+        return web.json_response({"error": f"the query lacks {error}"}, status=400, headers=HEADERS)
+    except (ValueError, TypeError, ArithmeticError, RecursionError, OSError, aiohttp.ClientError) as error:
+        return web.json_response({"error": line(error)}, status=400, headers=HEADERS)
+
+
+def line(error: Exception) -> str:
+    """An error as one line of bounded length."""
+    return " ".join(str(error).split())[:LONGEST]
+
+
+def inside(folder: Path, root: Path) -> bool:
+    """Whether no file of a run that is read is a link out of `root`; other links are not followed either."""
+    links = [folder / name for name in READ if os.path.islink(folder / name)]
+    try:
+        return all(link.resolve().is_relative_to(root) for link in links)
+    except (OSError, RuntimeError):  # a link to itself
+        return False

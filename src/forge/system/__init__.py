@@ -1,0 +1,1 @@
+"""Files, devices and connections of one machine: the floor that every other room stands on."""

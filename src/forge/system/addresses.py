@@ -1,0 +1,30 @@
+"""Addresses that servers listen at."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+
+
+def joined(host: str, port: int) -> str:
+    """The pair as HOST:PORT."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listening_error(host: str, port: int, error: OSError | OverflowError, any_port: str) -> OSError:
+    """The error about an address that a server cannot have, with the remedy.
+
+    Args:
+        any_port: the option that takes a free port, such as `--port 0`.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    # What asyncio and socket.create_server raise names the address once more; numbers of name resolution are negative.
+    reason = os.strerror(number) if number and number > 0 else re.sub(r"\[Errno .*?\] | \(while .*|\.$", "", str(error))
+    remedies = {
+        errno.EADDRINUSE: f"stop what listens there, or choose another port ({any_port}: any that is free)",
+        errno.EACCES: f"choose a port above 1023 ({any_port}: any that is free)",
+        None: "choose a port from 0 to 65535",
+    }
+    remedy = remedies.get(number, "choose an address of this machine")
+    return OSError(f"cannot listen at {joined(host, port)}: {reason}: {remedy}")

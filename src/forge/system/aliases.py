@@ -1,0 +1,85 @@
+"""Older names of packages, which import the same modules: `forge.controller` is `forge.runtime.controller`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+
+ALIASES = {
+    "forge.api": "forge.recipes.api",
+    "forge.cluster": "forge.runtime.cluster",
+    "forge.controller": "forge.runtime.controller",
+    "forge.data.tokenizer": "forge.models.tokenizer",
+    "forge.data.rewards": "forge.rewards.rules",
+    "forge.store": "forge.runtime.store",
+    "forge.verifiers": "forge.rewards",
+    "forge.watch": "forge.serve.watch",
+}
+
+
+def renamed(name: str) -> str | None:
+    """Today's name of a module, if `name` is an older one."""
+    for old, new in ALIASES.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return None
+
+
+class AliasFinder(MetaPathFinder, InspectLoader):
+    """Finds a module under an older name. It is the same object, so that its classes exist once."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The specification of an alias; None leaves the name to the other finders."""
+        name = renamed(fullname)
+        if name is None or find_spec(name) is None:
+            return None
+        return ModuleSpec(fullname, self, is_package=self.is_package(fullname))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module itself, imported under its name of today."""
+        module = import_module(str(renamed(spec.name)))
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own specification back, which the import system has replaced by the alias's."""
+        alias = module.__spec__
+        assert alias is not None
+        module.__spec__ = self._specs.pop(alias.name)
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether the module has modules in it."""
+        spec = find_spec(str(renamed(fullname)))
+        return spec is not None and spec.submodule_search_locations is not None
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """What `python -m` runs."""
+        name = str(renamed(fullname))
+        spec = find_spec(name)
+        assert spec is not None
+        assert isinstance(spec.loader, InspectLoader)
+        return spec.loader.get_code(name)
+
+    def get_source(self, fullname: str) -> str | None:
+        """The text of the module, for tracebacks."""
+        name = str(renamed(fullname))
+        spec = find_spec(name)
+        assert spec is not None
+        assert isinstance(spec.loader, InspectLoader)
+        return spec.loader.get_source(name)
+
+
+def install() -> None:
+    """Make the older names importable, once."""
+    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AliasFinder())  # before a folder that an older checkout has left

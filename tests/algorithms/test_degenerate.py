@@ -1,0 +1,211 @@
+"""What a collapsed policy writes, 200,000 characters of it, costs every reward, parser and verifier linear CPU time.
+
+The criterion is CPU time at n and at 4n characters, so that a busy machine changes nothing: linear is a ratio of 4,
+quadratic one of 16. Comparing answers symbolically takes place in another process, and is bounded by its limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import warnings
+from functools import partial
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from apps.real.constraints import FollowsConstraints
+from forge.envs import read_action, schema_of
+from forge.rewards import AnswerFrequency, MathVerifier, Rule
+from forge.rewards.config import ProcessRewardModelSettings
+from forge.rewards.rules import CharacterMatch, ExactMatch, JsonMatch, MathReward, ThinkingReward, final_answer
+from forge.serve.text import TextStream
+from forge_sandbox.code_verifier import code_block
+from forge_sandbox.literals import literal
+
+pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # pytest has its own filters
+
+LENGTH = 200_000
+RATIO, FREE = 10.0, 0.5  # CPU-seconds that quadratic time over so many characters exceeds by far
+MOST = 5.0  # CPU-seconds of the longest text
+
+UNITS = ["\n", " ", "\t", "\r\n", "9", "0.", "1 ", "1,111", "1 2/", "1/", "a", "A", "é", "½", "²", "\u200b", "\x00"]
+UNITS += [
+    "{",
+    "}",
+    "{}",
+    "(",
+    ")",
+    "[",
+    "]",
+    "\\",
+    "\\'",
+    "'",
+    '"',
+    "`",
+    "#",
+    "$",
+    "^",
+    "_",
+    "-",
+    "=",
+    "<",
+    ">",
+    ".",
+    ",",
+]
+UNITS += [
+    r"\boxed{",
+    r"\boxed{}",
+    r"\boxed",
+    r"\frac{",
+    r"\frac12",
+    r"\text{",
+    r"\text{a}",
+    "\\,",
+    "\\ ",
+    "#### ",
+    "A:",
+]
+UNITS += ["answer is ", "answer", "the answer is 4, ", "4 or 5 ", "x=", "<think>", "</think>", "<answer>", "</answer>"]
+UNITS += [
+    "<tool_call>",
+    "</tool_call>",
+    '{"a":',
+    "[[",
+    "add(",
+    "add(\\')",
+    "add(')",
+    'add("',
+    "add(1)",
+    "search(a",
+    "-1+",
+]
+UNITS += ["```\n", "\n```", "```python\n", " ```", "yes ", "eyes", "not ", "lambda:", "1if ", "@", ";", '{"name":1};']
+BASIC = ["\n", " ", "9", "{", "}", "\\", "(", "a"]
+FRAMES = [("{}", ""), ("answer is", "x"), ("A", "A:"), ("```", "x"), ("5", "5"), (r"\boxed", "}"), (r"\boxed{", "}")]
+FRAMES += [
+    ("####", "\n"),
+    ("<answer>", "</answer>"),
+    ("add(", ")"),
+    ("\n", "x"),
+    ("<tool_call>", "</tool_call>"),
+    ("{", "}"),
+]
+
+
+def add(a: int, b: int = 0) -> int:
+    """Add."""
+    return a + b
+
+
+def search(query: str) -> str:
+    """Search."""
+    return query
+
+
+TOOLS = (schema_of(add), schema_of(search))
+
+
+def scored(verifier, text):
+    asyncio.run(verifier.score("q", [text, text + "1"], "5"))
+
+
+SCORERS = {
+    "MathReward of a number": lambda text: MathReward()("q", text, "5"),
+    "MathReward of an expression": lambda text: MathReward()("q", text, r"x+\sqrt{2}"),
+    "MathReward of a choice": lambda text: MathReward()("q", text, "B"),
+    "MathReward, as the target": lambda text: MathReward()("q", "5", text),
+    "ExactMatch": lambda text: ExactMatch()("q", text, "5"),
+    "CharacterMatch": lambda text: CharacterMatch()("q", text, "5" * LENGTH),
+    "JsonMatch": lambda text: JsonMatch()("q", text, '{"a": 5}'),
+    "FollowsConstraints": lambda text: FollowsConstraints()("q", text, '{"word": "five", "lower": true}'),
+    "ThinkingReward": lambda text: ThinkingReward()("q", text, "5"),
+    "final_answer": final_answer,
+    "MathVerifier": partial(scored, MathVerifier()),
+    "AnswerFrequency": partial(scored, AnswerFrequency()),
+    "Rule": partial(scored, Rule(MathReward())),
+    "hermes": lambda text: read_action(text, "hermes", TOOLS),
+    "llama3": lambda text: read_action(text, "llama3", TOOLS),
+    "plain": lambda text: read_action(text, "plain", TOOLS),
+    "code_block": code_block,
+    "literal": literal,
+    "steps": lambda text: list(re.finditer(ProcessRewardModelSettings(path="m", marker="+").separator, text)),
+}
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    """One token a byte."""
+    names = pre_tokenizers.ByteLevel.alphabet()
+    inner = Tokenizer(models.BPE({name: i for i, name in enumerate(sorted(names))}, []))
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def cpu(scorer, text) -> float:
+    """CPU-seconds of this process; the less of two, so that what is only done once does not count."""
+    spent = []
+    for _ in range(2):
+        start = time.process_time()
+        scorer(text)
+        spent.append(time.process_time() - start)
+    return min(spent)
+
+
+def texts(length: int, all_units: bool):
+    for unit in UNITS if all_units else BASIC:
+        yield repr(unit), (unit * length)[:length]
+    for begin, end in FRAMES:
+        for unit in BASIC:
+            yield repr((begin, unit, end)), begin + (unit * length)[: length - len(begin + end)] + end
+
+
+def slow(scorer, all_units: bool) -> list[tuple[str, float]]:
+    found = []
+    for (what, short), (_, long) in zip(texts(LENGTH // 4, all_units), texts(LENGTH, all_units), strict=True):
+        start = time.process_time()
+        scorer(long)
+        spent = time.process_time() - start
+        if spent > FREE and (cpu(scorer, long) > RATIO * cpu(scorer, short) or spent > MOST):
+            found.append((what, spent))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["MathReward of a number", "final_answer", "plain", "hermes", "code_block", "steps"])
+def test_white_space_digits_brackets_and_backslashes_take_linear_time(name):
+    assert slow(SCORERS[name], False) == []
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCORERS)
+def test_linear_time(name):
+    assert slow(SCORERS[name], True) == []
+
+
+def test_quadratic_time_is_found():
+    old = re.compile(r"^\s*A:", re.MULTILINE)
+    assert cpu(old.search, "\n" * 8000) > RATIO * cpu(old.search, "\n" * 2000)
+
+
+def test_bytes_that_are_no_characters_are_streamed_in_linear_time(byte_tokenizer):
+    def streamed(count: int) -> str:
+        stream = TextStream(byte_tokenizer, ["STOP"])
+        said = "".join(stream.add([invalid]) for _ in range(count))
+        return said + stream.end()
+
+    invalid = byte_tokenizer.convert_tokens_to_ids("\u0122")  # the byte 0x80
+    assert byte_tokenizer.decode([invalid]) == "\ufffd"
+    assert streamed(1000) == "\ufffd" * 1000
+    assert cpu(streamed, 8000) < RATIO * cpu(streamed, 2000)
+
+
+def test_text_that_is_no_python_leaves_no_warnings(recwarn):
+    warnings.filterwarnings("ignore", module="<model output>")  # as on import; pytest has its own filters
+    read_action("add(" + "1if " * 100 + ")", "plain", TOOLS)
+    literal("1if " * 100)
+    assert not recwarn.list

@@ -1,0 +1,293 @@
+"""Parsers of what others write: model output, network input, chat templates and files. None raises what it does not
+document, whatever it reads. Chat templates are fuzzed in data/test_template_limits.py, special tokens beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.envs import InfrastructureError, read_action
+from forge.envs.calls import SYNTAXES
+from forge.envs.schemas import Parameters
+from forge.models.tokenizer import character_tokenizer
+from forge.rewards.rules import CharacterMatch, ExactMatch, MathReward, ThinkingReward, final_answer
+from forge.serve.requests import BadRequest, Job, parse
+from forge_envs.content import text_of
+from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
+from forge_envs.openenv.wire import Reply, action_from_json, step_from_reply
+from forge_sandbox.code_verifier import code_block, read_cases
+from forge_sandbox.literals import literal
+from forge_weaver.formats import from_public, load_table, save_table
+from forge_weaver.table import ScoreTable
+from tests.algorithms.test_degenerate import TOOLS, UNITS
+from tests.forge_envs.openenv.counting import Counting
+
+pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # pytest has its own filters
+
+PLAIN = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+TOKENIZER = character_tokenizer()
+TOKENIZER.chat_template = PLAIN
+
+pieces = st.sampled_from(
+    [*UNITS, "4", "5", "x", "and", " or ", "\ud800", "𝟒", "⁻¹", "\\text{", "frac", "1e400", "%", "∞"]
+)
+texts = st.lists(pieces, max_size=12).map("".join) | st.text(max_size=60)
+names = st.text(max_size=8)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def objects(*keys: str, **more):
+    """Objects with some of these keys, any value in each."""
+    return st.fixed_dictionaries({}, optional={key: values for key in keys} | more)
+
+
+@pytest.mark.processes
+@given(response=texts, target=texts)
+def test_rewards_give_a_score_or_none(response, target):
+    assert MathReward()("", response, target) in (0.0, 1.0, None)
+    assert ThinkingReward()("", response, target) in (0.0, 0.2, 1.0)
+    assert ExactMatch()("", response, target) in (0.0, 1.0)
+    assert 0.0 <= CharacterMatch()("", response, target) <= 1.0
+    assert isinstance(final_answer(response), str | None)
+
+
+@given(text=texts, syntax=st.sampled_from(SYNTAXES), truncated=st.booleans())
+def test_tool_calls(text, syntax, truncated):
+    action = read_action(text, syntax, TOOLS, truncated=truncated)
+    for call in action.calls:
+        assert isinstance(Parameters(TOOLS[0]["function"]).mismatch(call.arguments), str)
+        assert isinstance(call.name, str)
+        assert isinstance(call.arguments, dict)
+    assert len(action.calls) <= 64
+
+
+@given(text=texts)
+def test_programs_and_literals(text):
+    block = code_block(text)
+    assert block is None or block in text
+    found = literal(text)
+    assert found is None or len(found) == 1
+
+
+@given(target=values.map(json.dumps) | texts)
+def test_test_cases(target):
+    try:
+        assert read_cases(target)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017
+
+
+MESSAGE = objects("role", "content", "name", "tool_calls", role=st.sampled_from(["user", "assistant", "x"]))
+BODY = objects(
+    *("model", "n", "stop", "stream", "stream_options", "max_tokens", "logprobs", "priority", "temperature", "top_p"),
+    *("top_k", "seed", "stop_token_ids", "prompt", "echo", "best_of", "max_completion_tokens", "top_logprobs"),
+    *("chat_template_kwargs", "user", "logit_bias", "messages", "response_format"),
+    messages=st.lists(MESSAGE | values, max_size=3) | values,
+    prompt=st.lists(st.integers(), max_size=4) | texts | values,
+)
+
+
+@given(body=BODY | values, chat=st.booleans())
+def test_bodies_of_requests(body, chat):
+    try:
+        job = parse(body, TOKENIZER, "m", chat=chat)
+    except BadRequest as error:
+        job = None
+        if not str(error):
+            raise
+    assert job is None or isinstance(job, Job)
+
+
+REPLY = objects("observation", "reward", "done", "metadata", observation=objects("messages", "tools", "rewritten"))
+
+
+@given(reply=REPLY)
+def test_replies_of_environments(reply):
+    try:
+        step = step_from_reply(Reply.read(reply))
+    except InfrastructureError:
+        return
+    assert step.reward is None or math.isfinite(step.reward)
+    assert all(isinstance(message["content"], str) for message in step.messages)
+
+
+ACTION = objects(
+    "type", "tool_name", "arguments", "text", "content", "calls", "errors", "truncated", "metadata", "more"
+)
+
+
+@given(data=ACTION | values)
+def test_actions_of_clients(data):
+    try:
+        assert isinstance(action_from_json(data).text, str)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017
+
+
+BLOCK = objects("type", "text", "resource", "uri", type=st.sampled_from(["text", "resource", "resource_link", "image"]))
+
+
+@given(result=st.fixed_dictionaries({"content": st.lists(BLOCK, max_size=3)}, optional={"structuredContent": values}))
+def test_results_of_tools(result):
+    assert isinstance(text_of(result), str)
+
+
+KIND = st.sampled_from(["reset", "step", "mcp", "state", "list_tools", "", "x"])
+MCP = objects(
+    "method", "params", "id", method=st.sampled_from(["tools/list", "tools/call", "openenv/session/create", "x"])
+)
+SENT = st.one_of(
+    texts,
+    values.map(json.dumps),
+    st.fixed_dictionaries({"type": KIND, "data": ACTION | MCP | objects("seed", "episode_id", "task") | values}).map(
+        json.dumps
+    ),
+)
+
+
+@pytest.mark.costly
+@given(
+    messages=st.lists(SENT, max_size=8),
+    bodies=st.lists(st.binary(max_size=40) | SENT.map(lambda t: t.encode("utf-8", "replace")), max_size=4),
+)
+def test_a_served_environment_answers_anything(messages, bodies):
+    async def main():
+        async with serve(Counting) as url, aiohttp.ClientSession() as http:
+            async with http.ws_connect(f"{url}/ws") as socket:
+                for message in messages:
+                    await socket.send_str(message.encode("utf-8", "replace").decode())
+                    answer = await socket.receive(30)
+                    assert answer.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.CLOSE)
+                    if answer.type == aiohttp.WSMsgType.CLOSE:
+                        break
+                    assert isinstance(json.loads(answer.data)["type"], str)
+            for body in bodies:
+                for path in ("reset", "step", "mcp"):
+                    async with http.post(
+                        f"{url}/{path}", data=body, headers={"Content-Type": "application/json"}
+                    ) as got:
+                        assert got.content_type == "application/json", await got.text()
+            async with OpenEnvClient(url) as client, client.session() as session:
+                assert not (await session.reset(seed=1)).done
+
+    asyncio.run(main())
+
+
+ANSWER = st.one_of(
+    texts,
+    values.map(json.dumps),
+    st.just("[" * 100_000),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["observation", "state", "mcp", "error", "x"]), "data": REPLY | values}
+    ).map(json.dumps),
+)
+
+
+@pytest.mark.costly
+@given(answers=st.lists(ANSWER, min_size=1, max_size=6), mcp=st.booleans())
+def test_a_client_survives_any_server(answers, mcp):
+    async def converse(request):
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for _ in socket:
+            await socket.send_str(answers[request.app["at"] % len(answers)].encode("utf-8", "replace").decode())
+            request.app["at"] += 1
+        return socket
+
+    async def schema(_):
+        return web.Response(text=answers[0].encode("utf-8", "replace").decode())
+
+    async def main():
+        app = web.Application()
+        app["at"] = 0
+        app.add_routes([web.get("/ws", converse), web.get("/schema", schema)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        client = OpenEnvClient(f"http://127.0.0.1:{port}", patience=0.05)
+        environment = OpenEnvEnvironment(client, mcp=mcp)
+        try:
+            step = await environment.reset(None, seed=1)
+            assert step.reward is None or math.isfinite(step.reward)
+        except (InfrastructureError, OpenEnvError) as error:
+            assert str(error)  # noqa: PT017
+        finally:
+            await environment.close()
+            await client.close()
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+def small_table() -> ScoreTable:
+    scores = np.arange(12.0).reshape(2, 3, 2)
+    return ScoreTable(scores, ("a", "b"), labels=np.ones((2, 3)), answers=[["1"] * 3] * 2, prompts=["p", "q"])
+
+
+@pytest.fixture(scope="module", params=[".npz", ".parquet"])
+def saved(request, tmp_path_factory) -> tuple[Path, bytes]:
+    if request.param == ".parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path_factory.mktemp("tables") / f"table{request.param}"
+    save_table(small_table(), path)
+    return path, path.read_bytes()
+
+
+@given(data=st.data())
+def test_damaged_tables(saved, data):
+    path, whole = saved
+    damaged = bytearray(whole)
+    for at in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=6)):
+        damaged[at] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(damaged)[: data.draw(st.integers(0, len(whole)) | st.just(len(whole)))])
+    try:
+        assert len(load_table(path)) >= 1
+    except ValueError as error:
+        assert path.name in str(error)  # noqa: PT017
+
+
+@given(texts=values, scores=values)
+def test_tables_of_other_values(tmp_path_factory, texts, scores):
+    path = tmp_path_factory.getbasetemp() / "other.npz"
+    file = io.BytesIO()
+    header = np.frombuffer(json.dumps(texts).encode("utf-8", "replace"), dtype=np.uint8)
+    numbers = np.array([len(str(scores))] * 4, dtype=np.float64)
+    np.savez(file, texts=header, scores=numbers, present=np.ones(2, dtype=bool))
+    path.write_bytes(file.getvalue())
+    with pytest.raises(ValueError, match=r"other\.npz"):
+        load_table(path)
+
+
+ROW = objects(
+    "a_scores",
+    "b_verdicts",
+    "answer_correct",
+    "samples",
+    "extracted_answers",
+    "instruction",
+    a_scores=st.lists(values, max_size=3),
+)
+
+
+@given(rows=st.lists(ROW, max_size=3))
+def test_rows_of_public_tables(rows):
+    try:
+        assert len(from_public(rows)) == len(rows)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017

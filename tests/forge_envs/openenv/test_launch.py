@@ -1,0 +1,237 @@
+"""Servers as processes: started, watched, killed, stopped, and never left behind."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forge.envs import Action, Dialogue, InfrastructureError, rollout
+from forge_envs.openenv import LocalServer, OpenEnvClient, OpenEnvEnvironment
+from forge_envs.process import Program
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[3]
+SERVE = [sys.executable, "-m", "forge_envs.openenv", "tests.forge_envs.openenv.counting:Counting", "--port", "{port}"]
+BARE = """
+import http.server, os, sys, time, signal
+if sys.argv[1] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200), self.end_headers(), self.wfile.write(b'{"status": "healthy"}')
+print("serving", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Healthy).serve_forever()
+"""
+
+LOADING = """
+import http.server, sys
+answers = [(200, "healthy"), (200, "unhealthy"), (500, ""), (404, "")]
+class Loading(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        status, said = answers.pop()
+        self.send_response(status), self.end_headers(), self.wfile.write(b'{"status": "%s"}' % said.encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Loading).serve_forever()
+"""
+
+
+def a_port():
+    """Below those that connections are given, so that it is still free when a server that had it starts again."""
+    while True:
+        with socket.socket() as listening:
+            try:
+                listening.bind(("127.0.0.1", port := random.randint(20_000, 32_000)))
+                return port
+            except OSError:
+                continue
+
+
+def gone(pid, limit=10.0):
+    """Whether no process of the group is left, zombies aside, within `limit` seconds."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        stats = (path.read_text().rpartition(")")[2].split() for path in _stats())
+        if not any(int(fields[2]) == pid and fields[0] != "Z" for fields in stats):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _stats():
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and (folder / "stat").exists():
+            yield folder / "stat"
+
+
+def test_a_server_killed_in_the_middle_of_an_episode():
+    async def main():
+        port = a_port()
+        server = await LocalServer.start(SERVE, cwd=ROOT, port=port)
+        async with OpenEnvClient(server.url) as client:
+            env = OpenEnvEnvironment(client)
+            first = await env.reset(None, seed=1)
+            await env.step(Action("x"))
+            os.kill(first.info["pid"], signal.SIGKILL)
+            with pytest.raises(InfrastructureError):
+                await env.step(Action("x"))
+            while server.running:
+                await asyncio.sleep(0.02)
+            with pytest.raises(InfrastructureError, match="was ended by SIGKILL; its log ends with"):
+                server.check()
+            await server.stop()
+            async with await LocalServer.start(SERVE, cwd=ROOT, port=port):
+                again = await env.reset(None, seed=2)
+                assert again.info["pid"] != first.info["pid"]
+                return (await env.step(Action("x"))).messages[0]["content"]
+
+    assert asyncio.run(main()) == "turn 1 of 2: x"
+
+
+def test_an_episode_that_lost_its_server_is_played_again(scripted, bpe):
+    says = scripted("one", "two", "one", "end")
+
+    async def main():
+        port = a_port()
+        server = await LocalServer.start(SERVE, cwd=ROOT, port=port)
+
+        async def route(tokens, **sampling):
+            nonlocal server
+            if len(says.asked) == 1:
+                os.killpg(server.pid, signal.SIGKILL)
+                await server.stop()
+                server = await LocalServer.start(SERVE, cwd=ROOT, port=port)
+            return await says.generate.route(tokens, **sampling)
+
+        async with OpenEnvClient(server.url) as client:
+            policy = SimpleNamespace(generate=SimpleNamespace(route=route))
+            env = OpenEnvEnvironment(client)
+            episode = await rollout(policy, env, None, dialogue=Dialogue(bpe, "chatml"), seed=1)
+        await server.stop()
+        return episode
+
+    episode = asyncio.run(main())
+    assert (episode.reward, episode.info["attempts"], episode.info["stop"]) == (3.0, 2, "terminated")
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "why"),
+    [
+        ("print('no such level'); raise SystemExit(3)", 30.0, r"exit code 3; its log ends with:\nno such level"),
+        ("import os; os.kill(os.getpid(), 11)", 30.0, "was ended by SIGSEGV"),
+        ("import time; time.sleep(60)", 0.5, r"not healthy within 0\.5 s \(.*/health: .*\); .* is still running"),
+    ],
+)
+def test_a_server_that_does_not_come_up(code, limit, why):
+    with pytest.raises(InfrastructureError, match=why):
+        asyncio.run(LocalServer.start([sys.executable, "-S", "-c", code, "{port}"], limit=limit))
+
+
+def test_a_server_that_still_loads_is_waited_for():
+    async def main():
+        async with await LocalServer.start([sys.executable, "-S", "-c", LOADING, "{port}"]) as server:
+            return server.log()
+
+    assert [line.split()[-2] for line in asyncio.run(main()).splitlines()] == ["404", "500", "200", "200"]
+
+
+def test_a_port_at_which_another_server_listens(monkeypatch):
+    monkeypatch.setattr("forge_envs.openenv.launch._LEAVING", 0.1)
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        with pytest.raises(InfrastructureError, match=f"port {port} is unavailable, take another: Address already"):
+            asyncio.run(LocalServer.start(["sleep", "9"], port=port))
+
+
+def test_a_command_that_is_none():
+    with pytest.raises(InfrastructureError, match="there-is-no-such-program: No such file"):
+        asyncio.run(LocalServer.start(["there-is-no-such-program", "{port}"]))
+    with pytest.raises(ValueError, match=r"must say \{port\}"):
+        asyncio.run(LocalServer.start(["sleep", "1"]))
+    with pytest.raises(ValueError, match="a list of its words"):
+        asyncio.run(LocalServer.start("serve {port}", port=1))
+    with pytest.raises(ValueError, match="from 1 to 65535"):
+        asyncio.run(LocalServer.start(["serve"], port=0))
+
+
+def test_stopping_ends_what_ignores_it():
+    async def main():
+        program = await Program.start([sys.executable, "-S", "-c", BARE, "stubborn", "0"])
+        while "serving" not in program.tail():
+            await asyncio.sleep(0.02)
+        pid = program.pid
+        await program.stop(0.2)
+        await program.stop()
+        return pid
+
+    assert gone(asyncio.run(main()))
+
+
+def test_a_program_ends_with_what_keeps_it():
+    async def main():
+        program = await Program.start([sys.executable, "-S", "-c", BARE, "stubborn", "0"])
+        while "serving" not in program.tail():
+            await asyncio.sleep(0.02)
+        os.kill(program.pid, signal.SIGKILL)
+        assert gone(program.pid)
+        await program.stop()
+
+    asyncio.run(main())
+
+
+def test_a_server_ends_with_this_process():
+    script = f"""
+import asyncio, sys
+from forge_envs.openenv import LocalServer
+async def main():
+    server = await LocalServer.start([sys.executable, "-S", "-c", {BARE!r}, "stubborn", "{{port}}"])
+    print(server.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        pid = int(parent.stdout.readline())
+        assert not gone(pid, 0.1)
+        parent.kill()
+    assert gone(pid)
+
+
+def test_a_fork_of_this_process_keeps_no_server():
+    script = """
+import asyncio, os, time
+from forge_envs.process import Program
+async def main():
+    program = await Program.start(["sleep", "60"])
+    if (fork := os.fork()) == 0:
+        time.sleep(60)
+    print(program.pid, fork, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        pid, fork = map(int, parent.stdout.readline().split())
+        parent.kill()
+        try:
+            assert gone(pid)
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_what_a_program_leaves_behind_ends_with_it():
+    async def main():
+        program = await Program.start(["sh", "-c", "sleep 60 & exit 0"])
+        await program.wait(30.0)
+        left = not await asyncio.to_thread(gone, program.pid)
+        await program.stop()
+        return left
+
+    assert not asyncio.run(main())

@@ -1,0 +1,163 @@
+"""Against the `openenv` package: its servers by our client, our server by its clients."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge.envs import Action, ToolCall
+from forge_envs.openenv import CapacityError, LocalServer, OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
+
+from .counting import ADD, Counting
+
+pytestmark = pytest.mark.processes
+
+pytest.importorskip("openenv")
+ROOT = Path(__file__).parents[3]
+UVICORN = [sys.executable, "-m", "uvicorn", "--port", "{port}"]
+SERVE = [sys.executable, "-m", "forge_envs.openenv", "tests.forge_envs.openenv.counting:Counting", "--port", "{port}"]
+
+
+def on_server(app, work, sessions=32, cwd=ROOT, **client):
+    async def main():
+        env = {"SESSIONS": str(sessions)}
+        async with (
+            await LocalServer.start([*UVICORN, app], cwd=cwd, env=env) as server,
+            OpenEnvClient(server.url, **client) as opened,
+        ):
+            return await work(opened)
+
+    return asyncio.run(main())
+
+
+def test_an_environment_of_its_own():
+    async def work(client):
+        assert await client.health() == "healthy"
+        assert (await client.metadata())["name"] == "Walk"
+        assert "step" in (await client.schema())["action"]["properties"]
+        assert (await client.reset(start=2)).observation["at"] == 2
+
+        async def play(seed):
+            env = OpenEnvEnvironment(client)
+            first = await env.reset({"start": 1}, seed=seed)
+            wrong = await env.step(Action("left"))
+            last = [await env.step(Action("1")), await env.step(Action("1"))][-1]
+            await env.close()
+            return first.messages[0]["content"], wrong.reward, last.reward, last.terminated
+
+        played = await asyncio.gather(*map(play, range(32)))
+        assert played == [(f'{{"at": 1, "seed": {seed}}}', 0.0, 0.5, True) for seed in range(32)]
+        async with client.session() as session:
+            await session.reset(episode_id="mine")
+            with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: stuck"):
+                await session.step({"step": 0})
+            with pytest.raises(OpenEnvError, match=r"VALIDATION_ERROR.*valid integer"):
+                await session.step({"step": "x"})
+            await session.step({"step": 1})
+            assert await session.state() == {"episode_id": "mine", "step_count": 1}
+
+    on_server("tests.forge_envs.openenv.package_server:walk", work)
+
+
+@pytest.mark.full
+def test_one_session_is_what_it_takes_unless_it_is_told():
+    async def work(client):
+        async with client.session():
+            with pytest.raises(CapacityError, match=r"takes 1 sessions .*max_concurrent_envs"):
+                await client.acquire()
+
+    on_server("tests.forge_envs.openenv.package_server:walk", work, sessions=1, patience=0.5)
+
+
+def test_its_mcp_tools():
+    async def work(client):
+        env = OpenEnvEnvironment(client, mcp=True)
+        tools = (await env.reset(None, seed=0)).tools
+        assert [tool["function"]["name"] for tool in tools] == ["double"]
+        assert tools[0]["function"]["parameters"]["required"] == ["number"]
+        calls = (ToolCall("double", {"number": 4}), ToolCall("double", {"number": "x"}), ToolCall("halve", {}))
+        said = [message["content"] for message in (await env.step(Action("", calls=calls))).messages]
+        assert said[0] == "8"
+        assert all(text.startswith("error: ") for text in said[1:])
+
+    on_server("tests.forge_envs.openenv.package_server:tools", work)
+
+
+@pytest.mark.full
+def test_a_server_made_by_its_init(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "openenv.cli", "init", "demo_env"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+    async def work(client):
+        env = OpenEnvEnvironment(client)
+        await env.reset(None, seed=0)
+        step = await env.step(Action("hello"))
+        return step.messages[0]["content"], step.reward
+
+    said, reward = on_server("demo_env.server.app:app", work, cwd=tmp_path)
+    assert '"echoed_message": "hello"' in said
+    assert reward == 0.5
+
+
+def test_its_client_on_our_server():
+    from openenv import GenericEnvClient
+
+    async def main():
+        async with serve(Counting, max_sessions=33) as url:
+
+            async def play(seed):
+                async with GenericEnvClient(base_url=url) as client:
+                    first = await client.reset(seed=seed, task="sums")
+                    assert first.observation["tools"] == [ADD]
+                    said = [first.observation["messages"][0]["content"]]
+                    step = await client.step({"text": "x"})
+                    assert (step.reward, step.done) == (1.0, False)
+                    tool = await client.step({"type": "call_tool", "tool_name": "add", "arguments": {"a": 1, "b": 2}})
+                    assert tool.observation["result"] == "3"
+                    listed = await client.step({"type": "list_tools"})
+                    assert [tool["name"] for tool in listed.observation["tools"]] == ["add"]
+                    with pytest.raises(RuntimeError, match="nothing here"):
+                        await client.step({"text": "raise"})
+                    last = await client.step({"text": "cut"})
+                    assert last.done
+                    assert last.metadata["truncated"]
+                    assert (await client.state())["step_count"] == 3
+                    return said[0]
+
+            return await asyncio.gather(*map(play, range(32)))
+
+    assert asyncio.run(main()) == [f"task sums, seed {seed}" for seed in range(32)]
+
+
+def test_its_mcp_client_on_our_server():
+    from openenv.core.mcp_client import MCPToolClient
+
+    async def main():
+        Counting.closed = 0
+        async with serve(Counting, max_sessions=1) as url, MCPToolClient(base_url=url) as client:
+            await client.reset(seed=1)
+            assert [tool.name for tool in await client.list_tools()] == ["add"]
+            assert await client.call_tool("add", a=1, b=2) == "3"
+            assert (await client.state()).step_count == 1  # both are in one episode
+        assert Counting.closed == 1
+
+    asyncio.run(main())
+
+
+def test_its_plain_client_on_our_server_as_a_process():
+    from openenv import GenericEnvClient
+
+    def play(url):
+        with GenericEnvClient(base_url=url).sync() as client:
+            assert client.reset(seed=4).observation["messages"][0]["content"] == "task None, seed 4"
+            assert client.step({"text": "end"}).done
+
+    async def main():
+        async with await LocalServer.start(SERVE, cwd=ROOT) as server:
+            await asyncio.to_thread(play, server.url)
+
+    asyncio.run(main())

@@ -1,0 +1,159 @@
+"""Programs against their tests, in a sandbox that trusts them (they are the tests' own)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from time import perf_counter
+
+import pytest
+
+from forge.rewards import Panel
+from forge_sandbox import CodeVerifier
+
+pytestmark = pytest.mark.processes
+
+
+@dataclass
+class Ended:
+    status: str
+    stdout: str
+    seconds: float
+
+
+class Trusting:
+    """A plain subprocess: no sandbox at all, and good enough for programs written here."""
+
+    async def run(self, program, *, stdin="", time_limit):
+        if "BROKEN" in program:
+            raise OSError("no room for a sandbox")
+        start = perf_counter()
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", "-c", program, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
+        )
+        try:
+            out, _ = await asyncio.wait_for(process.communicate(stdin.encode()), time_limit)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            return Ended("timeout", "", perf_counter() - start)
+        return Ended("ok" if process.returncode == 0 else "error", out.decode(), perf_counter() - start)
+
+
+def block(code, language="python"):
+    return f"Here it is:\n```{language}\n{code}\n```\nDone."
+
+
+def score(responses, cases, **settings):
+    verifier = CodeVerifier(Trusting(), time_limit=settings.pop("time_limit", 10), **settings)
+    return asyncio.run(verifier.score("", responses, json.dumps(cases) if isinstance(cases, list) else cases))
+
+
+DOUBLE = [{"stdin": "3\n", "stdout": "6"}, {"stdin": "5", "stdout": "10"}]
+SQUARE = [{"call": "square(3)", "value": "9"}, {"test": "assert square(-2) == 4"}]
+
+
+def test_input_and_output():
+    programs = [
+        block("print(2 * int(input()))"),
+        block("print(9)", "py") + block("print(2 * int(input()), ' ')", ""),
+        block("print(6)"),
+        "print(2 * int(input()))",
+        block("import sys; sys.exit(1)"),
+    ]
+    assert score(programs, DOUBLE).values[:, 0].tolist() == [1, 1, 0, 0, 0]
+    assert score(programs[:3], DOUBLE, credit="share").values[:, 0].tolist() == [1, 1, 0.5]
+
+
+def test_values_and_statements():
+    programs = [
+        block("def square(x):\n    return x * x"),
+        block("def square(x):\n    return float(x * x) if x > 0 else 0"),
+        block("import sys\nsys.exit(0)"),
+        block("print('9')\nimport os\nos._exit(0)"),
+        block("def square(x:"),
+    ]
+    found = score(programs, SQUARE, credit="share")
+    assert found.values[:, 0].tolist() == [1, 0.5, 0, 0, 0]
+    assert not found.reasons
+
+
+def test_a_program_that_does_not_end_fails():
+    found = score([block("while True: pass"), block("print(2 * int(input()))")], DOUBLE[:1], time_limit=0.5)
+    assert found.values[0, 0] == 0.0
+
+
+def test_failures_that_are_not_the_programs_own_are_no_scores():
+    found = score([block("BROKEN"), block("print(2 * int(input()))")], DOUBLE[:1])
+    assert found.values[1, 0] == 1.0
+    assert found.reasons == {(0, 0): "the sandbox failed (OSError: no room for a sandbox)"}
+    assert score(["a"], None).reasons == {(0, 0): "there is no target with tests"}
+    for target in ("nonsense", [], [{"stdin": "a"}], [{"test": "x", "stdout": "y"}], [{"other": 1}], "3"):
+        assert "test case" in score(["a"], target).reasons[0, 0]
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(ValueError, match="credit"):
+        CodeVerifier(Trusting(), credit="some")
+    with pytest.raises(ValueError, match="time_limit"):
+        CodeVerifier(Trusting(), time_limit=0)
+    assert CodeVerifier(Trusting()).fingerprint is None
+
+
+def test_a_verdict_is_remembered_under_the_settings_of_its_sandbox_alone():
+    verifier = CodeVerifier()
+    others = [CodeVerifier(credit="share"), CodeVerifier(time_limit=1.0), CodeVerifier({"memory_mb": 64})]
+    assert verifier.fingerprint is not None
+    assert len({verifier.fingerprint, *(other.fingerprint for other in others)}) == 4
+    assert CodeVerifier({"workers": 1}).fingerprint == verifier.fingerprint
+
+
+def test_programs_of_many_calls_have_time_as_long_as_some_end():
+    class Busy(Trusting):
+        """One program at a time, and it counts those whose sandbox was closed."""
+
+        def __init__(self):
+            self.turn, self.closed = asyncio.Lock(), 0
+
+        async def run(self, program, *, stdin="", time_limit):
+            async with self.turn:
+                await asyncio.sleep(0.02)
+                return Ended("ok", "2", 0.02)
+
+        async def close(self):
+            self.closed += 1
+
+    async def many():
+        sandbox = Busy()
+        panel = Panel([CodeVerifier(sandbox)], timeout=0.25)
+        target = json.dumps([{"stdout": "2"}])
+        found = await asyncio.gather(*(panel.score("", [block("print(2)")] * 4, target) for _ in range(5)))
+        await panel.close()
+        return found, sandbox.closed
+
+    found, closed = asyncio.run(many())
+    assert [part.values.tolist() for part in found] == [[[1.0]] * 4] * 5
+    assert closed == 1
+
+
+def test_a_program_that_was_cancelled_is_no_progress():
+    class Sometimes:
+        async def run(self, program, *, stdin="", time_limit):
+            if "hang" in program:
+                await asyncio.sleep(30)
+            if "fail" in program:
+                raise OSError("no room for a sandbox")
+            return Ended("timeout", "", time_limit)
+
+    async def some():
+        verifier = CodeVerifier(Sometimes())
+        target = json.dumps([{"stdout": "2"}])
+        await verifier.score("", [block("slow"), block("fail")], target)
+        ended = verifier.progress
+        found = await Panel([verifier], timeout=0.1).score("", [block("hang")], target)
+        return ended, verifier.progress, found.reasons[0, 0]
+
+    assert asyncio.run(some()) == (2, 2, "the verifier made no progress for 0.1 s")

@@ -1,0 +1,150 @@
+"""A panel over many problems."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from forge.rewards import Panel, Rule, Scores
+from forge.rewards.reward import Reward, Score
+from forge_weaver import Problem, read_problems, score_table, write_problems
+
+
+def length(prompt, response, target):
+    if response == "bad":
+        raise ValueError("bad one")
+    return len(response)
+
+
+def matches(prompt, response, target):
+    return None if target is None else float(response == target)
+
+
+PROBLEMS = [
+    Problem("p", ["a", "bad", "ccc"], target="a", labels=[1, 0, math.nan], answers=["1", "2", "3"]),
+    Problem("q", ["dd"], answers=["4"]),
+]
+
+
+def test_a_table_of_problems_of_different_sizes(caplog):
+    told = []
+    panel = Panel([Rule(length), Rule(matches)])
+    with caplog.at_level(logging.WARNING):
+        table = asyncio.run(score_table(panel, PROBLEMS, concurrency=2, progress=lambda *at: told.append(at)))
+    nan = math.nan
+    np.testing.assert_array_equal(table.scores[..., 0], [[1, nan, 3], [2, nan, nan]])
+    np.testing.assert_array_equal(table.scores[..., 1], [[1, 0, 0], [nan, nan, nan]])
+    np.testing.assert_array_equal(table.labels, [[1, 0, nan], [nan, nan, nan]])
+    np.testing.assert_array_equal(table.present, [[True] * 3, [True, False, False]])
+    assert table.verifiers == ("length", "matches")
+    assert table.answers == [["1", "2", "3"], ["4"]]
+    assert table.prompts == ["p", "q"]
+    assert told == [(1, 2), (2, 2)]
+    assert "length: 1 of 4 scores are missing: 1 x ValueError: bad one" in caplog.text
+    assert "matches: 1 of 4 scores are missing: 1 x it gave no score (None)" in caplog.text
+
+
+def test_readings_of_one_model_are_a_family():
+    class Process:
+        names = ("prm_min", "prm_last", "other")
+
+        async def score(self, prompt, responses, target=None):
+            return Scores(np.zeros((len(responses), 3)))
+
+    table = asyncio.run(score_table(Process(), PROBLEMS))
+    assert table.families == ("prm", "prm", "other")
+
+
+def test_each_reason_why_scores_are_missing_is_logged_once_in_training(caplog):
+    reasons = ["harmless", "harmless", "the endpoint is down", "harmless", *map(str, range(20))]
+
+    def fails(prompt, response, target):
+        raise ValueError(reasons[int(response)])
+
+    async def train():
+        reward = Reward([Panel([Rule(fails)])])
+        for number in range(len(reasons)):
+            assert await reward.score("p", [str(number)], None) == [Score(None, None)]
+
+    asyncio.run(train())
+    said = [record.getMessage().rsplit(": ", 1)[1] for record in caplog.records]
+    assert said == ["harmless", "the endpoint is down", *map(str, range(8))]
+
+
+def test_a_verifier_that_raises_costs_its_problem_alone():
+    class Picky:
+        names = ("picky",)
+
+        async def score(self, prompt, responses, target=None):
+            if prompt == "p":
+                raise OSError("gone")
+            return await Rule(length).score(prompt, responses, target)
+
+    table = asyncio.run(score_table(Picky(), PROBLEMS))
+    assert np.isnan(table.scores[0]).all()
+    assert table.scores[1, 0, 0] == 2
+
+
+def test_no_more_problems_at_a_time_than_asked_for():
+    at_once = [0, 0]
+
+    async def busy(prompt, response, target):
+        at_once[0] += 1
+        at_once[1] = max(at_once)
+        await asyncio.sleep(0.002)
+        at_once[0] -= 1
+        return 1.0
+
+    table = asyncio.run(score_table(Panel([Rule(busy)]), [Problem(str(i), ["a"]) for i in range(12)], concurrency=3))
+    assert at_once[1] == 3
+    assert (table.scores == 1).all()
+
+
+def test_problems_as_a_file(tmp_path):
+    problems = [
+        Problem("a\u2028b \u00e9", ["x\x85y", ""], target="t", labels=[True, None], answers=["1", ""]),
+        Problem("q", ["z"]),
+    ]
+    write_problems(tmp_path / "problems.jsonl", problems)
+    again = read_problems(tmp_path / "problems.jsonl")
+    assert repr(again) == repr(problems)
+    assert again[0].labels[0] == 1
+    assert math.isnan(again[0].labels[1])
+    (tmp_path / "raw.jsonl").write_bytes('\n{"prompt": "a\u2028b", "responses": ["\x85"]}\r\n \r\n\n'.encode())
+    assert read_problems(tmp_path / "raw.jsonl") == [Problem("a\u2028b", ["\x85"])]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": 3, "responses": ["a"]}', "the prompt must be text, got 3"),
+        (b'{"prompt": "p", "responses": "ab"}', "responses must be a list of texts"),
+        (b'{"prompt": "p", "responses": ["a", 1]}', "responses must be a list of texts"),
+        (b'{"prompt": "p", "responses": ["a"], "target": 4}', "target must be text"),
+        (b'{"prompt": "p", "responses": ["a"], "answers": [null]}', r'answers \("" for none\)'),
+        (b'{"prompt": "p", "responses": ["a"], "labels": ["1"]}', "labels must be 1, 0 or null to 'p', got '1'"),
+        (b'{"prompt": "p", "responses": ["a"], "labels": [0.5]}', "labels must be 1, 0 or null"),
+        (b'{"prompt": "p", "responses": ["a"], "labels": 3}', "labels must be a list of 1, 0 and null to 'p', got 3"),
+        (b'{"prompt": "\xff", "responses": ["a"]}', "utf-8"),
+    ],
+)
+def test_a_line_that_is_no_problem_is_told_by_its_number(tmp_path, line, message):
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(b'{"prompt": "p", "responses": ["a"]}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=f"line 2: .*{message}"):
+        read_problems(path)
+
+
+def test_problems_that_cannot_be():
+    with pytest.raises(ValueError, match="2 labels for 1 responses"):
+        Problem("p", ["a"], labels=[1, 0])
+    with pytest.raises(ValueError, match="no responses"):
+        Problem("p", [])
+    with pytest.raises(ValueError, match="must be problems"):
+        asyncio.run(score_table(Panel([Rule(length)]), []))
+    with pytest.raises(ValueError, match="some problems have answers"):
+        asyncio.run(score_table(Panel([Rule(length)]), [PROBLEMS[0], Problem("r", ["a"])]))

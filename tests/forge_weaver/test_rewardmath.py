@@ -1,0 +1,84 @@
+"""Real scores of 30 verifiers, 240 problems, 10 candidates of which one is right; its figures are in docs/weaver.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge_weaver import (
+    AnchoredLogistic,
+    Auto,
+    CorrelatedMixture,
+    NaiveMean,
+    PublishedWeaver,
+    ScoreTable,
+    families_by_name,
+)
+from forge_weaver.calibration import auc, ece
+from forge_weaver.selection import selection_accuracy
+
+FILE = Path(__file__).parents[2].parent / "shared" / "data" / "rewardmath_dev.npz"
+pytestmark = [
+    pytest.mark.skipif(not FILE.exists(), reason="no RewardMATH scores in ../shared/data"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def table() -> ScoreTable:
+    with np.load(FILE, allow_pickle=False) as file:
+        names = tuple(str(name) for name in file["verifiers"])
+        return ScoreTable(file["scores"], names, labels=file["correct"], families=families_by_name(names))
+
+
+def test_naive_mean_and_the_published_objective_do_as_was_measured(table: ScoreTable):
+    hidden = table.with_labels_of([])
+    naive = NaiveMean().fit(hidden).predict_proba(hidden)
+    assert selection_accuracy(naive, table.labels) == pytest.approx(0.31, abs=0.03)
+    assert auc(naive, table.labels) == pytest.approx(0.68, abs=0.01)
+    published = PublishedWeaver(class_balance=0.1).fit(hidden).predict_proba(hidden)
+    assert selection_accuracy(published, table.labels) == pytest.approx(0.30, abs=0.03)
+
+
+def test_the_gate_fires(table: ScoreTable):
+    found = Auto().fit(table.with_labels_of([]))
+    assert found.report.method == "Auto: RankMean"
+    assert found.report.residual_correlation > 4 * Auto.gate
+
+
+def test_ten_labelled_problems(table: ScoreTable):
+    selected, errors = [], []
+    for seed in range(10):
+        order = np.random.default_rng(seed).permutation(len(table))
+        rest = table.take(order[10:])
+        p = Auto().fit(table.with_labels_of(order[:10])).predict_proba(rest)
+        selected.append(selection_accuracy(p, rest.labels))
+        errors.append(ece(p, rest.labels))
+    assert np.mean(selected) >= 0.4
+    assert np.mean(errors) <= 0.05
+
+
+def test_one_right_and_no_labels_beat_ten_labelled_problems(table: ScoreTable):
+    hidden = table.with_labels_of([])
+    p = Auto(one_right=True).fit(hidden).predict_proba(hidden)
+    assert selection_accuracy(p, table.labels) > 0.45
+    assert ece(p, table.labels) < 0.03
+
+
+@pytest.mark.parametrize("seed", [3, 7])
+def test_a_mixture_that_takes_the_wrong_thing_for_the_truth_is_tried_again(table: ScoreTable, seed: int):
+    order = np.random.default_rng(seed).permutation(len(table))
+    known, rest = table.take(order[::2]).with_labels_of([]), table.take(order[1::2])
+    alone = CorrelatedMixture(one_right=True).fit(known).predict_proba(rest)
+    assert selection_accuracy(alone, rest.labels) < 0.15
+    again = Auto(one_right=True).fit(known).predict_proba(rest)
+    assert selection_accuracy(again, rest.labels) > 0.3
+
+
+def test_many_labels(table: ScoreTable):
+    order = np.random.default_rng(0).permutation(len(table))
+    rest = table.take(order[24:])
+    p = AnchoredLogistic().fit(table.with_labels_of(order[:24])).predict_proba(rest)
+    assert selection_accuracy(p, rest.labels) > 0.42

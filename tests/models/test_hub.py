@@ -1,0 +1,82 @@
+"""Names of the hub, model cards and uploads; the hub itself is not reached."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from forge.models.hub import check_upload, is_hub_id, split_revision, write_card
+
+
+def test_a_revision_is_pinned_by_its_name():
+    assert split_revision("Qwen/Qwen3-0.6B@main") == ("Qwen/Qwen3-0.6B", "main")
+    assert split_revision("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
+    assert is_hub_id("Qwen/Qwen3-0.6B@c1899de289a04d12100db370d81485cdf75e47ca")
+    assert not is_hub_id("Qwen/Qwen3/0.6B")
+    assert not is_hub_id("Qwen/@main")
+
+
+def snapshot(cache: Path, revision: str, model_type: str) -> None:
+    """A repository in the library's cache, as a download leaves it."""
+    folder = cache / "models--somebody--small"
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / revision).write_text(f"{revision:0>40}")
+    (folder / "snapshots" / f"{revision:0>40}").mkdir(parents=True)
+    (folder / "snapshots" / f"{revision:0>40}" / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+
+
+@pytest.mark.processes
+def test_revisions_of_the_cache_are_found_offline(tmp_path: Path):
+    snapshot(tmp_path, "main", "gpt2")
+    snapshot(tmp_path, "v1", "qwen3")
+    code = """
+from forge.models import check_family, resolve_model
+check_family("somebody/small@v1")
+print(resolve_model("somebody/small@v1"))
+try: check_family("somebody/small")
+except ValueError as error: print(error)
+try: resolve_model("somebody/small@v2")
+except ValueError as error: print(error)
+"""
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    v1, family, missing = found.stdout.strip().splitlines()
+    assert v1.endswith(f"snapshots/{'v1':0>40}")
+    assert "model_type 'gpt2'" in family
+    assert "somebody/small@v2 is no local folder and could not be fetched from the hub" in missing
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "offline", "message"),
+    [
+        ("model", "hf_x", False, "must be owner/name"),
+        ("me/model", None, False, "hf auth login"),
+        ("me/model", "hf_x", True, "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_an_upload_is_checked_before_the_run(name, token, offline, message, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
+    with pytest.raises(ValueError, match=message):
+        check_upload(name)
+
+
+def test_a_card_states_recipe_data_metrics_and_versions(tmp_path: Path):
+    config = {
+        "model": "Qwen/Qwen3-0.6B@main",
+        "run": {"name": "mine"},
+        "dataset": {"path": "openai/gsm8k", "sources": None},
+        "training": {"steps": 5},
+    }
+    history = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "reward": 0.5}, {"step": 5, "eval/accuracy": 0.75}]
+    write_card(tmp_path, "rl", config, history)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model == "Qwen/Qwen3-0.6B"
+    assert card.data.datasets == ["openai/gsm8k"]
+    assert "rl" in (card.data.tags or [])
+    for text in ("| eval/accuracy | 0.25 (step 0) | 0.75 (step 5) |", "torch 2.13", "transformers 5", "steps: 5"):
+        assert text in card.text

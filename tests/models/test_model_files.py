@@ -1,0 +1,349 @@
+"""Models and tables from strangers: nothing of them runs, waits or grows without a bound; each fault is one line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.cli import main
+from forge.models import build_small_model, check_family, open_tokenizer, resolve_model
+from forge.models.files import DEEPEST, LARGEST, check_gguf, try_tokenizer
+
+ROOT = Path(__file__).parents[2]
+CALLS = ("from_pretrained", "from_config", "load_dataset")
+OWN = ("Policy", "ScalarModel", "ParallelDims", "sizes")  # classes with such methods that are not of transformers
+LOADERS = re.compile(r"AutoModel\w*|kind|loader")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes: dict[str, Any] = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "max_positions": 32}
+    return Path(build_small_model(tmp_path_factory.mktemp("small") / "model", seed=0, alphabet="abc ", **sizes))
+
+
+@pytest.fixture
+def model(small: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(small, folder)
+    (folder / "checksums.txt").unlink()
+    return folder
+
+
+def calls() -> list[Any]:
+    found = []
+    for path in sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "apps").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in CALLS:
+                owner = ast.unparse(node.func).rpartition(".")[0]
+                if owner not in OWN:
+                    found.append(pytest.param(node, owner, id=f"{path.relative_to(ROOT)}:{node.lineno}"))
+    return found
+
+
+@pytest.mark.parametrize(("call", "owner"), calls())
+def test_no_call_loads_the_code_or_the_pickles_of_a_model(call: ast.Call, owner: str):
+    given = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
+    assert given.get("trust_remote_code") is False
+    if LOADERS.fullmatch(owner) and ast.unparse(call.func).endswith("from_pretrained"):
+        assert given.get("use_safetensors") is True or any(word.arg == "gguf_file" for word in call.keywords)
+
+
+def test_there_are_such_calls():
+    assert len(calls()) > 15
+
+
+def nested(depth: int) -> str:
+    return '{"model_type": "qwen3", "a": ' + "[" * depth + "]" * depth + "}"
+
+
+MALFORMED = {
+    "list": "[1]",
+    "text": '"qwen3"',
+    "number": "1",
+    "null": "null",
+    "true": "true",
+    "empty": "",
+    "space": " ",
+    "word": "qwen3",
+    "cut": '{"model_type": "qwen3"',
+    "deep": nested(100_000),
+    "deep_for_python": nested(900),
+    "deep_mapping": '{"a":' * 100_000,
+    "just_too_deep": nested(DEEPEST),
+    "nan": '{"model_type": "qwen3", "rms_norm_eps": NaN}',
+    "nan_below": '{"model_type": "qwen3", "rope_parameters": {"factor": [NaN]}}',
+    "digits": '{"model_type": "qwen3", "vocab_size": ' + "1" * 5000 + "}",
+    "digits_that_python_reads": '{"model_type": "qwen3", "vocab_size": ' + "1" * 4000 + "}",
+    "layers": '{"model_type": "qwen3", "num_hidden_layers": 1000000000}',
+    "layers_as_text": '{"model_type": "qwen3", "num_hidden_layers": "many"}',
+    "family_list": '{"model_type": ["qwen3"]}',
+    "family_number": '{"model_type": 3}',
+    "family_long": '{"model_type": "' + "x" * 100_000 + '"}',
+    "family_lines": '{"model_type": "a\\nb"}',
+    "bytes": b'{"model_type": "\xff"}',
+    "utf16": '{"model_type": "qwen3"}'.encode("utf-16"),
+    "nul": b"\0" * 1000,
+    "large": b" " * (LARGEST + 1),
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_configuration_is_one_line(content: str | bytes, model: Path):
+    (model / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"\Amodel [^\n]{1,2000}\Z"):
+        check_family(str(model))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_file_with_a_checksum_that_is_none_is_one_line(make: Any, small: Path, tmp_path: Path):
+    shutil.copytree(small, tmp_path / "model")
+    (tmp_path / "model/config.json").unlink()
+    make(tmp_path / "model/config.json")
+    with pytest.raises(OSError, match=r"\A[^\n]*config.json[^\n]*\Z"):
+        resolve_model(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"model_type": null}'])
+def test_a_configuration_without_a_family_is_one_line(content: str, model: Path):
+    (model / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"\Amodel [^\n]*config.json has no model_type\Z"):
+        resolve_model(str(model))
+
+
+def hole(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+
+
+SPECIAL = {
+    "fifo": os.mkfifo,
+    "folder": Path.mkdir,
+    "hole": hole,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "nowhere": lambda path: path.symlink_to("/nowhere/at/all"),
+}
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL.keys())
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+     "preprocessor_config.json", "vocab.json", "model.safetensors", "model.safetensors.index.json", "merges.txt"],
+)  # fmt: skip
+def test_a_file_that_is_none_or_enormous_is_one_line(make: Any, name: str, model: Path):
+    (model / name).unlink(missing_ok=True)
+    make(model / name)
+
+    def check() -> None:
+        check_family(str(model))
+        resolve_model(str(model))
+
+    with pytest.raises((ValueError, OSError), match=r"\A[^\n]*\Z"):
+        check()
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", nested(100_000), "{", '{"a": NaN}', '{"weight_map": {"a": "../b"}}'], ids=range(5)
+)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_other_malformed_files_are_one_line(content: str, name: str, model: Path):
+    if name == "tokenizer_config.json" and "weight_map" in content:
+        content = "7"
+    if name == "generation_config.json" and "weight_map" in content:
+        content = '{"eos_token_id": ' + "1" * 5000 + "}"
+    (model / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"\Amodel [^\n]*{name}[^\n]*\Z"):
+        resolve_model(str(model))
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 1_000_000, "[1]", "{}", "7", '{"model": {"type": "None"}}', "\0", '{"a": ' * 200]
+)
+def test_a_malformed_tokenizer_is_one_line(content: str, model: Path):
+    (model / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"\Athe tokenizer of model [^\n]{1,1000}\Z"):
+        open_tokenizer(str(model))
+
+
+PANICS: dict[str, dict[str, Any]] = {
+    "pattern": {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    },
+    "length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "strip": {"decoder": {"type": "Strip", "content": "a", "start": 1 << 40, "stop": 1 << 40}},
+    "template": {
+        "post_processor": {
+            "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+            "single": [{"SpecialToken": {"id": "nope", "type_id": 0}}],
+        }
+    },
+    "characters": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "abort": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAAAAAAA"}},
+    "growth": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}] * 8,
+        }
+    },
+    "prefix": {
+        "model": {
+            "type": "BPE", "continuing_subword_prefix": "ééé",
+            "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]],
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("change", PANICS.values(), ids=PANICS.keys())
+def test_a_tokenizer_that_panics_aborts_or_grows_without_end_is_one_line(change: dict[str, Any], model: Path):
+    values = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(values | change))
+    with pytest.raises(ValueError, match=r"\Amodel [^\n]*tokenizer.json cannot be used: [^\n]+\Z"):
+        try_tokenizer(model)
+
+
+@pytest.mark.processes
+def test_a_tokenizer_that_works_passes_its_trial(model: Path):
+    try_tokenizer(model)
+    (model / "tokenizer.json").unlink()
+    try_tokenizer(model)
+
+
+def test_a_panic_is_no_exception_and_one_line(model: Path):
+    values = json.loads((model / "tokenizer.json").read_text()) | PANICS["characters"]
+    (model / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"\Athe tokenizer of model [^\n]*\Z"):
+        open_tokenizer(str(model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_attn_implementation": "evil/kernel"},
+        {"attn_implementation": "evil/kernel@main:function"},
+        {"_attn_implementation_internal": "evil/kernel"},
+        {"experts_implementation": "evil/kernel"},
+        {"_experts_implementation_internal": "evil/kernel"},
+        {"_attn_implementation": {"text_config": "evil/kernel"}},
+        {"text_config": {"_attn_implementation": "evil/kernel"}},
+        {"a": [{"attn_implementation": "evil/kernel"}]},
+    ],
+    ids=range(8),
+)
+def test_a_configuration_that_names_code_of_another_repository_is_one_line(change: dict[str, Any], model: Path):
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(ValueError, match=r"\Amodel [^\n]*which is the code of another repository\Z"):
+        check_family(str(model))
+    (model / "config.json").write_text(json.dumps(values | {"_attn_implementation": "sdpa"}))
+    check_family(str(model))
+
+
+@pytest.mark.parametrize("size", [0, 7, 1 << 20, 1 << 40, (1 << 64) - 1])
+def test_a_header_of_weights_that_lies_is_one_line(size: int, model: Path):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{" * 100)
+    with pytest.raises(ValueError, match=r"\Amodel [^\n]*model.safetensors is damaged[^\n]*\Z"):
+        resolve_model(str(model))
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "last.ckpt", "a.pth"]
+)
+def test_pickled_weights_are_not_loaded(name: str, model: Path):
+    (model / "model.safetensors").rename(model / name)
+    with pytest.raises(ValueError, match=rf"\A[^\n]*weights as {name} alone, a pickle[^\n]*\Z"):
+        resolve_model(str(model))
+
+
+def test_pickled_weights_beside_others_do_not_matter(model: Path):
+    (model / "pytorch_model.bin").write_bytes(b"junk")
+    assert resolve_model(str(model)) == str(model)
+
+
+@pytest.mark.parametrize(
+    "start", [b"", b"GGUF", b"GGUF" + b"\xff" * 20, b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1), b"PK\3\4"]
+)
+def test_a_gguf_header_that_lies_is_one_line(start: bytes, tmp_path: Path):
+    (tmp_path / "model.gguf").write_bytes(start)
+    with pytest.raises(ValueError, match=r"\A[^\n]*GGUF[^\n]*\Z"):
+        check_gguf(tmp_path / "model.gguf")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("content", ["[1]", nested(100_000)], ids=["list", "deep"])
+def test_serve_and_train_say_it_in_one_line(content: str, model: Path, tmp_path: Path):
+    (model / "config.json").write_text(content)
+    words = ["train", "tests/runtime/cluster/tiny.yaml", "--model", str(model), "--from_scratch", "null"]
+    words += ["--run.root", str(tmp_path / "runs")]
+    for command in (["serve", str(model)], words):
+        done = subprocess.run(
+            [sys.executable, "-m", "forge", *command], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert re.fullmatch(rf"error: model {model}: its config.json [^\n]*\n", done.stderr)
+
+
+REWARD_MODEL = "BatchedModel(ModelSettings(path=folder, name='x'), AutoModelForSequenceClassification)"
+EVIL = """
+import pathlib
+pathlib.Path("{}").touch()
+from transformers import PretrainedConfig
+class Evil(PretrainedConfig):
+    model_type = "evil"
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("load", ["open_tokenizer(folder)", "check_family(folder)", REWARD_MODEL])
+def test_the_code_of_a_model_is_not_run_though_the_terminal_says_yes(load: str, model: Path, tmp_path: Path):
+    (model / "evil.py").write_text(EVIL.format(tmp_path / "PWNED"))
+    names = {
+        "AutoConfig": "evil.Evil",
+        "AutoTokenizer": ["evil.Evil", None],
+        "AutoModelForSequenceClassification": "evil.Evil",
+    }
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((model / name).read_text()) | {"auto_map": names}
+        values |= {"model_type": "evil"} if name == "config.json" else {"tokenizer_class": "Evil"}
+        (model / name).write_text(json.dumps(values))
+    code = "\n".join(
+        [
+            "from forge.models import check_family, open_tokenizer",
+            "from forge.rewards.models import BatchedModel, ModelSettings",
+            "from transformers import AutoModelForSequenceClassification",
+            f"folder = {str(model)!r}",
+            load,
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], input="y\ny\ny\n", capture_output=True, text=True, check=False)
+    assert not (tmp_path / "PWNED").exists(), done
+    assert done.returncode != 0 or "open_tokenizer" in load, done
+
+
+def test_launch_reads_no_model(model: Path, capsys: pytest.CaptureFixture[str]):
+    (model / "config.json").write_text("[1]")
+    main(
+        [
+            "launch",
+            "slurm",
+            "tests/runtime/cluster/tiny.yaml",
+            "--dry-run",
+            "--from_scratch",
+            "null",
+            "--model",
+            str(model),
+        ]
+    )
+    assert f"--model {model}" in capsys.readouterr().out

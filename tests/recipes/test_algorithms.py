@@ -1,0 +1,145 @@
+"""Algorithms by name in the real recipe: those that need more processes than others, and one of the user's own."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForTokenClassification
+
+from forge.config import ConfigError, load
+from forge.recipes.rl_config import RLConfig
+from tests.recipes.test_recipes import CONFIG, ROOT, command, rows
+from tests.training.cases import TOKENIZER, tiny_model
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
+
+PAGE = (ROOT / "docs/adding_an_algorithm.md").read_text()
+
+
+def run(folder: Path, *overrides: str, path: Path | None = None) -> list[dict]:
+    """Three steps; the rows that were logged."""
+    environment = os.environ | (
+        {} if path is None else {"PYTHONPATH": f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    )
+    config = CONFIG | {"grpo": {"n_samples": 4, "max_tokens": 8}}
+    done = subprocess.run(
+        command(folder, *overrides, config=config),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return rows(folder)
+
+
+def test_the_algorithm_of_the_documentation(tmp_path):
+    (code,) = re.findall(r"```python\n([^`]*class TOPRLoss.*?)```", PAGE, re.DOTALL)
+    assert len(code.splitlines()) <= 60
+    (tmp_path / "topr.py").write_text(code)
+    history = run(tmp_path, "--algorithm", "topr:TOPRLoss", "--grpo.loss", "{baseline: 0.4}", path=tmp_path)
+    assert all({"train/loss", "train/grad_norm", "train/clip_fraction"} <= row.keys() for row in history[1:])
+    assert history[-1]["train/grad_norm"] > 0
+
+
+def test_the_function_of_the_documentation(tmp_path):
+    (code,) = re.findall(r"```python\n(def my_loss.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    history = run(tmp_path, "--algorithm", "mine:my_loss", "--grpo.loss", "{scale: 2.0}", path=tmp_path)
+    assert history[-1]["train/grad_norm"] > 0
+
+
+# A module as the torchforge documents print it; its `beta` asks for a reference model.
+MODULE = """
+import forge, torch
+
+class CustomLoss(torch.nn.Module):
+    def __init__(self, clip_range=0.2, beta=0.1):
+        super().__init__()
+        self.clip_range, self.beta = clip_range, beta
+
+    def forward(self, logprobs, ref_logprobs, advantages, padding_mask):
+        ratio = torch.exp(logprobs - ref_logprobs)
+        clipped = torch.clamp(ratio, 1 - self.clip_range, 1 + self.clip_range)
+        loss = -torch.min(ratio * advantages, clipped * advantages) + self.beta * (ref_logprobs - logprobs)
+        return (loss * padding_mask).sum() / padding_mask.sum()
+
+rows = [{"question": word + ">", "answer": word[::-1]} for word in ("abc", "cab", "bca")]
+forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows, reward="CharacterMatch", algorithm=CustomLoss(),
+            name="test", steps=2, batch_size=2, n_samples=4, max_tokens=6, seq_len=256)
+"""
+
+
+def test_a_module_that_is_passed_in_python(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    history = rows(tmp_path)
+    assert all("train/kl" in row and "train/clip_fraction" not in row for row in history[1:])
+
+
+def test_ppo_with_a_critic_goes_on_where_it_was(tmp_path):
+    """In lock-step, from the checkpoint of the second of four steps: the same numbers and the same weights."""
+    overrides = ["--algorithm", "ppo", "--async.max_policy_age", "0", "--training.mini_batches", "2"]
+    overrides += ["--grpo.beta", "0.05", "--services.ref_model", "{}", "--critic.learning_rate", "1e-2"]
+    overrides += ["--training.steps", "4", "--checkpoint.every", "2", "--eval.problems", "0"]
+    history = run(tmp_path, *overrides)
+    assert history[1]["critic/value"] == pytest.approx(0.0, abs=0.2)
+    assert "critic/explained_variance" in history[-1]
+    assert history[-1]["train/updates"] == history[-1]["critic/updates"] == 2.0
+    folder = tmp_path / "runs/test"
+    trained = (folder / "model/model.safetensors").read_bytes()
+    # As if it had ended during its last step.
+    (folder / "finished").unlink()
+    for path in (folder / "model", folder / "checkpoints/step_000004"):
+        shutil.rmtree(path)
+    again = run(tmp_path, *overrides, "--resume", "auto")
+    assert [row["step"] for row in again] == [0, 1, 2, 3, 4]
+    for name in ("train/loss", "critic/loss", "critic/value_error"):
+        assert [row[name] for row in again[1:]] == [row[name] for row in history[1:]]
+    assert (folder / "model/model.safetensors").read_bytes() == trained
+
+
+def test_dapo_replaces_prompts_that_teach_nothing(tmp_path):
+    config = ["--algorithm", "dapo", "--reward.functions", "[ExactMatch]", "--reward.accuracy", "null"]
+    history = run(tmp_path, *config, "--grpo.loss", "{dynamic_sampling: 2}", "--grpo.overlong_buffer", "4")
+    replaced = sum(row.get("dropped/no_signal", 0.0) for row in history)
+    # Nearly every group of an untrained model is all wrong: the search ends all the same.
+    assert 4 <= replaced <= 3 * 2 * 4
+
+
+def test_distillation_needs_a_teacher_of_the_same_tokens(tmp_path):
+    from forge.models import build_small_model
+
+    shape = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "max_positions": 128}
+    teacher = build_small_model(tmp_path / "teacher", seed=1, alphabet="abcdefghijklmnopqrstuvwxyz>", **shape)
+    history = run(tmp_path, "--algorithm", "distill", "--grpo.reference", teacher, "--lora", "{rank: 4, alpha: 8}")
+    assert history[-1]["train/reverse_kl"] > 0
+    other = build_small_model(tmp_path / "other", seed=1, alphabet="abc>", **shape)
+    args = command(tmp_path, "--algorithm", "distill", "--grpo.reference", other)
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert re.search(r"error: grpo.reference: the tokens of .*other are not those of", done.stdout + done.stderr)
+
+
+def test_the_steps_of_a_response_are_rewarded(tmp_path):
+    """A process reward model's reward of each step reaches PPO's critic; GRPO, which would sum them up, is an error."""
+    tiny_model(kind=AutoModelForTokenClassification).save_pretrained(tmp_path / "prm")
+    TOKENIZER.save_pretrained(tmp_path / "prm")
+    model = {"path": str(tmp_path / "prm"), "marker": "z", "separator": "b"}
+    steps = {"use": "forge.rewards:StepRewards", "model": model, "weight": 0.5}
+    rewards = ["--reward.functions", json.dumps(["CharacterMatch", steps]), "--training.steps", "2"]
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"dataset": {"task": "apps.toys.words:Reverse"}, "from_scratch": {}}))
+    with pytest.raises(ConfigError, match="rewards steps, and grpo sees only their sum: use algorithm ppo"):
+        load(RLConfig, ["--config", str(config), *rewards])
+    history = run(tmp_path, "--algorithm", "ppo", *rewards)
+    assert history[-1]["reward/StepRewards"] > 0
+    assert history[-1]["critic/grad_norm"] > 0

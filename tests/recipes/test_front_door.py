@@ -1,0 +1,184 @@
+"""The Python front door as a user meets it: complete examples of at most 15 lines, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import forge
+from forge.algorithms import ALGORITHMS, Algorithm, setting_names
+from forge.config import ConfigError, keys_of, section_in
+from forge.recipes.api import Result, _placed
+from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.launch import BadInput
+from forge.recipes.rl_config import RLConfig
+
+pytestmark = pytest.mark.processes
+
+# A reward that closes over a variable of the script, without `if __name__ == "__main__"`.
+CLOSURE = """
+import forge
+
+words = ["abc", "cab", "bca", "acb", "bac", "cba"]
+rows = [{"question": word, "answer": word[::-1]} for word in words]
+weight = 0.25
+
+def backwards(prompt, response, target):
+    return weight * sum(a == b for a, b in zip(response, target))
+
+result = forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows[2:], eval_dataset=rows[:2],
+                     prompt_template="{question}>", reward=backwards, name="closure",
+                     steps=2, batch_size=4, n_samples=4, max_tokens=6, seq_len=256)
+print(result.model, len(result.metrics), result.rollouts[0]["rewards"])
+"""
+
+# A new algorithm from its formula: the whole of it.
+ALGORITHM = """
+import forge, torch
+from dataclasses import dataclass
+from forge.algorithms import Algorithm
+
+@dataclass(eq=False)
+class TanhGRPO(Algorithm):
+    scale: float = 2.0
+
+    def token_loss(self, ratio, logprobs, advantages):
+        return -torch.tanh(self.scale * (ratio - 1)) / self.scale * advantages - ratio.detach() * advantages
+
+rows = [{"question": word + ">", "answer": word[::-1]} for word in ("abc", "cab", "bca")]
+forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows, reward="CharacterMatch", name="tanh",
+            algorithm=TanhGRPO(scale=3.0), steps=2, batch_size=2, n_samples=4, max_tokens=6, seq_len=256)
+"""
+
+
+def in_script(folder: Path, code: str) -> str:
+    assert len(code.strip().splitlines()) <= 15
+    (folder / "script.py").write_text(code)
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.full
+def test_a_closure_as_reward_in_a_script(tmp_path: Path):
+    output = in_script(tmp_path, CLOSURE)
+    result = Result(tmp_path / "runs" / "closure")
+    assert "runs/closure/model 3 [" in output
+    assert [row["step"] for row in result.metrics] == [0, 1, 2]
+    assert ["eval/reward" in row for row in result.metrics] == [True, False, True]
+    assert not {"abc", "cab"} & {rollout["prompt"].rstrip(">") for rollout in result.rollouts}
+    assert all(reward * 4 == int(reward * 4) for rollout in result.rollouts for reward in rollout["rewards"])
+    assert Path(result.model, "model.safetensors").exists()
+    assert "<!doctype html>" in Path(result.report).read_text()
+    written = (result.folder / "config.yaml").read_text()
+    assert "__main__:backwards" in written
+    assert "4 rows from Python" in written
+    assert "2 rows from Python" in written
+
+
+@pytest.mark.full
+def test_a_new_algorithm_from_its_formula(tmp_path: Path):
+    in_script(tmp_path, ALGORITHM)
+    rows = [json.loads(line) for line in (tmp_path / "runs/tanh/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 2
+    assert all("train/loss" in row for row in rows[1:])
+
+
+@pytest.mark.full
+def test_in_a_notebook_whose_event_loop_runs(tmp_path: Path):
+    cells = [
+        "import asyncio; assert asyncio.get_running_loop().is_running()",
+        CLOSURE.replace('"closure"', '"notebook"'),
+        "forge.generate(result.model, ['abc>', 'cab>'], max_tokens=3, temperature=0.0)[1].text",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert len(Result(tmp_path / "runs" / "notebook").metrics) == 3
+    assert isinstance(eval(notebook.cells[2].outputs[-1]["data"]["text/plain"]), str)
+
+
+def reward(prompt: str, response: str, target: str) -> float:
+    return 1.0
+
+
+def trl_reward(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "answer": "cba"}], "reward": reward}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stps": 3}, "unknown setting 'stps'; did you mean 'steps'"),
+        ({"dtype": "bfloat16"}, "'dtype' is a key of several sections: write training=.* or generator="),
+        ({"algorithm": "dpao"}, "unknown algorithm 'dpao': did you mean 'dapo'"),
+        ({"algorithm": 3}, "algorithm 3 is neither a class nor a function"),
+        ({"reward": 3.0}, "a reward is a function"),
+        (
+            {"reward": lambda completions, **kwargs: [0.0]},
+            r"the reward <lambda>\(completions, \*\*kwargs\) cannot be called",
+        ),
+        (
+            {"reward": trl_reward},
+            r"wrap it, lambda prompt, response, target: trl_reward\(completions=\[response\]\)\[0\]",
+        ),
+        ({"reward": "tests.recipes.test_front_door:trl_reward"}, "wrap it"),
+        (
+            {"reward": lambda completions, solution, **kwargs: [0.0]},
+            r"<lambda>\(completions=\[response\], solution=\[target\]\)\[0\]",
+        ),
+        (
+            {"reward": lambda prompts, completions, ground_truth, log=None: [0.0]},
+            r"<lambda>\(prompts=\[prompt\], completions=\[response\], ground_truth=\[target\]\)\[0\]",
+        ),
+        (
+            {"reward": lambda completions, answer, level, **kwargs: [0.0]},
+            "it needs the columns answer, level, and a row has one target",
+        ),
+        ({"dataset": [{"prompt": "abc"}]}, "no field 'answer': it has prompt; set target_field to null"),
+        ({"dataset": 5}, "dataset must be a path, a hub id, rows or a mapping, got 5"),
+        ({"dataset": []}, "the dataset is empty"),
+        ({"dataset": "no/such/file.jsonl"}, "no/such/file.jsonl"),
+        ({"eval_dataset": "apps.toys.words:Reverse"}, "eval_dataset must be rows or a path of them"),
+        ({"n_samples": 0}, "grpo.n_samples must be at least 1"),
+        ({"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg'; did you mean 'clip_high'"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(tmp_path: Path, monkeypatch, settings: dict, message: str):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, BadInput, ValueError), match=message) as error:
+        forge.train(None, **{**SMALL, "seq_len": 1024, **settings})
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+SETTINGS = [(name, setting) for name, algorithm in ALGORITHMS.items() for setting in sorted(setting_names(algorithm))]
+
+
+@pytest.mark.parametrize(("algorithm", "setting"), SETTINGS)
+def test_every_setting_of_an_algorithm_is_found_by_its_name(algorithm: str, setting: str):
+    """No setting is taken for a misspelling of another, as beta for beta2."""
+    [(section, values)] = _placed(RLConfig, setting, 0.5, algorithm).items()
+    assert section == "grpo" or setting in keys_of(section_in(keys_of(RLConfig)[section].annotation))
+    assert values == {setting: 0.5}
+
+
+def test_settings_of_preferences_and_of_ones_own_algorithm_are_found_by_their_names():
+    class Bounded(Algorithm):
+        pass
+
+    Own = dataclass(type("Own", (Bounded,), {"__annotations__": {"stesp": float}, "stesp": 1.0}))
+    assert _placed(DPOConfig, "beta", 0.2, None) == {"dpo": {"beta": 0.2}}
+    assert _placed(DPOConfig, "label_smoothing", 0.2, None) == {"dpo": {"label_smoothing": 0.2}}
+    assert _placed(RLConfig, "stesp", 3.0, Own) == {"grpo": {"stesp": 3.0}}  # near "steps"
+    with pytest.raises(ConfigError, match="unknown setting 'stesp'; did you mean 'steps'"):
+        _placed(RLConfig, "stesp", 3.0, "grpo")

@@ -1,0 +1,144 @@
+"""What a run says when the machine takes something away from it: one line, and no traceback."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge.recipes import launch
+from tests.recipes.test_recipes import CONFIG, ROOT, command, start
+from tests.system.disks import SmallDisk, small_disk
+from tests.trees import components
+
+pytestmark = pytest.mark.processes
+
+LONG = CONFIG | {"training": CONFIG["training"] | {"steps": 500}, "eval": {"problems": 8, "every": 1}}
+
+
+def running(folder: Path, *overrides: str, disk: SmallDisk | None = None) -> subprocess.Popen:
+    """A run that has made two steps, on a disk that only it sees."""
+    words = command(folder, *overrides, config=LONG)
+    if disk is not None:
+        shutil.copy(folder / "config.yaml", disk.path)
+        words = disk.inside(words, ROOT)
+    process = start(*words)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            return process
+    raise AssertionError(process.communicate()[0])
+
+
+def ended(process: subprocess.Popen) -> list[str]:
+    output, _ = process.communicate(timeout=200)
+    assert "Traceback" not in output, "\n".join(line for line in output.splitlines() if "[telemetry]" not in line)
+    return output.splitlines()
+
+
+@pytest.mark.full
+def test_the_folder_of_the_run_is_removed(tmp_path: Path):
+    process = running(tmp_path)
+    (tmp_path / "runs/test").rename(tmp_path / "gone")  # at once: the run still writes into it
+    assert f"error: {tmp_path}/runs/test was removed while the run used it" in ended(process)[-1]
+    assert process.returncode == 1
+
+
+@pytest.mark.full
+def test_the_weight_store_is_removed(tmp_path: Path):
+    process = running(tmp_path)
+    (store,) = Path("/dev/shm").glob(f"forge-weights-{process.pid}-*")
+    shutil.rmtree(store)
+    assert ended(process)[-1].startswith(f"error: {store} was removed while the run used it")
+
+
+@pytest.mark.full
+def test_the_folder_of_sockets_is_removed_and_a_process_killed(tmp_path: Path):
+    process = running(tmp_path)
+    (folder,) = Path("/tmp").glob(f"forge-run-{process.pid}-*")
+    victim = components(process.pid)[0]
+    shutil.rmtree(folder)
+    os.kill(victim, signal.SIGKILL)
+    assert process.stdout is not None
+    # A run that has a generator left continues with it.
+    assert any(f"{folder}, which holds this run's sockets, was removed" in line for line in process.stdout)
+    process.terminate()
+    ended(process)
+
+
+@pytest.mark.full
+def test_the_disk_is_full(tmp_path: Path):
+    small = tmp_path / "small"
+    small.mkdir()
+    with small_disk(small, "3m") as disk:
+        process = running(small, "--checkpoint.every", "0", disk=disk)
+        disk.fill()
+        logs = rf"{small}/runs/test/(metrics\.jsonl|rollouts\.arrow|trace\.json)"
+        said = rf"error: {logs} needs [\d,]+ bytes, and its disk has 0 free: No space left on device"
+        assert re.fullmatch(said, ended(process)[-1])
+
+
+@pytest.mark.full
+def test_the_terminal_closes(tmp_path: Path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a run would ignore it, as its parent does
+    process = running(tmp_path)
+    signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    assert "forge: SIGHUP: stopping" in "\n".join(ended(process))
+    assert process.returncode == 128 + signal.SIGHUP
+    assert {"report.html", "trace.json"} <= {path.name for path in (tmp_path / "runs/test").iterdir()}
+
+
+@pytest.mark.full
+def test_the_reader_of_standard_output_ends(tmp_path: Path):
+    process = subprocess.Popen(
+        command(tmp_path), cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(200) == 0
+    assert "Traceback" not in errors
+    assert errors.count("the reader of <stdout> has ended; the run continues") == 1
+    assert (tmp_path / "runs/test/finished").exists()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "env", "message"),
+    [
+        ("ulimit -n 24; ", {}, "error: this shell allows 24 open files"),
+        ("", {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"}, "error: the locale's encoding is"),
+        ("", {"PYTHONOPTIMIZE": "2"}, "error: transformers needs docstrings"),
+    ],
+)
+def test_a_shell_in_which_no_run_is_possible(tmp_path: Path, prefix: str, env: dict[str, str], message: str):
+    words = [sys.executable, *command(tmp_path)[1:]]
+    done = subprocess.run(
+        ["bash", "-c", f'{prefix} exec "$@"', "bash", *words],
+        env=os.environ | env,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(message)
+
+
+def test_a_broken_pipe_is_that_of_standard_output_only_if_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_) -> None:
+        raise BrokenPipeError("the pipe of a tracker")
+
+    monkeypatch.setattr(launch, "read_config", broken)
+    with pytest.raises(BrokenPipeError, match="of a tracker"):
+        launch.launch(None, None, ["--config", "x"])
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream:
+        assert launch._has_no_reader(stream)

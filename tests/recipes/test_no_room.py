@@ -1,0 +1,128 @@
+"""A whole run on a small disk, with little shared memory, or with few descriptors: it ends in one line and resumes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forge.training.checkpoint import checkpoints
+from tests.runtime.cluster.machines import ROOT, environment, trained
+from tests.system.disks import SmallDisk, small_disk
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
+
+COMMAND = [sys.executable, "-m", "forge", "train", "tests/runtime/cluster/tiny.yaml"]
+COMMAND += ["--services.trainer.procs", "1", "--services.trainer.hosts", "null", "--services.generator.hosts", "null"]
+COMMAND += ["--services.generator.num_replicas", "1", "--reward.functions", "[tests.recipes.filling:Filling]"]
+COMMAND += ["--metrics.rollouts", "all"]
+CALLS = 8 * 4  # of the reward, in a step
+NEEDS = r"needs [\d,]+ bytes[^\n]*, and (?:its disk )?has [\d,]+ free"
+
+
+def words(folder: Path, *overrides: str) -> list[str]:
+    return [*COMMAND, "--run.root", str(folder), *overrides]
+
+
+def ended(command: list[str], **variables: str) -> tuple[int, list[str]]:
+    """The exit code of a program and the lines that it left on standard error, without those of a usual run."""
+    done = subprocess.run(command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=300)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("forge: memory, without")]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    (tmp_path / "disk").mkdir()
+    with small_disk(tmp_path / "disk", "8m") as small:
+        yield small
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("whole")
+    assert ended(words(root)) == (0, [])
+    return trained(root / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("left", "name"), [(0, "tiny/lock"), (8192, "tiny-initial"), (65_536, "tiny-initial"), (250_000, "tiny")]
+)
+def test_a_disk_without_room_for_the_run_is_known_before_its_start(left: int, name: str, disk: SmallDisk):
+    disk.fill(left)
+    code, lines = ended(disk.inside(words(disk.place), ROOT))
+    assert code == 1
+    assert len(lines) == 1, lines
+    assert re.match(rf"error: {disk.place}/{name} {NEEDS}", lines[0])
+    assert {path.name for path in disk.path.iterdir()} <= {"fill", "tiny-initial"}
+    assert name != "tiny-initial" or not (disk.path / name).exists()
+
+
+def test_shared_memory_without_room_for_the_weights_is_known_before_the_start(tmp_path: Path):
+    with small_disk(Path("/dev/shm"), "128k") as memory:
+        code, lines = ended(memory.inside(words(tmp_path), ROOT))
+        assert code == 1
+        assert len(lines) == 1, lines
+        assert re.match(rf"error: /dev/shm {NEEDS}: make it larger", lines[0])
+        assert [*memory.path.iterdir()] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny-initial"}
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_disk_that_is_full_in_mid_run_costs_no_step(step: int, disk: SmallDisk, uninterrupted: str):
+    fills = f"{disk.place}/fill:{step * CALLS + 1}"
+    code, lines = ended(disk.inside(words(disk.place), ROOT), FILLS=fills)
+    assert code == 1
+    assert len(lines) == 1, lines
+    named = r"/tiny/(?:\S+ needs|checkpoints/step_0\d+ could not be written)"
+    assert re.match(rf"error: [^\n]*{named}", lines[0])
+    assert re.search(r"needs [\d,]+ bytes, and its disk has [\d,]+ free", lines[0])
+    assert [*(disk.path / "tiny").glob("**/*unfinished*")] == []
+    assert checkpoints(disk.path / "tiny/checkpoints")
+    disk.empty()
+    assert ended(disk.inside(words(disk.place, "--resume", "auto"), ROOT)) == (0, [])
+    assert trained(disk.path / "tiny") == uninterrupted
+
+
+def test_shared_memory_that_is_full_in_mid_run_costs_no_step(tmp_path: Path, uninterrupted: str):
+    with small_disk(Path("/dev/shm"), "8m") as memory:
+        command = memory.inside(words(tmp_path), ROOT)
+        code, lines = ended(command, FILLS=f"/dev/shm/fill:{CALLS + 1}")
+        if code:  # unused segments may have been enough
+            assert len(lines) == 1, lines
+            assert re.match(
+                r"error: [\d.]+ MB of weights do not fit into shared memory, \S+ has [\d.]+ MB free", lines[0]
+            )
+        assert {path.name for path in memory.path.iterdir()} == {"fill"}
+        memory.empty()
+        assert ended(memory.inside(words(tmp_path, "--resume", "auto"), ROOT)) == (0, [])
+    assert trained(tmp_path / "tiny") == uninterrupted
+
+
+def test_a_log_on_a_full_disk_loses_lines_and_not_the_run(disk: SmallDisk, tmp_path: Path, uninterrupted: str):
+    disk.fill()
+    shell = ["sh", "-c", 'exec "$@" >"$0"', f"{disk.place}/log"]
+    code, lines = ended(disk.inside([*shell, *words(tmp_path)], ROOT))
+    assert code == 0
+    assert len(lines) == 1, lines
+    said = rf"forge: a line of \d+ bytes is lost, for the disk of {disk.place}/log \(<stdout>\) has 0 free"
+    assert re.fullmatch(rf"{said}; the run continues", lines[0])
+    assert trained(tmp_path / "tiny") == uninterrupted
+
+
+@pytest.mark.parametrize(("most", "code"), [(64, 0), (63, 1)])
+def test_a_run_with_64_descriptors_ends_as_usual(most: int, code: int, tmp_path: Path, uninterrupted: str):
+    shell = ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh"]
+    ended_with, lines = ended([*shell, *words(tmp_path)])
+    assert ended_with == code, lines
+    if code:
+        [line] = lines
+        assert line.startswith(f"error: this shell allows {most} open files")
+        assert not [*tmp_path.iterdir()]
+    else:
+        assert lines == []
+        assert trained(tmp_path / "tiny") == uninterrupted

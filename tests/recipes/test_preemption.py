@@ -1,0 +1,87 @@
+"""A run that has to end early saves itself, says so by its exit code, and ends with the same weights when resumed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime, timedelta
+
+import pytest
+
+from forge.recipes.preemption import Preemption, deadline_of
+from tests.runtime.cluster.machines import ROOT, environment, trained, wait_until
+from tests.trees import descendants
+
+COMMAND = [sys.executable, "-m", "forge", "train", "tests/runtime/cluster/tiny.yaml"]
+LOCAL = ["--services.trainer.procs", "1", "--services.trainer.hosts", "1", "--services.generator.num_replicas", "1"]
+LOCAL += ["--services.generator.hosts", "1", "--training.steps", "6"]
+
+
+def test_deadlines(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert deadline_of(None) is None
+    assert deadline_of(100.0) == pytest.approx(time.time() + 100, abs=5)
+    tomorrow = datetime.now() + timedelta(days=1)
+    assert deadline_of(tomorrow.isoformat()) == pytest.approx(tomorrow.timestamp())
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1900000000")
+    assert deadline_of(None) == 1_900_000_000
+    with pytest.raises(ValueError, match=r"run.save_before is a number of seconds or a date and time .* got 'soon'"):
+        deadline_of("soon")
+
+
+def test_a_signal_and_a_deadline_are_reasons():
+    assert Preemption().reason() is None
+    assert Preemption(time.time() + 3600).reason() is None
+    near = Preemption(time.time() + 5)
+    assert near.reason() is None  # before its first step a run would never get on
+    assert "the time limit" in near.reason()
+    asked = Preemption(time.time() + 3600)
+    asked.request("SIGUSR1")
+    assert asked.reason() == "SIGUSR1"
+    slow = Preemption(time.time() + 100)
+    assert [slow.reason(), slow.reason()] == [None, None]
+    slow.saved(60.0)  # another step might end in time, its checkpoint would not
+    assert "the time limit" in slow.reason()
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGTERM to all", "SIGUSR1", "deadline"])
+def test_a_run_that_is_interrupted_goes_on_with_the_same_weights(how, tmp_path, whole):
+    own = [*COMMAND, *LOCAL, "--run.root", str(tmp_path)]
+    if how == "deadline":
+        done = subprocess.run(
+            [*own, "--run.save_before", "1"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+        )
+        code, said = done.returncode, done.stderr
+    else:
+        process = subprocess.Popen(own, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+        rows = tmp_path / "tiny" / "metrics.jsonl"
+        if how != "SIGUSR1":  # it is remembered from the start
+            wait_until(lambda: rows.exists() and bool(rows.read_text()), 120, "the first row")
+        else:
+            wait_until(rows.exists, 120, "the run's folder")
+        members = descendants(process.pid) if how.endswith("all") else [process.pid]  # systemd and scancel reach all
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, getattr(signal, how.split()[0]))
+        said, code = process.communicate(timeout=120)[1], process.returncode
+    assert code == 75, said
+    assert "Traceback" not in said
+    assert " is dead " not in said
+    again = subprocess.run(
+        [*own, "--resume", "auto"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert again.returncode == 0, again.stderr
+    assert trained(tmp_path / "tiny") == whole
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> str:
+    """The weights of the run that nothing interrupts."""
+    root = tmp_path_factory.mktemp("whole")
+    command = [*COMMAND, *LOCAL, "--run.root", str(root)]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
+    return trained(root / "tiny")

@@ -1,0 +1,160 @@
+"""Procedural tasks and the character tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apps.toys import programs
+from apps.toys.expressions import Expression
+from apps.toys.numbers import Add, Gcd
+from apps.toys.tasks import split_of
+from apps.toys.words import Reverse, Sort, SortDigits
+from forge.models.tokenizer import PRINTABLE, character_tokenizer
+
+SOLVE = {
+    Reverse: lambda q: q[::-1],
+    Sort: lambda q: "".join(sorted(q)),
+    SortDigits: lambda q: "".join(sorted(q)),
+    Add: lambda q: str(sum(map(int, q.split("+")))),
+    Gcd: lambda q: str(math.gcd(*map(int, q.split(",")))),
+    Expression: lambda q: str(eval(q)),
+}
+
+
+@pytest.mark.parametrize("task", SOLVE)
+@pytest.mark.parametrize("difficulty", [2, 5, (3, 4), [4, 4], (1, 30)])
+def test_answers_and_difficulty(task, difficulty):
+    low, high = (1, difficulty) if isinstance(difficulty, int) else difficulty
+    for question, answer in islice(task().rows(difficulty=difficulty), 100):
+        assert answer == SOLVE[task](question)
+        for part in re.split(r"[-+*,]", question):
+            assert low <= len(part) <= high
+
+
+@pytest.mark.parametrize("difficulty", [1, 2, (3, 4), (1, 30)])
+def test_programs_pass_their_cases(difficulty):
+    low, high = (1, difficulty) if isinstance(difficulty, int) else difficulty
+    for question, answer in islice(programs.Program().rows(difficulty=difficulty), 100):
+        words = question.split(",")
+        assert low <= len(words) <= high
+        names: dict = {}
+        exec(programs.function("\n".join(programs.OPERATIONS[word].right for word in words)), names)
+        for case in json.loads(answer):
+            assert repr(eval(case["call"], names)) == case["value"]
+    with pytest.raises(ValueError, match="at most 15 steps"):
+        programs.Program().rows(difficulty=(16, 20))
+
+
+@given(st.sampled_from([*SOLVE, programs.Program]), st.integers(1, 6), st.integers(), st.integers())
+def test_splits_share_no_question_whatever_the_seed(task, difficulty, seed, other):
+    try:
+        test = {r.question for r in islice(task().rows(split="test", seed=seed, difficulty=difficulty), 50)}
+    except ValueError:
+        assert difficulty == 1
+        return
+    train = {r.question for r in islice(task().rows(split="train", seed=other, difficulty=difficulty), 200)}
+    assert not train & test
+    assert all(split_of(q) == "test" for q in test)
+
+
+def test_a_question_shares_its_split_with_its_mirror():
+    assert split_of("12+34") == split_of("34+12")
+    assert split_of("hello") == split_of("olleh")
+
+
+def test_about_one_in_ten_is_test():
+    share = sum(split_of(f"{a}+{b}") == "test" for a in range(100, 200) for b in range(a, 200)) / 5050
+    assert 0.07 < share < 0.13
+
+
+@pytest.mark.processes
+def test_same_rows_in_every_process_and_from_every_start():
+    rows = list(islice(Add().rows(seed=3), 20))
+    assert list(islice(Add().rows(seed=3, start=7), 13)) == rows[7:]
+    assert [Add().row(i, seed=3) for i in range(20)] == rows
+    assert list(islice(Add().rows(seed=4), 20)) != rows
+    program = (
+        "from apps.toys.numbers import Add; from itertools import islice; print(list(islice(Add().rows(seed=3), 20)))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == str(rows)
+
+
+def test_take_gives_distinct_questions():
+    rows = Add().take(300, difficulty=2)
+    assert len({r.question for r in rows}) == 300
+    assert rows[:50] == Add().take(50, difficulty=2)
+
+
+def test_take_can_exhaust_a_split_but_not_more():
+    words = [a + b for a in "0123456789" for b in "0123456789"]
+    there = [w for w in words if split_of(w) == "test"]
+    assert {r.question for r in SortDigits().take(len(there), difficulty=(2, 2))} == set(there)
+    with pytest.raises(ValueError, match=rf"distinct test .* 100 questions in all, {len(there)} of them"):
+        SortDigits().take(len(there) + 1, difficulty=(2, 2))
+    with pytest.raises(ValueError, match="100 questions in all"):
+        Add().take(10**9, difficulty=1)
+
+
+def test_a_split_without_questions_is_an_error(monkeypatch):
+    monkeypatch.setattr("apps.toys.tasks.split_of", lambda question: "train")
+    with pytest.raises(ValueError, match="no test question among the 26 of task 'reverse'"):
+        Reverse().rows(split="test", difficulty=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"split": "dev"}, "train and test, not 'dev'"),
+        ({"difficulty": 0}, "difficulty"),
+        ({"difficulty": (3, 2)}, "difficulty"),
+        ({"difficulty": (1, 2, 3)}, "difficulty"),
+        ({"difficulty": 1001}, "difficulty"),
+        ({"difficulty": True}, "difficulty"),
+        ({"difficulty": 2.5}, "difficulty"),
+        ({"difficulty": "hard"}, "difficulty"),
+    ],
+)
+def test_bad_calls_say_what_is_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        Add().rows(**call)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return character_tokenizer()
+
+
+@given(text=st.text(alphabet=PRINTABLE))
+def test_tokenizer_round_trip(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    if "<" not in text:
+        assert len(ids) == len(text)
+
+
+def test_tokenizer_special_tokens_and_saving(tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    small = character_tokenizer("ab é\n")
+    small.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for each in (small, loaded):
+        assert (each.pad_token_id, each.eos_token_id, each.unk_token_id, len(each)) == (0, 1, 2, 8)
+        assert each("a  é\nz")["input_ids"] == [3, 5, 5, 6, 7, 2]
+        assert each.decode([3, 5, 5, 6, 7, 1], skip_special_tokens=True) == "a  é\n"
+
+
+@pytest.mark.parametrize(("alphabet", "message"), [("", "empty"), ("abca", "repeats 'a'")])
+def test_bad_alphabets(alphabet, message):
+    with pytest.raises(ValueError, match=message):
+        character_tokenizer(alphabet)

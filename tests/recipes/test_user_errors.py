@@ -1,0 +1,294 @@
+"""Rewards and environments that raise: what reaches the user, and what the folder of the run says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import forge
+from forge.envs import Environment, Step
+from forge.observability.runs import ending, state
+from forge.recipes.slowness import reported
+from forge.recipes.user_errors import summary, user_frames
+from forge.rewards.reward import BadScore, FunctionVerifier
+from forge.runtime.controller import first_to_end
+from forge.runtime.controller.errors import RemoteFailure, RemoteTraceback
+
+REWARD = """
+class Odd(Exception):
+    def __init__(self, row, why):
+        super().__init__(f"{row}: {why}")
+
+calls = 0
+
+def looked_up(row):
+    return row["answer"]
+
+def later(prompt, response, target):
+    global calls
+    calls += 1
+    return looked_up({"answer": calls / 100} if calls <= 16 else {})
+"""
+RUN = """
+from_scratch: {alphabet: "abc>"}
+dataset: {path: rows.jsonl, prompt_template: "{question}>"}
+reward: {functions: ["rewards:later"]}
+eval: {problems: 0}
+training: {steps: 6, batch_size: 2, seq_len: 128, warmup_steps: 0}
+grpo: {n_samples: 4, max_tokens: 4}
+run: {name: fails}
+"""
+ROWS = [{"question": word, "answer": word[::-1]} for word in ("abc", "bca", "cab")]
+
+
+@pytest.mark.processes
+def test_a_reward_that_raises_on_the_command_line(tmp_path: Path):
+    (tmp_path / "rewards.py").write_text(REWARD)
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    program = Path(sys.executable).with_name("forge")
+    done = subprocess.run([program, "train", "run.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    printed = done.stderr.splitlines()
+    start = next(number for number, line in enumerate(printed) if line.startswith("Traceback in your code"))
+    told = "\n".join(printed[start:])
+    assert f'File "{tmp_path}/rewards.py", line 14, in later' in told
+    assert f'File "{tmp_path}/rewards.py", line 9, in looked_up' in told
+    assert "error: KeyError: 'answer'\nthe reward later scored prompt '" in told
+    assert "in step " in told
+    assert "site-packages" not in told
+    assert "src/forge" not in told
+    folder = tmp_path / "runs/fails"
+    assert (state(folder), ending(folder)) == ("failed", "failed: KeyError: 'answer'")
+    assert f'File "{tmp_path}/rewards.py", line 9, in looked_up' in (folder / "ended.txt").read_text()
+    listed = subprocess.run([program, "runs", "runs"], cwd=tmp_path, capture_output=True, text=True)
+    assert "failed: KeyError: 'answer'" in listed.stdout
+    if (folder / "report.html").exists():
+        assert '"state":"failed"' in (folder / "report.html").read_text()
+
+
+MISBEHAVING = """
+import sys, threading
+
+calls = 0
+
+def when(count):
+    global calls
+    calls += 1
+    return calls > count
+
+def another_type(prompt, response, target):
+    return "good" if when(16) else calls / 100
+
+def nothing(prompt, response, target):
+    return None
+
+def leaves(prompt, response, target):
+    return sys.exit(3) if when(16) else calls / 100
+
+def ends_generators(prompt, response, target):
+    if when(16):
+        raise GeneratorExit("nothing left")
+    return calls / 100
+
+def recurses(prompt, response, target):
+    return recurses(prompt, response, target) if when(16) else calls / 100
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("function", "message", "traced"),
+    [
+        pytest.param("another_type", "the reward another_type gave 'good': give a finite number", False),
+        pytest.param("nothing", "no episode of 64 groups in a row could be scored", False, marks=pytest.mark.full),
+        pytest.param("leaves", "the reward leaves raised SystemExit", True, marks=pytest.mark.full),
+        pytest.param(
+            "ends_generators",
+            "the reward ends_generators raised GeneratorExit('nothing left')",
+            True,
+            marks=pytest.mark.full,
+        ),
+        pytest.param("recurses", "RecursionError: maximum recursion depth exceeded", True, marks=pytest.mark.full),
+    ],
+)
+def test_a_reward_that_misbehaves_is_a_line_with_its_own_traceback(
+    tmp_path: Path, function: str, message: str, traced: bool
+):
+    (tmp_path / "rewards.py").write_text(MISBEHAVING)
+    (tmp_path / "run.yaml").write_text(RUN.replace("later", function).replace("steps: 6", "steps: 60"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    program = Path(sys.executable).with_name("forge")
+    done = subprocess.run([program, "train", "run.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert ("Traceback in your code" in done.stderr) == traced
+    assert "Traceback (most recent call last)" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert "src/forge" not in done.stderr
+
+
+class Breaks(Environment):
+    """It raises in the second turn."""
+
+    async def reset(self, task, *, seed):
+        return Step(({"role": "user", "content": task.prompt.text},))
+
+    async def step(self, action):
+        raise LookupError(f"no move for {action.text[:3]!r}")
+
+
+@pytest.mark.processes
+def test_an_environment_that_raises_in_python(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LookupError, match="no move for") as error:
+        forge.train(
+            None,
+            from_scratch={"alphabet": "abc>"},
+            dataset=ROWS,
+            environment=Breaks,
+            name="breaks",
+            steps=2,
+            batch_size=2,
+            n_samples=2,
+            max_tokens=4,
+            seq_len=128,
+            episode={"max_tokens": 32, "template": "plain"},
+        )
+    notes = "\n".join(error.value.__notes__)
+    assert "while Breaks was played on task" in notes
+    assert "after the turn" in notes
+    assert "in step " in notes
+    assert any("in step" in frame and "test_user_errors" in frame for frame in user_frames(error.value))
+    assert ending(tmp_path / "runs/breaks").startswith("failed: LookupError: no move for")
+
+
+def failing(error: BaseException):
+    async def fails():
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:
+            outer.create_task(asyncio.sleep(5))
+            inner.create_task(raising())
+
+    async def raising():
+        raise error
+
+    return fails()
+
+
+def test_a_task_group_keeps_the_cause_of_its_first_failure():
+    error = KeyError("answer")
+    error.__cause__ = RemoteTraceback("remote traceback")
+
+    async def main():
+        await first_to_end(failing(error), asyncio.sleep(5))
+
+    with pytest.raises(KeyError) as caught:
+        asyncio.run(main())
+    assert caught.value is error
+    assert str(caught.value.__cause__) == "\nremote traceback"
+
+
+def by_key(prompt, response, target):
+    return {}[response]
+
+
+async def later(prompt, response, target):
+    await asyncio.sleep(0)
+    return 1 / len(target)
+
+
+class Callable:
+    def __call__(self, prompt, response, target):
+        raise RuntimeError
+
+
+def listed(prompt, response, target):
+    return [1.0]
+
+
+class Whole:
+    async def score_group(self, prompt, responses, target):
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (by_key, KeyError),
+        (later, ZeroDivisionError),
+        (Callable(), RuntimeError),
+        (listed, BadScore),
+        (Whole(), OSError),
+    ],
+)
+def test_what_a_reward_raises_says_what_was_scored_also_from_another_process(function, kind):
+    with pytest.raises(kind) as caught:
+        asyncio.run(FunctionVerifier(function).score("2 + 2?", ["four"], ""))
+    error = RemoteFailure.capture("reward_actor[0].score", caught.value).to_exception()
+    assert type(error) is kind
+    [note] = [note for note in error.__notes__ if "scored prompt" in note]
+    assert "prompt '2 + 2?', target ''" in note
+    assert ("response 'four'" in note) is not isinstance(function, Whole)
+    frames = user_frames(error)
+    assert all("test_user_errors.py" in frame for frame in frames)
+    assert bool(frames) is (function is not listed) or any("test_what" in frame for frame in frames)
+
+
+def test_data_that_block_say_where(caplog: pytest.LogCaptureFixture):
+    said = threading.Event()
+    caplog.handler.addFilter(lambda record: said.set() or True)
+    with reported("reading", every=0.05):
+        said.wait()
+    first = caplog.records[0].getMessage()
+    assert re.fullmatch(
+        rf"reading: \d+ s so far, in {re.escape(__file__)}:\d+ \(test_data_that_block_say_where\)", first
+    )
+
+
+def test_a_reward_that_sleeps_is_named_with_its_prompt(caplog: pytest.LogCaptureFixture, monkeypatch):
+    monkeypatch.setattr("forge.rewards.reward.SLOW", 0.05)
+    said = threading.Event()
+    caplog.handler.addFilter(lambda record: said.set() or True)
+
+    def sleeps(prompt, response, target):
+        said.wait()
+        return 1.0
+
+    async def groups():
+        reward = FunctionVerifier(sleeps)
+        return await asyncio.gather(*(reward.score(f"{n} + 2?", ["four"], "") for n in range(2)))
+
+    assert [scores.values.item() for scores in asyncio.run(groups())] == [1.0, 1.0]
+    first = caplog.records[0].getMessage()
+    assert re.fullmatch(r"the reward sleeps has scored prompt '[01] \+ 2\?' for \d+ s so far", first)
+
+
+def test_a_summary_is_one_line():
+    assert summary(ValueError("a\nb   c")) == "ValueError: a"
+    assert summary(KeyError("x")) == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("failed: KeyError: 'a'\n\nTraceback", ("failed", "failed: KeyError: 'a'")),
+        ("stopped: SIGINT\n", ("stopped", "stopped: SIGINT")),
+        (None, ("stopped", "")),
+        ("", ("stopped", "")),
+        ("failed: " + "x" * 10_000, ("failed", ("failed: " + "x" * 10_000)[:500])),
+        (b"\xff\xfe", ("stopped", "\ufffd\ufffd")),
+    ],
+)
+def test_a_folder_says_why_its_run_ended(tmp_path: Path, written, expected):
+    if written is not None:
+        (tmp_path / "ended.txt").write_bytes(written if isinstance(written, bytes) else written.encode())
+    assert (state(tmp_path), ending(tmp_path)) == expected
+    (tmp_path / "finished").touch()
+    assert state(tmp_path) == "finished"

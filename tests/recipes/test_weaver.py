@@ -1,0 +1,180 @@
+"""An ensemble made and trained with, as a user does it: both recipes and the command line, with small models."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from apps.weaver.main import launch
+from forge.cli import main as forge
+from forge.models import build_small_model
+from forge.training.checkpoint import extra
+from forge_weaver import Distilled, Online, ScoreTable, load_ensemble, read_problems
+from tests.recipes.test_recipes import finish
+
+RULES = [f"apps.weaver.rules:{name}" for name in ("right_length", "first_letter", "known_letters")]
+DATASET = {"task": "apps.toys.words:Reverse", "difficulty": [2, 4], "prompt_template": "{question}>"}
+
+
+@pytest.fixture(scope="module")
+def folder(processes, tmp_path_factory):
+    """A policy and a reward model that know nothing, and the ensemble of `apps/weaver` with them."""
+    folder = tmp_path_factory.mktemp("weaver")
+    policy = build_small_model(
+        folder / "policy",
+        seed=0,
+        alphabet="abcdefghijklmnopqrstuvwxyz>",
+        hidden_size=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        max_positions=32,
+    )
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1).save_pretrained(folder / "judge")
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder / "judge")
+    config = {
+        "model": policy,
+        "run": {"name": "ensemble", "root": str(folder)},
+        "dataset": DATASET,
+        "collect": {"problems": 40, "n_samples": 4, "max_tokens": 6, "truth": "ExactMatch"},
+        "verifiers": {"rules": RULES, "reward_models": [{"path": str(folder / "judge")}]},
+        "distil": {"model": policy, "epochs": 1, "as_pair": False},
+        "services": {"verifiers": {"num_replicas": 2}},
+    }
+    (folder / "weaver.yaml").write_text(yaml.safe_dump(config))
+    code, output = finish(sys.executable, "-m", "apps.weaver.main", "--config", str(folder / "weaver.yaml"))
+    assert code == 0, output
+    return folder
+
+
+def test_the_ensemble_is_whole_and_says_what_its_files_say(folder):
+    made = folder / "ensemble"
+    table, problems = ScoreTable.load(made / "scores.npz"), read_problems(made / "responses.jsonl")
+    assert table.scores.shape == (40, 4, 4)
+    assert not np.isnan(table.scores).any()
+    assert table.responses == [problem.responses for problem in problems]
+    verifiers, aggregator = load_ensemble(made)
+    assert verifiers.names == list(aggregator.verifiers) == ["right_length", "first_letter", "known_letters", "judge"]
+    assert "<h1>Weaver" in (made / "report.html").read_text()
+    assert Distilled(str(made / "distilled")).setup().names == ("distilled",)
+
+
+def test_an_ensemble_is_not_overwritten_unasked(folder):
+    with pytest.raises(SystemExit, match="holds an ensemble"):
+        launch(["--config", str(folder / "weaver.yaml")])
+
+
+def grpo(folder, tmp_path, steps, replicas, **sections):
+    """The configuration of a run in lock-step, in a file."""
+    config = {
+        "model": str(folder / "policy"),
+        "run": {"name": "run", "root": str(tmp_path)},
+        "dataset": DATASET,
+        "training": {"batch_size": 4, "steps": steps, "learning_rate": 1e-3, "seq_len": 256},
+        "grpo": {"n_samples": 4, "max_tokens": 6},
+        "async": {"max_policy_age": 0},
+        "services": {"reward": {"num_replicas": replicas, "share": None}},
+    }
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(config | sections))
+    return str(path)
+
+
+@pytest.mark.full
+def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
+    made = folder / "ensemble"
+    reward = {
+        "functions": [{"use": "forge_weaver:Ensemble", "path": str(made)}],
+        "verifiers": {"plugins": [{"use": "forge_weaver:Distilled", "path": str(made / "distilled")}]},
+        "accuracy": "ExactMatch",
+    }
+    config = grpo(folder, tmp_path, steps=2, replicas=2, reward=reward, eval={"problems": 8})
+    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", config)
+    assert code == 0, output
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        parts = row["reward/Ensemble"], row["reward/Panel"]
+        assert all(0 < part < 1 for part in parts)
+        assert row["reward"] == pytest.approx(sum(parts), rel=1e-3)
+        assert row["accuracy"] == 0
+        assert "reward/MathReward" not in row
+
+
+@pytest.mark.slow
+def test_what_an_ensemble_has_learned_by_following_is_in_the_checkpoint(folder, tmp_path):
+    made, following = folder / "ensemble", tmp_path / "following"
+    shutil.copytree(made, following)
+    (following / "aggregator.npz").unlink()
+    Online().fit(ScoreTable.load(made / "scores.npz").with_labels_of([])).save(following / "aggregator.npz")
+    reward = {
+        "functions": [{"use": "forge_weaver:Ensemble", "path": str(following), "follow": 4}],
+        "accuracy": "ExactMatch",
+    }
+    config = grpo(folder, tmp_path, steps=4, replicas=1, reward=reward, checkpoint={"every": 2, "keep": 9})
+
+    def learned(step: int) -> int:
+        (state,) = extra(tmp_path / f"run/checkpoints/step_{step:06}")["reward"]
+        return state["aggregator"]["header"]["report"]["problems"] + len(state["seen"])
+
+    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", config)
+    assert code == 0, output
+    before = learned(2)
+    assert 40 + 8 <= before <= 40 + 12  # rollouts of the next step may be under way
+    assert learned(4) == 40 + 16
+    shutil.rmtree(tmp_path / "run/checkpoints/step_000004")
+    shutil.rmtree(tmp_path / "run/model")
+    (tmp_path / "run/finished").unlink()
+    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--resume", str(tmp_path / "run"))
+    assert code == 0, output
+    assert learned(4) == before + 8
+
+
+def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):
+    made = folder / "ensemble"
+    scores = tmp_path / "scores.parquet"
+    forge(["weaver", "score", f"{made}/responses.jsonl", "--verifiers", f"{made}/verifiers.yaml", "--out", str(scores)])
+    assert "judge: 160 scored" in capsys.readouterr().out
+    again, before = ScoreTable.load(scores), ScoreTable.load(made / "scores.npz")
+    np.testing.assert_allclose(again.scores, before.scores, atol=1e-5)
+
+    report, fitted = tmp_path / "out.html", tmp_path / "fitted.npz"
+    forge(["weaver", "fit", str(scores), "--method", "binned", "--report", str(report), "--out", str(fitted)])
+    assert "BinnedDawidSkene" in capsys.readouterr().out
+    assert "<h1>Weaver" in report.read_text()
+    forge(["weaver", "predict", str(scores), "--aggregator", str(fitted), "--out", str(tmp_path / "p.npz")])
+    p = ScoreTable.load(tmp_path / "p.npz")
+    assert p.verifiers == (*before.verifiers, "weaver")
+    assert (p.scores[:, :, -1] > 0).all()
+
+    distilled = tmp_path / "distilled"
+    model = ["--model", str(folder / "policy"), "--epochs", "1", "--joined"]
+    forge(["weaver", "distil", str(scores), "--aggregator", str(fitted), *model, "--out", str(distilled)])
+    assert Distilled(str(distilled)).setup().names == ("distilled",)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fit", "missing.parquet", "--report", "x.html"], "missing.parquet"),
+        (["fit", "{scores}"], "no output: set --out"),
+        (["fit", "{scores}", "--method", "magic", "--report", "x.html"], "there is no method 'magic'"),
+        (["fit", "{scores}", "--out", "x.json"], r"a \.npz file without"),
+        (["fit", "{scores}", "--report", "nowhere/x.html"], "there is no folder nowhere"),
+        (["fit", "{scores}", "--labelled", "41", "--report", "x.html"], "labelled must be 0 to 40"),
+        (["fit", "{scores}", "--one-right", "--report", "x.html"], "40 problems have none or several"),
+        (["predict", "{scores}", "--aggregator", "{scores}", "--out", "x.npz"], "is not a saved aggregator"),
+        (["fit", "{scores}", "--method", "naive_mean", "--class-balance", "0.5", "--report", "x"], "does not use"),
+        (["score", "{config}", "--verifiers", "{config}", "--out", "x.npz"], "line 1"),
+    ],
+)
+def test_bad_input_is_one_line(folder, words, message):
+    known = {"scores": folder / "ensemble/scores.npz", "config": folder / "weaver.yaml"}
+    with pytest.raises(SystemExit, match=message):
+        forge(["weaver", *(word.format(**known) for word in words)])

@@ -1,0 +1,307 @@
+"""Judges against a real little server that can fail in every way, and against the library's own endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from email.utils import formatdate
+from time import monotonic, time
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from forge.rewards import LMJudge, Panel
+from tests.serve.conftest import model, served, tokenizer  # noqa: F401
+
+USAGE = {"prompt_tokens": 100, "completion_tokens": 10}
+
+
+def chat(*texts, usage=USAGE):
+    choices = [{"index": i, "message": {"role": "assistant", "content": text}} for i, text in enumerate(texts)]
+    return web.json_response({"choices": choices, "usage": usage})
+
+
+class Endpoint:
+    """Answers each request with the next of `answers`: a function of the request's body, or what it gives."""
+
+    def __init__(self, *answers, default=None):
+        self.answers, self.default = list(answers), default or (lambda body: chat("yes"))
+        self.bodies, self.headers, self.at, self.open, self.most = [], [], [], 0, 0
+
+    async def answer(self, request):
+        self.bodies.append(await request.json())
+        self.headers.append(request.headers)
+        self.at.append(monotonic())
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            how = self.answers.pop(0) if self.answers else self.default
+            found = how(self.bodies[-1]) if callable(how) else how
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found is None:
+                request.transport.abort()
+                return web.Response()
+            return found
+        finally:
+            self.open -= 1
+
+    def judged(self, responses, target=None, panel=None, **settings):
+        """What a judge says of responses to a prompt while this serves; and the judge."""
+
+        async def run():
+            app = web.Application()
+            app.router.add_post("/v1/{kind:.*}", self.answer)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = site._server.sockets[0].getsockname()[1]
+            judge = LMJudge(f"http://127.0.0.1:{port}/v1", "m", **settings)
+            try:
+                return await (Panel([judge], **panel) if panel else judge).score("1 + 1?", responses, target), judge
+            finally:
+                await judge.close()
+                await runner.cleanup()
+
+        return asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+
+
+def test_one_vote():
+    def answer(body):
+        return chat("I think... No. Wait:\nYES!" if "2}" in body["messages"][1]["content"] else "No.")
+
+    endpoint = Endpoint(default=answer)
+    found, judge = endpoint.judged(["{2}", "{3}"], system_prompt="be", api_key="key", prices=(2.0, 30.0))
+    assert found.values[:, 0].tolist() == [1.0, 0.0]
+    assert not found.reasons
+    body = endpoint.bodies[0]
+    assert (body["model"], body["max_tokens"], body["messages"][0]) == ("m", 16, {"role": "system", "content": "be"})
+    assert "1 + 1?" in body["messages"][1]["content"]
+    assert endpoint.headers[0]["Authorization"] == "Bearer key"
+    assert (judge.cost.requests, judge.cost.prompt_tokens, judge.cost.completion_tokens) == (2, 200, 20)
+    assert judge.cost.money == pytest.approx((200 * 2 + 20 * 30) / 1e6)
+
+
+def test_votes_are_a_share_and_those_that_lack_are_asked_for_again():
+    endpoint = Endpoint(lambda body: chat("yes", "no", "maybe"), lambda body: chat("yes"), lambda body: chat("yes"))
+    found, _ = endpoint.judged(["2"], votes=5)
+    assert found.values.item() == 0.75
+    assert [body.get("n") for body in endpoint.bodies] == [5, 2, None]
+
+
+def test_a_verdict_that_cannot_be_read_is_no_score():
+    found, _ = Endpoint(default=lambda body: chat("yes", "eyes", "nobody", "")).judged(["2"], votes=4)
+    assert found.reasons == {(0, 0): "1 of 4 verdicts could be read; the last answer was ''"}
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_log_probabilities(endpoint):
+    likely = {" Yes": math.log(0.5), "yes": math.log(0.1), "no": math.log(0.2), "Nope": math.log(0.1)}
+
+    def answer(body):
+        text = str(body)
+        tokens = {"So": -0.1} if "odd" in text else likely
+        if "none" in text:
+            return web.json_response({"choices": [{"message": {"content": "yes"}, "text": "yes"}]})
+        if endpoint == "chat":
+            top = [{"token": token, "logprob": logprob} for token, logprob in tokens.items()]
+            logprobs = {"content": [{"token": "So", "logprob": -1, "top_logprobs": top}]}
+            return web.json_response({"choices": [{"message": {"content": "So"}, "logprobs": logprobs}]})
+        return web.json_response({"choices": [{"text": "So", "logprobs": {"top_logprobs": [tokens]}}]})
+
+    server = Endpoint(default=answer)
+    found, judge = server.judged(["2", "odd", "none"], scoring="logprob", endpoint=endpoint)
+    assert found.values[0, 0] == pytest.approx(0.6 / 0.8)
+    assert found.reasons[1, 0] == "neither yes nor no is among the top tokens ['So']"
+    assert found.reasons[2, 0] == "the endpoint gives no log-probabilities: set scoring to votes"
+    asked = {"logprobs": True, "top_logprobs": 5} if endpoint == "chat" else {"logprobs": 5}
+    assert asked.items() <= server.bodies[0].items()
+    spaced, _ = server.judged(["2"], scoring="logprob", endpoint=endpoint, yes=" Yes", no=" No")
+    assert spaced.values.item() == found.values[0, 0]
+    assert judge.cost.untold == 3
+
+
+async def hang(body):
+    await asyncio.sleep(30)
+
+
+PASSING = {
+    "busy": (lambda body: web.Response(status=429, text="slow down"), "answered 429: 'slow down'"),
+    "broken": (lambda body: web.Response(status=500), "answered 500"),
+    "hangs": (lambda body: hang(body), "gave no answer within 1 s"),
+    "garbage": (lambda body: web.Response(text="<html>"), "gave an invalid answer: '<html>'"),
+    "no choices": (lambda body: web.json_response({"choices": []}), "gave an invalid answer"),
+    "odd choices": (lambda body: web.json_response({"choices": [{"message": "yes"}]}), "gave an invalid answer"),
+    "no message": (lambda body: web.json_response({"choices": ["yes"]}), "gave an invalid answer"),
+    "another kind": (lambda body: web.json_response({"choices": [{"text": "yes"}]}), "gave an invalid answer"),
+    "no text": (lambda body: chat(["yes"]), "gave an invalid answer"),
+    "another interface": (lambda body: web.json_response(["yes"]), "gave an invalid answer"),
+    "reset": (lambda body: None, "no connection to"),
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", PASSING)
+def test_a_failure_that_passes_costs_nothing_and_one_that_stays_the_score(kind):
+    failure, reason = PASSING[kind]
+    settings = {"request_timeout": 1.0 if kind == "hangs" else 30.0, "retries": 2}
+    endpoint = Endpoint(failure, failure)
+    found, _ = endpoint.judged(["2"], **settings)
+    assert found.values.item() == 1.0
+    found, judge = Endpoint(default=failure).judged(["2"], **settings)
+    assert math.isnan(found.values.item())
+    assert reason in found.reasons[0, 0]
+    assert found.reasons[0, 0].endswith("tried 3 times")
+    assert judge.cost.requests == 3
+
+
+def test_what_the_endpoint_refuses_is_not_asked_again():
+    endpoint = Endpoint(default=lambda body: web.json_response({"error": {"message": "no such model"}}, status=404))
+    found, _ = endpoint.judged(["2"])
+    assert "answered 404" in found.reasons[0, 0]
+    assert "no such model" in found.reasons[0, 0]
+    assert len(endpoint.bodies) == 1
+
+
+def test_nobody_listens():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        judge = LMJudge(f"http://127.0.0.1:{free.getsockname()[1]}/v1", "m", retries=1)
+
+        async def run():
+            found = await judge.score("p", ["r"])
+            await judge.close()
+            return found
+
+        reason = asyncio.run(run()).reasons[0, 0]
+        assert reason.startswith("no connection to http://127.0.0.1")
+        assert "(ConnectError" in reason
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("after", [lambda: "0.4", lambda: formatdate(time() + 2, usegmt=True)])
+def test_retry_after_is_heeded(after):
+    endpoint = Endpoint(lambda body: web.Response(status=429, headers={"Retry-After": after()}))
+    found, _ = endpoint.judged(["2"])
+    assert found.values.item() == 1.0
+    assert endpoint.at[1] - endpoint.at[0] > 0.3
+    far = Endpoint(default=lambda body: web.Response(status=503, headers={"Retry-After": "3600"}))
+    assert "answered 503" in far.judged(["2"])[0].reasons[0, 0]
+    assert len(far.bodies) == 1
+
+
+@pytest.mark.costly
+def test_the_time_of_a_response_is_limited_in_all():
+    endpoint = Endpoint(default=lambda body: hang(body) if "slow" in str(body) else chat("yes"))
+    found, _ = endpoint.judged(["2", "slow"], time_limit=2.0)
+    assert found.values[0, 0] == 1.0
+    assert found.reasons == {(1, 0): "the judge m took more than 2 s"}
+
+
+@pytest.mark.costly
+def test_waiting_for_a_turn_costs_no_time_and_a_dead_endpoint_is_given_up():
+    async def later(body):
+        await asyncio.sleep(0.05)
+        return chat("yes")
+
+    settings = {"concurrency": 2, "time_limit": 0.8}
+    found, _ = Endpoint(default=later).judged(["2"] * 50, panel={"timeout": 0.8}, **settings)
+    assert not found.reasons
+    found, judge = Endpoint(default=hang).judged(["2"] * 50, panel={"timeout": 0.5}, **settings)
+    assert set(found.reasons.values()) == {"the verifier made no progress for 0.5 s"}
+    assert judge.cost.requests == 2
+
+
+def test_no_more_requests_at_a_time_than_asked_for():
+    async def later(body):
+        await asyncio.sleep(0.01)
+        return chat("yes")
+
+    endpoint = Endpoint(default=later)
+    found, _ = endpoint.judged([str(i) for i in range(20)], concurrency=3)
+    assert found.values.all()
+    assert endpoint.most == 3
+
+
+def test_a_budget_ends_the_asking():
+    settings = {"prices": (10_000.0, 0.0), "concurrency": 1}  # a request costs 1
+    found, judge = Endpoint().judged([str(i) for i in range(6)], budget=3.0, **settings)
+    assert np.isfinite(found.values).sum() == 3
+    assert judge.cost.money == 3.0
+    assert set(found.reasons.values()) == {"the budget of 3 is spent"}
+    found, judge = Endpoint(default=lambda body: chat("yes", usage=None)).judged(["1", "2"], budget=3.0, **settings)
+    assert found.reasons == {(1, 0): "the endpoint does not report its usage, which a budget needs"}
+
+
+def test_targets():
+    settings = {"template": "{response} or {target}? {{yes}}", "frame": False}
+    endpoint = Endpoint()
+    assert endpoint.judged(["2"], target="3", **settings)[0].values.item() == 1.0
+    assert endpoint.bodies[0]["messages"][0]["content"] == "2 or 3? {yes}"
+    assert "there is none" in endpoint.judged(["2"], **settings)[0].reasons[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": "localhost"}, "url must begin"),
+        ({"template": "{prompt}"}, "must hold {response}"),
+        ({"template": "{response} {answer}"}, "knows {prompt}"),
+        ({"scoring": "logprob", "votes": 3}, "asks once"),
+        ({"votes": 3, "temperature": 0}, "all the same"),
+        ({"votes": 0}, "at least 1"),
+        ({"yes": "No "}, "two different words"),
+        ({"budget": 1.0}, "needs prices"),
+        ({"endpoint": "completions", "system_prompt": "be"}, "needs endpoint chat"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LMJudge(**{"url": "http://localhost/v1", "model": "m", **settings})
+
+
+def test_a_fingerprint_tells_the_question_and_no_secret():
+    def fingerprint(**settings):
+        return LMJudge("http://localhost/v1", "m", **settings).fingerprint
+
+    assert fingerprint(api_key="secret", concurrency=3) == fingerprint(name="other")
+    assert (
+        len({fingerprint(), *(fingerprint(**s) for s in ({"votes": 2}, {"yes": "ja"}, {"template": "{response}"}))})
+        == 4
+    )
+
+
+def test_parts_of_a_question_do_not_run_together():
+    def fingerprint(system, template):
+        return LMJudge("http://localhost/v1", "m", system_prompt=system, template=template).fingerprint
+
+    assert fingerprint("Be strict. Judge.", "{response}") != fingerprint("Be strict.", "Judge. {response}")
+    assert fingerprint(None, "{response}") != fingerprint("None", "{response}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_on_the_librarys_own_endpoint(served, endpoint):  # noqa: F811
+    async def run():
+        # A random model: words that it does say.
+        judge = LMJudge(
+            served.address, "tiny", template="{response}?", endpoint=endpoint, votes=6, yes="a", no="b", max_tokens=200
+        )
+        try:
+            return await Panel([judge]).score("p", ["hello", "you"]), judge
+        finally:
+            await judge.close()
+
+    found, judge = asyncio.run(run())
+    assert judge.cost.requests == 2
+    assert judge.cost.completion_tokens > 100
+    for i in (0, 1):
+        assert 0 <= found.values[i, 0] <= 1 or "verdicts could be read" in found.reasons[i, 0]

@@ -1,0 +1,376 @@
+"""A panel: all at once, one failing alone, and nothing scored twice that a cache knows."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from forge.rewards import AnswerFrequency, Cache, Panel, Rule, Scores
+from forge.rewards.threads import Batcher
+
+
+class Counting:
+    """The length of a response times a factor; remembers what it was asked."""
+
+    def __init__(self, name="length", factor=1.0, fails=()):
+        self.names, self.factor, self.fails = (name, f"{name}_again"), factor, set(fails)
+        self.fingerprint = f"length times {factor}"
+        self.asked, self.closed = [], 0
+
+    async def score(self, prompt, responses, target=None):
+        self.asked += responses
+        values = np.array([[len(r) * self.factor, len(prompt)] for r in responses], dtype=float)
+        reasons = {(i, 0): "too odd" for i, r in enumerate(responses) if r in self.fails}
+        for where in reasons:
+            values[where] = math.nan
+        return Scores(values, reasons)
+
+    async def close(self):
+        self.closed += 1
+
+
+def raising(prompt, response, target):
+    raise OSError("gone")
+
+
+class Broken:
+    names = ("broken",)
+    fingerprint = "broken"
+
+    async def score(self, prompt, responses, target=None):
+        raise OSError("gone")
+
+
+class Slow:
+    names = ("slow",)
+
+    async def score(self, prompt, responses, target=None):
+        await asyncio.sleep(30)
+
+
+class Wrong:
+    names = ("wrong",)
+
+    async def score(self, prompt, responses, target=None):
+        return Scores(np.zeros((len(responses) + 1, 1)))
+
+
+class Silent:
+    names = ("silent",)
+
+    async def score(self, prompt, responses, target=None):
+        return Scores(np.array([[1.0], [math.inf]]))
+
+
+class Heavy:
+    """A model whose weights take 0.6 s to read, and a call nothing."""
+
+    def __init__(self, name="heavy"):
+        self.names, self.read, self.progress, self.identity = (name,), 0, 0, None
+
+    @property
+    def fingerprint(self):
+        if self.identity is None:
+            self.read += 1
+            time.sleep(0.6)
+            self.identity = "weights"
+        return self.identity
+
+    async def score(self, prompt, responses, target=None):
+        return Scores(np.ones((len(responses), 1)))
+
+
+class Secretive:
+    """Scores, but what it is cannot be read."""
+
+    def __init__(self, name, tell):
+        self.names, self.tell, self.read = (name,), tell, 0
+
+    @property
+    def fingerprint(self):
+        self.read += 1
+        return self.tell()
+
+    async def score(self, prompt, responses, target=None):
+        return Scores(np.ones((len(responses), 1)))
+
+
+class Reader:
+    """Reads one response after the other, 0.03 s each, whoever asks; remembers which."""
+
+    names = ("reader",)
+
+    def __init__(self):
+        self.read, self.go_on = [], threading.Event()
+        self.batcher = Batcher(self.compute, "reader", most=16)
+
+    def compute(self, texts, wanted):
+        for number, text in enumerate(texts):
+            if wanted(number):
+                self.read.append(text)
+                if text == "stuck":
+                    self.go_on.wait(30)
+                time.sleep(0.03)
+                yield number, float(len(text))
+
+    @property
+    def progress(self):
+        return self.batcher.progress
+
+    async def score(self, prompt, responses, target=None):
+        return Scores.of(await self.batcher(responses), 1)
+
+    async def close(self):
+        self.batcher.close()
+
+
+def score(panel, responses, prompt="prompt", target=None):
+    return asyncio.run(panel.score(prompt, responses, target))
+
+
+def test_what_fails_fails_alone_with_its_reason():
+    panel = Panel([Counting(fails=["bb"]), Broken(), Slow(), Wrong(), Silent()], timeout=0.2)
+    assert panel.names == ("length", "length_again", "broken", "slow", "wrong", "silent")
+    found = score(panel, ["a", "bb"])
+    np.testing.assert_array_equal(
+        found.values, [[1, 6, math.nan, math.nan, math.nan, 1], [math.nan, 6, math.nan, math.nan, math.nan, math.nan]]
+    )
+    assert set(found.reasons) == {(i, j) for i in (0, 1) for j in (2, 3, 4)} | {(1, 0), (1, 5)}
+    assert found.reasons[1, 0] == "too odd"
+    assert found.reasons[0, 2] == "OSError: gone"
+    assert found.reasons[0, 3] == "the verifier took more than 0.2 s"
+    assert "shape (3, 1) for 2 responses" in found.reasons[0, 4]
+    assert found.reasons[1, 5] == "it gave no reason"
+    told = panel.describe().splitlines()
+    assert told[0].startswith("length, length_again: 3 scored (0 of them known before)")
+    assert told[1].endswith("2 missing: 2 x OSError: gone")
+    assert score(panel, []).values.shape == (0, 6)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_who_waits_behind_others_loses_nothing(nested):
+    async def many():
+        panel = Panel([Reader()], timeout=0.5)
+        panel = Panel([panel], timeout=0.5) if nested else panel
+        order = []
+
+        async def one(number):
+            found = await panel.score("p", ["a" * number])
+            order.append(number)
+            return found.values.item()
+
+        found = await asyncio.gather(*(one(i) for i in range(1, 25)))
+        await panel.close()
+        return found, order
+
+    found, order = asyncio.run(many())
+    assert found == order == list(range(1, 25))
+
+
+def test_a_slow_rule_takes_no_time_from_others():
+    fast_is_done, ended = threading.Event(), []
+
+    def slow(prompt, response, target):
+        return float(fast_is_done.wait(30))
+
+    def fast(prompt, response, target):
+        ended.append(response)
+        if len(ended) == 8 * 3:
+            fast_is_done.set()
+        return 1.0
+
+    async def many():
+        panel = Panel([Rule(slow), AnswerFrequency(), Rule(fast)])
+        return await asyncio.gather(*(panel.score(str(i), ["1"] * 3) for i in range(8)))
+
+    assert all((part.values == 1).all() for part in asyncio.run(many()))
+
+
+def test_a_rule_has_time_as_long_as_it_gets_on():
+    def slow(prompt, response, target):
+        time.sleep(0.02)
+        return 1.0
+
+    async def many():
+        panel = Panel([Rule(slow)], timeout=0.25)
+        return await asyncio.gather(*(panel.score(str(i), ["1"] * 3) for i in range(24)))
+
+    assert all((part.values == 1).all() for part in asyncio.run(many()))
+
+
+def test_reading_a_fingerprint_costs_no_calls_time_and_is_done_once():
+    async def some():
+        flat, inner = Heavy("flat"), Heavy("inner")
+        panel = Panel([flat, Panel([inner], cache=Cache())], timeout=0.2, cache=Cache())
+        gone = asyncio.create_task(panel.score("gone", ["a"]))
+        await asyncio.sleep(0.05)
+        calls = [asyncio.create_task(panel.score(str(i), ["a"])) for i in range(4)]
+        gone.cancel()
+        return [(await call).reasons for call in calls], flat.read, inner.read
+
+    assert asyncio.run(some()) == ([{}] * 4, 1, 1)
+
+
+def test_a_fingerprint_that_cannot_be_read_costs_the_cache_alone(caplog, monkeypatch):
+    monkeypatch.setattr("forge.rewards.cache.READING", 1.0)
+    release = threading.Event()
+    odd = [
+        Secretive("key", lambda: {}["weights"]),
+        Secretive("attribute", lambda: release.weights),
+        Secretive("hung", lambda: release.wait(30)),
+    ]
+
+    async def some():
+        panel = Panel([*odd, Silent()], cache=Cache())
+        first = await asyncio.gather(*(panel.score(str(i), ["a", "b"]) for i in range(4)))
+        return [*first, await panel.score("0", ["a", "b"])]
+
+    found = asyncio.run(some())
+    release.set()
+    assert all((part.values[:, :3] == 1).all() for part in found)
+    assert [verifier.read for verifier in odd] == [1, 1, 1]
+    assert sorted(record.getMessage().split(": ", 1)[1] for record in caplog.records) == [
+        "AttributeError: 'Event' object has no attribute 'weights'",
+        "KeyError: 'weights'",
+        "the fingerprint of hung took more than 1 s",
+    ]
+
+
+def test_who_gave_up_is_not_worked_for():
+    async def some():
+        reader = Reader()
+        calls = [asyncio.create_task(reader.score("p", [name] * 2)) for name in ("stuck", "b", "c", "d")]
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        calls[2].cancel()
+        await asyncio.wait(calls[1:3])
+        reader.go_on.set()
+        await calls[3]
+        await reader.close()
+        return reader.read
+
+    assert asyncio.run(some()) == ["stuck", "stuck", "d", "d"]
+
+
+def test_a_verifier_that_stands_still_or_is_closed_says_so():
+    async def some():
+        reader = Reader()
+        panel = Panel([reader], timeout=0.3)
+        stuck = await asyncio.gather(panel.score("p", ["stuck"]), panel.score("p", ["a"]))
+        waiting = asyncio.create_task(panel.score("p", ["b"]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await panel.close()
+        reader.go_on.set()
+        return [found.reasons[0, 0] for found in (*stuck, await waiting, await panel.score("p", ["c"]))]
+
+    closed = "RuntimeError: the verifier reader was closed"
+    assert asyncio.run(some()) == ["the verifier made no progress for 0.3 s"] * 2 + [closed] * 2
+
+
+def test_panels_hold_panels_and_close_what_they_hold():
+    inner, verifier = Panel([Rule(raising)]), Counting()
+    panel = Panel([inner, verifier, AnswerFrequency()])
+    found = score(panel, ["1", "1"])
+    np.testing.assert_array_equal(found.values, [[math.nan, 1, 6, 1], [math.nan, 1, 6, 1]])
+    asyncio.run(panel.close())
+    assert verifier.closed == 1
+
+
+def test_names_must_differ():
+    with pytest.raises(ValueError, match="two verifiers of a panel are called length, length_again"):
+        Panel([Counting(), Counting()])
+    with pytest.raises(ValueError, match="at least one"):
+        Panel([])
+    with pytest.raises(ValueError, match="timeout"):
+        Panel([Counting()], timeout=0)
+
+
+def test_a_cache_knows_what_was_scored_and_never_what_failed():
+    verifier, frequency = Counting(fails=["bb"]), AnswerFrequency()
+    panel = Panel([verifier, frequency], cache=Cache())
+    first = score(panel, ["1", "bb", "1", "ccc"])
+    assert verifier.asked == ["1", "bb", "ccc"]
+    assert first.reasons == {(1, 0): "too odd"}
+    again = score(panel, ["ccc", "bb", "1", "d"])
+    assert verifier.asked == ["1", "bb", "ccc", "bb", "d"]
+    np.testing.assert_array_equal(again.values[:, 0], [3, math.nan, 1, 1])
+    assert panel.tallies[0].cached == 4
+    assert panel.tallies[1].cached == 0  # another group is another question
+    score(panel, ["ccc", "bb", "1", "d"])
+    assert panel.tallies[1].cached == 4
+    for change in ({"prompt": "other"}, {"target": "t"}):
+        before = len(verifier.asked)
+        score(panel, ["ccc"], **change)
+        assert len(verifier.asked) == before + 1
+    verifier.fingerprint = None
+    score(panel, ["ccc", "ccc"])
+    assert verifier.asked[-2:] == ["ccc", "ccc"]
+
+
+def test_a_cache_forgets_what_was_not_used_for_longest():
+    async def fill(cache):
+        for key in "abc":
+            await cache.put({key: (1.0,)})
+            await cache.get(["a"])
+        return await cache.get(list("abc"))
+
+    cache = Cache(most=2)
+    assert asyncio.run(fill(cache)) == {"a": (1.0,), "c": (1.0,)}
+    assert len(cache) == 2
+
+
+def _fill(path, start):
+    async def fill():
+        cache = Cache(path)
+        for i in range(start, start + 50):
+            await cache.put({str(i): (i / 7,)})
+
+    asyncio.run(fill())
+
+
+@pytest.mark.processes
+def test_processes_share_a_file(tmp_path):
+    context = multiprocessing.get_context("fork")
+    path = tmp_path / "scores.sqlite"
+    Cache(path)
+    processes = [context.Process(target=_fill, args=(path, 25 * i)) for i in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    found = asyncio.run(Cache(path, most=1).get([str(i) for i in range(2000)]))
+    assert found == {str(i): (i / 7,) for i in range(100)}
+    verifier = Counting()
+    for _ in range(2):
+        score(Panel([verifier], cache=Cache(path)), ["a", "b"])
+    assert verifier.asked == ["a", "b"]
+
+
+def test_a_cache_that_cannot_be_is_refused_or_done_without(tmp_path, caplog):
+    with pytest.raises(ValueError, match="folder of the cache"):
+        Cache(tmp_path / "no" / "cache")
+    (tmp_path / "text").write_text("this is no database, " * 100)
+    with pytest.raises(ValueError, match="cannot be used as a cache"):
+        Cache(tmp_path / "text")
+    path = tmp_path / "cache"
+    panel = Panel([Counting()], cache=Cache(path))
+    path.write_text("overwritten by something else" * 100)
+    assert score(panel, ["abc"]).values.tolist() == [[3, 6]]
+    assert "cannot be read" in caplog.text
+    assert "cannot be written" in caplog.text
+
+
+@pytest.mark.processes
+def test_importing_needs_neither_torch_nor_an_extra():
+    code = "import sys, forge.rewards; print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,143 @@
+"""Process reward models against plain transformers: the probability at each marker, and its three readings."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from forge.actors import RewardActor
+from forge.data.packing import pack
+from forge.envs.group import SingleTurnEnv
+from forge.rewards.process import ProcessRewardModel
+from forge.runtime.controller import ForgeActor, endpoint, shutdown
+from forge.types import Completion, Prompt, Sample
+from tests.training.cases import TOKENIZER, tiny_model
+
+RESPONSES = ["ab\n\ncd\n \nefg", "abc", "a\n\n\n\nb"]
+STEPS = [["ab", "cd", "efg"], ["abc"], ["a", "b"]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {}
+    for kind in (AutoModelForTokenClassification, AutoModelForCausalLM):
+        found[kind] = tmp_path_factory.mktemp("process")
+        tiny_model(kind=kind).save_pretrained(found[kind])
+        TOKENIZER.save_pretrained(found[kind])
+    return found
+
+
+def scored(verifier, responses):
+    async def run():
+        found = await verifier.score("hi", responses), [await verifier.steps("hi", r) for r in responses[:1]]
+        await verifier.close()
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", [AutoModelForTokenClassification, AutoModelForCausalLM])
+def test_each_step_is_read_at_its_marker(folders, kind):
+    causal = kind is AutoModelForCausalLM
+    settings = {"good": "p", "bad": "m"} if causal else {"label": 0}
+    verifier = ProcessRewardModel(folders[kind], "prm", marker="z", joint="y", batch_tokens=40, **settings)
+    found, (first,) = scored(verifier, RESPONSES)
+    assert verifier.names == ("prm_min", "prm_mean", "prm_last")
+    plain = kind.from_pretrained(folders[kind])
+    for i, steps in enumerate(STEPS):
+        ids = TOKENIZER("hi" + "y".join(step + "z" for step in steps))["input_ids"]
+        at = [place for place, token in enumerate(ids) if token == TOKENIZER.convert_tokens_to_ids("z")]
+        logits = plain(torch.tensor([ids])).logits[0, at]
+        chosen = logits[:, TOKENIZER.convert_tokens_to_ids(["p", "m"])] if causal else logits
+        good = chosen.softmax(-1)[:, 0].tolist()
+        expected = [min(good), float(np.mean(good)), good[-1]]
+        np.testing.assert_allclose(found.values[i], expected, atol=1e-5)
+        if i == 0:
+            np.testing.assert_allclose(first, good, atol=1e-5)
+
+
+def test_what_cannot_be_read_says_why(folders):
+    verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], "prm", marker="z")
+    found = asyncio.run(verifier.score("hi", ["ab\n\nc", " \n\n ", "a puzzle", "x" * 90]))
+    assert np.isfinite(found.values[0]).all()
+    assert np.isnan(found.values[1:]).all()
+    assert [found.reasons[i, 2] for i in (1, 2)] == [
+        "it has no steps",
+        "it has 3 markers 'z' for 1 steps: the text contains the marker, or the tokenizer merges it",
+    ]
+    assert "93 tokens, and the model reads 64" in found.reasons[3, 0]
+    asyncio.run(verifier.close())
+
+
+def test_a_step_that_is_no_number_leaves_no_least_and_no_mean(folders, monkeypatch):
+    verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], "prm", marker="z")
+    monkeypatch.setattr(verifier, "_read", lambda batch: [[0.75, math.nan, 0.5]])
+    found, _ = scored(verifier, ["ab"])
+    np.testing.assert_array_equal(found.values, [[math.nan, math.nan, 0.5]])
+    assert list(found.reasons) == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"marker": "z", "good": "p"}, "both good and bad"),
+        ({"marker": "z", "good": "p", "bad": "p"}, "two different texts"),
+        ({"marker": "z", "good": "p", "bad": "ap"}, "same token"),
+        ({"marker": ""}, "marker must be set"),
+        ({"marker": "!"}, "no token for '!'"),
+        ({"marker": "z", "separator": "("}, "not a regular expression"),
+        ({"marker": "z", "label": "fine"}, "no class 'fine'"),
+    ],
+)
+def test_settings_that_cannot_be(folders, settings, message):
+    kind = AutoModelForCausalLM if "bad" in settings else AutoModelForTokenClassification
+    with pytest.raises(ValueError, match=message):
+        ProcessRewardModel(folders[kind], **settings)
+
+
+def test_steps_earn_their_own_rewards(folders):
+    """From the model's probabilities to the reward of each token in a batch."""
+    words = "abqcdqefg"
+    ids = TOKENIZER(words, add_special_tokens=False)["input_ids"]
+
+    class Policy(ForgeActor):
+        @endpoint
+        def generate(self, prompt, n, seed):
+            return [Completion(words, ids, [-1.0] * len(ids), {}, (3, 4), [0] * len(ids), "stop")] * n
+
+    async def play():
+        steps = {
+            "model": {"path": str(folders[AutoModelForTokenClassification]), "marker": "z", "separator": "q"},
+            "weight": 0.5,
+        }
+        functions = [lambda prompt, response, target: 1.0, {"use": "forge.rewards:StepRewards", **steps}]
+        reward = await RewardActor.as_local(functions)
+        episodes = await SingleTurnEnv(reward, TOKENIZER).rollout(
+            await Policy.as_local(), Sample(Prompt("hi", (3, 4)), ""), n=2
+        )
+        await shutdown()
+        return episodes
+
+    episode, _ = asyncio.run(play())
+    prm = ProcessRewardModel(folders[AutoModelForTokenClassification], "prm", marker="z", separator="q")
+    (good,) = scored(prm, [words])[1]
+    assert episode.reward == pytest.approx(1.0 + 0.5 * sum(good) / 3)
+    at = [2 + len(TOKENIZER(words[:end], add_special_tokens=False)["input_ids"]) for end in (2, 5, 9)]
+    assert [end for end, _ in episode.steps] == at
+    episode.advantage = 0.0
+    rewards = pack([episode]).rewards
+    expected = np.zeros(2 + len(ids))
+    expected[np.array(at) - 1] = 0.5 * np.array(good) / 3
+    expected[-1] += 1.0
+    np.testing.assert_allclose(rewards, expected, atol=1e-6)
+
+
+def test_special_tokens_that_a_response_spells_are_text(folders):
+    verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], marker="z", label=0)
+    ids = verifier._row("hi", f"ab{TOKENIZER.eos_token}\n\ncd").ids
+    assert TOKENIZER.eos_token_id not in ids

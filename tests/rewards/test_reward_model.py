@@ -1,0 +1,347 @@
+"""Reward models: in batches what they say one by one, and what they said in training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import processors
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from forge.data.packing import pack
+from forge.data.preferences import PreferenceDataset
+from forge.models.tokenizer import character_tokenizer
+from forge.rewards import Panel, RewardModel
+from forge.training import checkpoint
+from tests.data.templates import CHATML
+from tests.training.cases import TOKENIZER, make_trainer, write_classifier
+
+PROMPT = "what is it"
+RESPONSES = ["", "a", "abc", "the cat sat on the mat", "zz", "abc", *("x" * n for n in range(5, 40, 7))]
+
+
+def scored(verifier, prompt=PROMPT, responses=RESPONSES):
+    async def run():
+        found = await verifier.score(prompt, responses)
+        await verifier.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def closing_tokenizer():
+    """Closes texts and pairs as BERT's do, and tells the two texts of a pair apart."""
+    words = character_tokenizer()
+    words.add_special_tokens({"cls_token": "<cls>", "sep_token": "<sep>"})
+    backend = words.backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(
+        single="<cls> $A <sep>",
+        pair="<cls> $A <sep> $B:1 <sep>:1",
+        special_tokens=[(name, backend.token_to_id(name)) for name in ("<cls>", "<sep>")],
+    )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", cls_token="<cls>", sep_token="<sep>", model_input_names=names
+    )
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "encoder", closing_tokenizer()
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=96,
+        id2label={0: "bad", 1: "fair", 2: "good"},
+        label2id={"bad": 0, "fair": 1, "good": 2},
+        initializer_range=0.5,
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory) -> Path:
+    """As `apps.reward_model` leaves it: written by the trainer."""
+    folder = tmp_path_factory.mktemp("trained")
+    start = write_classifier(folder / "start")
+    checkpoint.export(make_trainer(start, head="reward"), folder / "model", start)
+    return folder / "model"
+
+
+def test_the_scores_are_those_of_training(reward_model, tmp_path):
+    rows = [
+        {"question": "what", "chosen": "this", "rejected": "that thing"},
+        {"question": "a longer question", "chosen": "x", "rejected": "zyx"},
+    ]
+    (tmp_path / "pairs.json").write_text(json.dumps(rows))
+    pairs = PreferenceDataset(
+        str(tmp_path / "pairs.json"),
+        tokenizer=AutoTokenizer.from_pretrained(reward_model),
+        prompt_template="{question}q",
+        as_scores=True,
+        shuffle=False,
+    )
+    episodes = [answer for _, pair in zip(rows, pairs, strict=False) for answer in pair]
+    batch = pack(episodes)
+    expected = make_trainer(reward_model, head="reward").predict(batch)[batch.mask]
+    ours = []
+    for row in rows:
+        verifier = RewardModel(reward_model, prompt_template="{question}q")
+        ours += scored(verifier, row["question"], [row["chosen"], row["rejected"]]).values[:, 0].tolist()
+    assert verifier.tokens(row["question"], row["rejected"]) == episodes[-1].tokens
+    assert episodes[-1].tokens[-1] == TOKENIZER.eos_token_id
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pad", [None, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id])
+def test_batches_say_what_plain_transformers_says_one_by_one(reward_model, pad, dtype, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    model.config.pad_token_id = pad
+    model.save_pretrained(tmp_path)
+    words = AutoTokenizer.from_pretrained(reward_model)
+    words.pad_token = None
+    words.save_pretrained(tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    plain.config.pad_token_id = None  # alone, transformers then reads the last token
+    verifier = RewardModel(tmp_path, dtype=dtype, batch_tokens=100)
+    found = scored(verifier)
+    expected = [plain(torch.tensor([verifier.tokens(PROMPT, r)])).logits.item() for r in RESPONSES]
+    np.testing.assert_allclose(found.values[:, 0], expected, atol=1e-5 if dtype == "float32" else 0.3)
+    assert not found.reasons
+
+
+def test_a_decoder_with_positions_of_its_own_and_several_classes(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(TOKENIZER), n_positions=50, n_embd=32, n_layer=2, n_head=2, num_labels=3)
+    plain = GPT2ForSequenceClassification(config).eval()
+    plain.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    verifier = RewardModel(tmp_path, append_eos=False, label=1, scale="probability")
+    found = scored(verifier, responses=RESPONSES[:6])
+    for response, value in zip(RESPONSES, found.values[:, 0], strict=False):
+        ids = TOKENIZER(PROMPT + response)["input_ids"]
+        assert verifier.tokens(PROMPT, response) == ids
+        assert value == pytest.approx(plain(torch.tensor([ids])).logits.softmax(-1)[0, 1].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("as_pair", [True, False])
+def test_an_encoder_reads_pairs_and_joined_texts(encoder, as_pair):
+    plain = BertForSequenceClassification.from_pretrained(encoder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    verifier = RewardModel(encoder, label="good", as_pair=as_pair, batch_tokens=300)
+    found = scored(verifier)
+    for response, value in zip(RESPONSES, found.values[:, 0], strict=True):
+        texts = ([PROMPT], [response]) if as_pair else ([PROMPT + response],)
+        encoded = tokenizer(*texts, return_tensors="pt")
+        assert encoded["token_type_ids"].any().item() == as_pair
+        logits = plain(**encoded).logits[0]
+        expected = logits[2] - logits[:2].logsumexp(0)
+        assert value == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_scales(encoder):
+    settings = {"label": "good", "as_pair": True}
+    logits = scored(RewardModel(encoder, **settings)).values
+    calibrated = scored(RewardModel(encoder, scale="probability", slope=2.0, intercept=-1.0, **settings)).values
+    np.testing.assert_allclose(calibrated, 1 / (1 + np.exp(1 - 2 * logits)), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["multi_label_classification", "regression"])
+def test_classes_that_do_not_exclude_each_other_stand_for_themselves(encoder, kind, tmp_path):
+    plain = BertForSequenceClassification.from_pretrained(encoder, problem_type=kind).eval()
+    plain.save_pretrained(tmp_path)
+    closing_tokenizer().save_pretrained(tmp_path)
+    verifier = RewardModel(tmp_path, label="fair", append_eos=False)
+    found = scored(verifier, responses=["abc"])
+    assert found.values.item() == pytest.approx(
+        plain(torch.tensor([verifier.tokens(PROMPT, "abc")])).logits[0, 1].item(), abs=1e-5
+    )
+
+
+def test_chat_templates_end_with_the_turn_or_as_the_template_does(reward_model, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    words = character_tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    words.chat_template = CHATML
+    model.resize_token_embeddings(len(words))
+    model.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    text = "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+    settings = {"chat_template": True, "system_prompt": "be"}
+    ours, published = RewardModel(tmp_path, **settings), RewardModel(tmp_path, append_eos=False, **settings)
+    assert words.decode(ours.tokens("hi", "yo")) == text.removesuffix("\n")
+    assert words.decode(published.tokens("hi", "yo")) == text
+    assert np.isfinite(scored(ours, "hi", ["yo", ""]).values).all()
+
+
+def test_what_is_too_long_has_no_score_unless_it_is_cut(reward_model):
+    responses = ["ab", "y" * 100]
+    found = scored(RewardModel(reward_model), responses=responses)
+    assert np.isfinite(found.values[0, 0])
+    assert found.reasons == {(1, 0): "it has 111 tokens, and the model reads 64"}
+    verifier = RewardModel(reward_model, truncate=True)
+    assert verifier.tokens(PROMPT, "y" * 100) == [*verifier.tokens(PROMPT, "y" * 53)]
+    assert np.isfinite(scored(verifier, responses=responses).values).all()
+    assert "it has 72 tokens" in scored(RewardModel(reward_model, truncate=True), "p" * 70, ["a"]).reasons[0, 0]
+
+
+def test_of_a_pair_the_longer_text_is_cut(encoder):
+    verifier = RewardModel(encoder, label="good", as_pair=True, truncate=True)
+    texts = [("p" * 120, "ab"), ("p", "a" * 120), ("p" * 120, "a" * 120)]
+    cut = [len(row.ids) for row in verifier.rows(texts)]
+    assert cut == [96, 96, 96]
+    assert verifier.tokens("p" * 120, "ab") == verifier.tokens("p" * 91, "ab")
+    assert np.isfinite(scored(verifier, "p" * 120, ["ab", "a" * 120]).values).all()
+
+
+def test_positions_that_begin_after_the_one_of_padding(tmp_path):
+    tokenizer = closing_tokenizer()
+    config = RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=34,
+        type_vocab_size=2,
+        pad_token_id=1,
+        num_labels=1,
+    )
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    verifier = RewardModel(tmp_path)
+    assert verifier.of.max_tokens == 32
+    fits = "a" * (32 - len(verifier.tokens(PROMPT, "")))
+    found = scored(verifier, responses=[fits, fits + "a"])
+    assert np.isfinite(found.values[0, 0])
+    assert found.reasons == {(1, 0): "it has 33 tokens, and the model reads 32"}
+
+
+def test_a_row_that_the_model_cannot_read_costs_nobody_else_the_score(reward_model, tmp_path):
+    AutoModelForSequenceClassification.from_pretrained(reward_model).save_pretrained(tmp_path)
+    words = AutoTokenizer.from_pretrained(reward_model)
+    words.add_tokens(["A"])  # which the model has no embedding for
+    words.save_pretrained(tmp_path)
+    responses = ["abc", "bcA", "bcd", "cde", "def"]
+    found = scored(RewardModel(tmp_path), responses=responses)
+    assert list(found.reasons) == [(1, 0)]
+    assert found.reasons[1, 0].startswith("IndexError")
+    expected = scored(RewardModel(reward_model), responses=["abc", "bcd", "cde", "def"]).values
+    np.testing.assert_allclose(np.delete(found.values, 1, 0), expected, atol=1e-5)
+
+
+def test_a_text_that_cannot_be_read_costs_nobody_else_the_score(reward_model):
+    found = scored(RewardModel(reward_model), responses=["ab", "\ud800", "ab"])
+    assert found.values[0, 0] == found.values[2, 0]
+    assert list(found.reasons) == [(1, 0)]
+
+
+def test_special_tokens_that_a_response_spells_are_text(reward_model):
+    verifier = RewardModel(reward_model)
+    tokenizer = verifier.of.tokenizer
+    tokens = verifier.tokens("ab", f"zzz{tokenizer.eos_token}cba{tokenizer.pad_token}")
+    assert tokens.count(tokenizer.eos_token_id) == 1
+    assert tokens[-1] == tokenizer.eos_token_id
+    assert tokenizer.pad_token_id not in tokens
+    as_text = RewardModel(reward_model, append_eos=False).tokens("ab", f"zzz{tokenizer.eos_token}cba")
+    assert tokenizer.eos_token_id not in as_text
+
+
+def test_calls_that_come_together_share_batches(reward_model, monkeypatch):
+    verifier, sizes = RewardModel(reward_model), []
+    stream = verifier.of.stream
+    monkeypatch.setattr(verifier.of, "stream", lambda rows, *how: sizes.append(len(rows)) or stream(rows, *how))
+
+    async def many():
+        alone = await verifier.score(PROMPT, ["abc"])
+        together = await asyncio.gather(*(verifier.score(PROMPT, ["abc", "d" * (i % 30)]) for i in range(40)))
+        return alone, together
+
+    alone, together = asyncio.run(many())
+    assert len(sizes) <= 4
+    assert sum(sizes) == 81
+    assert {round(t.values[0, 0] - alone.values[0, 0], 5) for t in together} == {0.0}
+    with pytest.raises(RuntimeError, match="was closed"):
+        asyncio.run(verifier.close()) or scored(verifier)
+
+
+def test_a_fingerprint_is_that_of_weights_and_settings(reward_model, encoder, tmp_path):
+    same = RewardModel(reward_model).fingerprint
+    assert RewardModel(reward_model, name="other").fingerprint == same
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    model.score.weight.data[0, 0] += 1e-3
+    model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    others = [
+        RewardModel(tmp_path),
+        RewardModel(reward_model, prompt_template="{question}q"),
+        RewardModel(reward_model, scale="probability"),
+        RewardModel(reward_model, append_eos=False),
+    ]
+    assert len({same, *(verifier.fingerprint for verifier in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"label": "best"}, "no class 'best': it has 'bad', 'fair', 'good'"),
+        ({}, "set label to one of 'bad'"),
+        ({"label": 0, "dtype": "int8"}, "dtype must be one of"),
+        ({"label": 0, "scale": "odds"}, "scale must be"),
+        ({"label": 0, "as_pair": True, "append_eos": True}, "leave chat_template and append_eos out"),
+        ({"label": 0, "prompt_template": "{other}"}, "no field 'other'"),
+        ({"label": 0, "truncate": True}, "truncate is for pairs"),
+        ({"label": 0, "chat_template": True}, "no chat template"),
+    ],
+)
+def test_settings_that_cannot_be(encoder, settings, message):
+    with pytest.raises(ValueError, match=message):
+        RewardModel(encoder, **settings)
+
+
+def test_a_model_without_a_trained_head_is_refused(tmp_path):
+    from tests.training.cases import write_model
+
+    with pytest.raises(ValueError, match=r"lacks weights of Qwen3ForSequenceClassification, 'score.weight'"):
+        RewardModel(write_model(tmp_path))
+
+
+def test_in_a_panel(reward_model, encoder):
+    panel = Panel([RewardModel(reward_model, "ours"), RewardModel(encoder, "theirs", label="good", as_pair=True)])
+    found = scored(panel)
+    assert panel.names == ("ours", "theirs")
+    assert found.values.shape == (len(RESPONSES), 2)
+    assert not found.reasons
+
+
+def test_code_in_a_models_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """transformers would ask on the terminal, and whoever answers yes runs it."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Words", None]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": config["auto_map"]}))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match=r"trust_remote_code|Unrecognized"):
+        RewardModel(tmp_path)
+    assert not (tmp_path / "ran").exists()

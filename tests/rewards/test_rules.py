@@ -1,0 +1,178 @@
+"""Functions as verifiers: what they give, what they fail by, and how long they may take."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.rewards import AnswerFrequency, MathVerifier, Rule, Scores, Unscored
+from forge.rewards.rules import CharacterMatch, ThinkingReward
+
+
+def score(verifier, responses, target=None):
+    return asyncio.run(verifier.score("prompt", responses, target))
+
+
+def by_text(prompt, response, target):
+    if response == "raise":
+        raise KeyError("lost")
+    if response == "reason":
+        raise Unscored("not today")
+    if response == "exit":
+        raise SystemExit(3)
+    return {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "0.7", "true": True}.get(response, 0.5)
+
+
+async def by_text_later(prompt, response, target):
+    await asyncio.sleep(0)
+    return by_text(prompt, response, target)
+
+
+@pytest.mark.parametrize("function", [by_text, by_text_later])
+def test_what_is_no_number_is_no_score_and_says_why(function):
+    responses = ["a", "raise", "reason", "none", "nan", "inf", "text", "true"]
+    found = score(Rule(function), responses)
+    assert isinstance(found, Scores)
+    assert found.values.dtype == np.float64
+    assert found.values[[0, 7], 0].tolist() == [0.5, 1.0]
+    assert np.isnan(found.values[1:7]).all()
+    reasons = [found.reasons[i, 0] for i in range(1, 7)]
+    assert reasons[:5] == [
+        "KeyError: 'lost'",
+        "not today",
+        "it gave no score (None)",
+        "it gave nan",
+        "it gave inf",
+    ]
+    assert reasons[5] == "it gave '0.7', which is no number"
+    assert len(found.reasons) == 6
+
+
+@pytest.mark.parametrize("function", [by_text, by_text_later])
+def test_a_rule_that_exits_ends_only_itself(function):
+    assert score(Rule(function), ["exit", "a"]).reasons == {(0, 0): "RuntimeError: SystemExit(3)"}
+
+
+def test_as_many_numbers_as_names():
+    found = Scores.of([0.5, [0.7], [1, 2], [[1, 2]] * 2], 2)
+    np.testing.assert_array_equal(found.values, [[np.nan] * 2, [np.nan] * 2, [1, 2], [np.nan] * 2])
+    assert [found.reasons[i, 0] for i in (0, 1, 3)] == [f"it gave {count} numbers for 2" for count in (1, 1, 4)]
+    assert Scores.of([0.5, [0.7]], 1).values.tolist() == [[0.5], [0.7]]
+
+
+def test_a_function_that_does_not_return_costs_its_response_alone():
+    release = threading.Event()
+
+    def stuck(prompt, response, target):
+        if response == "hang":
+            release.wait(30)
+        return 1.0
+
+    async def stuck_later(prompt, response, target):
+        if response == "hang":
+            await asyncio.sleep(30)
+        return 1.0
+
+    for function in (stuck, stuck_later):
+        found = score(Rule(function, "rule", time_limit=0.1), ["a", "hang", "b"])
+        assert found.values[[0, 2], 0].tolist() == [1.0, 1.0]
+        assert found.reasons == {(1, 0): "rule took more than 0.1 s"}
+    release.set()
+
+
+def test_names_targets_and_settings():
+    assert Rule(by_text).names == ("by_text",)
+    assert Rule(CharacterMatch()).names == ("CharacterMatch",)
+    assert Rule(by_text, "mine").names == ("mine",)
+    assert Rule(by_text).fingerprint is None
+    assert Rule(by_text, version="1").fingerprint != Rule(by_text, version="2").fingerprint
+    assert score(Rule(ThinkingReward()), ["<think>a</think>b"]).values.item() == 1.0
+    assert "NoneType" in score(Rule(CharacterMatch()), ["a"]).reasons[0, 0]
+    assert score(Rule(CharacterMatch()), ["a"], "a").values.item() == 1.0
+    with pytest.raises(ValueError, match="time_limit"):
+        Rule(by_text, time_limit=0)
+    with pytest.raises(ValueError, match="a rule is a function"):
+        Rule("by_text")
+
+
+def test_math():
+    found = score(MathVerifier(), ["it is \\boxed{1/2}", "0.5", "3", ""], "\\frac{1}{2}")
+    assert found.values[:, 0].tolist() == [1, 1, 0, 0]
+    for target in (None, "", " "):
+        assert score(MathVerifier(), ["3"], target).reasons == {(0, 0): "there is no target to compare with"}
+
+
+@pytest.mark.processes
+def test_a_slow_answer_is_wrong_and_a_slow_target_is_no_score():
+    found = score(MathVerifier(), [r"\boxed{(x+y+z)^{400}}", r"\boxed{2x}"], "x + x")
+    assert found.values[:, 0].tolist() == [0, 1]
+    slow = r"\int_0^{1} e^{\sin(x^{x^x})} \cos(x)^{17} dx"
+    assert score(MathVerifier(), ["2x"], slow).reasons == {(0, 0): "the target takes too long to compare"}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_progress_is_what_ended_or_ran_into_its_limit_and_not_what_was_cancelled(plain):
+    release = threading.Event()
+
+    def ends(prompt, response, target):
+        if response == "hang":
+            release.wait(30)
+        return 1.0 / len(response)
+
+    async def ends_later(prompt, response, target):
+        if response == "hang":
+            await asyncio.sleep(30)
+        return 1.0 / len(response)
+
+    async def some():
+        rule = Rule(ends if plain else ends_later, time_limit=1.0)
+        found = await rule.score("", ["a", "", "hang"])
+        ended = rule.progress
+        rule.time_limit = 30
+        call = asyncio.create_task(rule.score("", ["hang"]))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        release.set()
+        return len(found.reasons), ended, rule.progress
+
+    assert asyncio.run(some()) == (2, 3, 3)
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 3)), min_size=2, max_size=8), st.data())
+def test_answer_frequency_is_the_share_of_others_who_agree(answers, data):
+    """By brute force over pairs; equal answers are written in different ways."""
+    written = [
+        "none here" if a is None else data.draw(st.sampled_from([f"#### {a}", f"\\boxed{{{a}.0}}"])) for a in answers
+    ]
+    found = score(AnswerFrequency(), written).values[:, 0]
+    n = len(answers)
+    expected = [
+        sum(answers[i] is not None and answers[i] == answers[j] for j in range(n) if j != i) / (n - 1) for i in range(n)
+    ]
+    np.testing.assert_allclose(found, expected)
+
+
+def test_answer_frequency_without_others_or_by_ones_own_functions():
+    assert "single response" in score(AnswerFrequency(), ["1"]).reasons[0, 0]
+    assert score(AnswerFrequency(), []).values.shape == (0, 1)
+
+    def read(response):
+        if response == "?":
+            raise ValueError("cannot read")
+        return response
+
+    verifier = AnswerFrequency(read, same=lambda a, b: Fraction(a) == Fraction(b))
+    assert verifier.fingerprint is None
+    found = score(verifier, ["1/2", "2/4", "?", "1"])
+    np.testing.assert_allclose(found.values[:, 0], [0.5, 0.5, np.nan, 0.0])
+    assert found.reasons == {(2, 0): "ValueError: cannot read"}
+    found = score(verifier, ["?", "1"])
+    assert np.isnan(found.values).all()
+    assert found.reasons[1, 0] == "of no other response the answer could be read"

@@ -1,0 +1,142 @@
+"""Verifiers as data: read, checked, written down, and made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from forge.config import ConfigError, build, to_dict
+from forge.rewards.config import VerifiersConfig
+from tests.training.cases import write_classifier
+
+JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "judge"}
+
+
+def always(prompt, response, target):
+    return 1.0
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return str(write_classifier(tmp_path_factory.mktemp("spec") / "rm"))
+
+
+def values(classifier):
+    return {
+        "rules": ["ThinkingReward", "tests.rewards.test_spec:always"],
+        "reward_models": [{"path": classifier}, {"path": classifier, "name": "second", "scale": "probability"}],
+        "judges": [{**JUDGE, "votes": 3, "prices": [1, 2.5]}],
+        "math": True,
+        "answer_frequency": "final_answer",
+        "timeout": 20,
+    }
+
+
+def test_a_panel_from_yaml_and_back(classifier, tmp_path):
+    config = build(VerifiersConfig, yaml.safe_load(yaml.safe_dump(values(classifier))))
+    config.cache = str(tmp_path / "cache")
+    config.check_sources()
+    for again in (json.loads(json.dumps(to_dict(config))), yaml.safe_load(yaml.safe_dump(to_dict(config)))):
+        assert build(VerifiersConfig, again) == config
+    panel = config.panel()
+    assert panel.names == ("ThinkingReward", "always", "math", "answer_frequency", "rm", "second", "judge")
+    assert panel.timeout == 20
+    assert panel.cache.path == tmp_path / "cache"
+    asyncio.run(panel.close())
+
+
+def test_a_process_reward_model_from_yaml(tmp_path):
+    from transformers import AutoModelForTokenClassification
+
+    from tests.training.cases import TOKENIZER, tiny_model
+
+    tiny_model(kind=AutoModelForTokenClassification).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    spec = {"path": str(tmp_path), "name": "prm", "marker": "z"}
+    config = build(VerifiersConfig, {"process_reward_models": [spec]})
+    config.check_sources()
+    panel = config.panel()
+    assert panel.names == ("prm_min", "prm_mean", "prm_last")
+    asyncio.run(panel.close())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, "has none: set rules"),
+        ({"rules": ["NoSuch"]}, "reward 'NoSuch' was not found"),
+        ({"answer_frequency": "no.such:thing"}, "answer function 'no.such:thing' was not found"),
+        ({"rules": ["MathReward", "MathReward"]}, "two are called MathReward"),
+        ({"rules": ["MathReward"], "timeout": 0}, "timeout must be above 0"),
+        ({"reward_models": [{"path": "no/such/folder"}]}, r"reward_models\[0\].path: no/such/folder is not a folder"),
+        ({"reward_models": [{"path": "tests/nosuch"}]}, "tests/nosuch is not a folder"),
+        ({"reward_models": [{"path": "tests"}]}, "tests is not a folder"),
+        ({"reward_models": [{"path": "m", "as_pair": True, "append_eos": True}]}, r"\[0\]: as_pair joins"),
+        ({"reward_models": [{"path": "m", "truncate": True, "chat_template": True}]}, "truncate is for pairs"),
+        ({"reward_models": [{"path": "m", "truncate": True, "append_eos": False}]}, "truncate is for pairs"),
+        ({"reward_models": [{"path": "m", "prompt_template": "{other}"}]}, "no field 'other'"),
+        ({"reward_models": [{"path": "m", "system_prompt": "be"}]}, "need chat_template"),
+        ({"process_reward_models": [{"path": "m", "marker": "z", "good": "+"}]}, "both good and bad"),
+        ({"process_reward_models": [{"path": "m", "marker": "z", "separator": "("}]}, "not a regular expression"),
+        ({"plugins": [{"use": "forge_weaver:Distilled", "path": "tests"}]}, "tests holds no distilled verifier"),
+        ({"plugins": [{"path": "tests"}]}, r"plugins\[0\] must have `use: package.module:Name`"),
+        ({"plugins": [{"use": "forge_weaver:Distild", "path": "x"}]}, r"plugins\[0\].use: .*Distild' was not found"),
+        ({"plugins": [{"use": "forge_weaver:Distilled"}]}, r"plugins\[0\].path' must be set"),
+        ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "credit": "some"}]}, r"plugins\[0\].credit: .*'all' or"),
+        ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "sandbox": {"memry_mb": 1}}]}, "did you mean 'memory_mb'"),
+        ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\].votes must be at least 1, got 0"),
+        ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"'judges\[0\].prices\[1\]' must be set"),
+        ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
+        ({"math": True, "cache": "no/such/folder/cache"}, "folder of no/such/folder/cache"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_opened(changed, message):
+    with pytest.raises(ConfigError, match=message):
+        build(VerifiersConfig, changed).check_sources()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"reward_model": []}, "did you mean 'reward_models'"),
+        ({"judges": [{"url": "x"}]}, r"'judges\[0\].model' must be set"),
+        ({"judges": [{**JUDGE, "vote": 3}]}, r"unknown key 'judges\[0\].vote'; did you mean 'votes'"),
+        ({"judges": {}}, "must be a list"),
+        ({"reward_models": [{"path": "a/b", "dtype": "int4"}]}, "must be one of float32"),
+    ],
+)
+def test_unknown_keys_and_wrong_types(changed, message):
+    with pytest.raises(ConfigError, match=message):
+        build(VerifiersConfig, changed)
+
+
+@pytest.mark.parametrize("path", ["gpt2", "organisation/model"])
+def test_hub_ids(path):
+    config = build(VerifiersConfig, {"reward_models": [{"path": path}]})
+    config.check_sources()
+    assert config.names == [path.rpartition("/")[2]]
+
+
+def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
+    folder = shutil.copytree(classifier, tmp_path / "small")
+    (folder / "distilled.json").write_text(json.dumps({"reading": {"scale": "probability"}, "report": {}}))
+    use = {"use": "forge_weaver:Distilled", "path": str(folder)}
+    plugins = [use, {**use, "name": "fast", "dtype": "bfloat16", "batch_tokens": 512}]
+    config = build(VerifiersConfig, {"plugins": plugins})
+    config.check_sources()
+    panel = config.panel()
+    assert panel.names == ("small", "fast") == (*config.names,)
+    assert panel.verifiers[1].model.of.model.dtype == torch.bfloat16
+    found = asyncio.run(panel.score("p", ["a"]))
+    assert not found.reasons
+    asyncio.run(panel.close())
+
+
+def test_a_process_reward_model_needs_its_marker(classifier):
+    with pytest.raises(ConfigError, match=r"'process_reward_models\[0\].marker' must be set"):
+        build(VerifiersConfig, {"process_reward_models": [{"path": classifier}]}).check_sources()

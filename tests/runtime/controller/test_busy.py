@@ -1,0 +1,97 @@
+"""A busy machine makes a run slow and costs it nothing: no limit of time decides about what gets CPU time."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from forge.runtime.controller.patience import Patience
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import asyncio, os
+from forge.runtime.controller import run
+from tests.runtime.controller.components import Counter
+
+async def main():
+    os.environ["PAUSE"] = os.environ.get("PAUSE_OF_CHILDREN", "0")
+    service = await Counter.options(num_replicas=2).as_service()
+    print(await service.add.fanout(1) == [1, 1], flush=True)
+
+run(main())
+"""
+CPU = Path("/sys/fs/cgroup/cpu")
+
+
+def run_script(*prefix: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script's end, in a process group of its own."""
+    words = [*prefix, sys.executable, "-c", textwrap.dedent(SCRIPT)]
+    paths = os.pathsep.join(filter(None, [str(path or ""), os.getcwd(), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, **environment})
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.full
+def test_a_start_takes_as_long_as_its_processes_need(tmp_path: Path):
+    # Monarch alone loses a process that has not called back after 30 s.
+    (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(float(os.environ.get('PAUSE', 0)))\n")
+    done = run_script(path=tmp_path, PAUSE_OF_CHILDREN="36", FORGE_FORK_SERVER="0")
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("forge: starting counter") and "of CPU" in line for line in lines)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nice", [0, *(pytest.param(nice, marks=pytest.mark.slow) for nice in (10, 19))])
+def test_a_run_beside_16_busy_processes(nice: int):
+    with busy(16):
+        done = run_script("nice", "-n", str(nice))
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert all(" starting counter" in line for line in done.stderr.splitlines()), done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not os.access(CPU, os.W_OK) or not (CPU / "cpu.cfs_quota_us").exists(), reason="no cgroup of v1")
+def test_a_run_with_a_fifth_of_a_core():
+    group = CPU / f"forge-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_quota_us").write_text("20000")
+        done = run_script("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
+        assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+        assert all(" starting counter" in line for line in done.stderr.splitlines()), done.stderr
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(600)"], ids=["spins", "sleeps"])
+def test_patience_ends_with_cpu_time_or_without_a_wish_for_it(program: str):
+    process = subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{program}"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    patience = Patience([process.pid], 0.6)
+    while patience.is_left():
+        signal.sigtimedwait([], 0.05)
+    spins = program.startswith("while")
+    assert (patience.used >= 0.6) == spins
+    assert (patience.idle >= 0.6) != spins
+    process.kill()
+    process.wait()

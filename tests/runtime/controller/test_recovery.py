@@ -1,0 +1,297 @@
+"""Lost replicas are replaced and their calls answered elsewhere; what cannot be saved is an error that says so."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from forge.runtime.controller import CallTimeout, PoisonRequest, ReplicaDied, Unrecoverable, run
+from tests.runtime.controller.components import Counter, Replayed, found
+
+pytestmark = pytest.mark.processes
+
+
+async def until(condition, seconds=20.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def states(service):
+    return [replica.state for replica in service.status().replicas]
+
+
+@pytest.mark.parametrize(
+    "fault", ["kill", *(pytest.param(fault, marks=pytest.mark.full) for fault in ("stop", "loop"))]
+)
+def test_calls_in_flight_on_a_lost_replica_are_answered_elsewhere(fault, tmp_path):
+    flag = tmp_path / "flag"
+    flag.touch()
+
+    async def main():
+        service = await Counter.options(num_replicas=2).as_service()
+        pids = [replica.pids[0] for replica in service.status().replicas]
+        bystanders = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(6)]
+        answered_by = await service.once.route(fault, flag)
+        assert len(await asyncio.gather(*bystanders)) == 6
+        await until(lambda: states(service) == ["up", "up"])
+        status = service.status()
+        assert status.restarts == 1
+        assert status.retried >= 1
+        now = [replica.pids[0] for replica in status.replicas]
+        assert len(set(pids) & set(now)) == 1
+        assert answered_by in now
+        assert [replica.restarts for replica in status.replicas].count(1) == 1
+        assert len({place for place, _ in await service.where.fanout()}) == 2
+
+    run(main())
+
+
+@pytest.mark.full
+def test_when_all_replicas_are_lost_calls_wait_for_the_replacements():
+    async def main():
+        service = await Counter.options(num_replicas=2).as_service()
+        waiting = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        for replica in service.status().replicas:
+            os.kill(replica.pids[0], signal.SIGKILL)
+        assert len(await asyncio.gather(*waiting)) == 4
+        assert service.status().restarts >= 1
+
+    run(main())
+
+
+def test_a_request_that_kills_two_replicas_is_quarantined_and_the_fleet_lives():
+    async def main():
+        service = await Counter.options(num_replicas=3).as_service()
+        innocent = [asyncio.create_task(service.overlap.route(2.0)) for _ in range(9)]
+        await asyncio.sleep(0.2)
+        with pytest.raises(PoisonRequest, match=r"counter\.exit \(request counter-.*, from main .* 2 replicas died"):
+            await service.exit.route()
+        assert len(await asyncio.gather(*innocent)) == 9
+        await until(lambda: states(service) == ["up"] * 3)
+        status = service.status()
+        assert status.restarts == 2
+        assert status.retried >= 2
+        assert [what.partition(" ")[0] for what in status.quarantined] == ["counter.exit"]
+
+    run(main())
+
+
+@pytest.mark.full
+def test_components_of_a_lost_shared_process_all_come_back():
+    async def main():
+        one, two = await asyncio.gather(
+            Counter.options(share="helpers").as_actor(), Counter.options(share="helpers").as_actor(5)
+        )
+        pid = one.status().replicas[0].pids[0]
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        assert await two.add.route(1) == 6
+        assert await one.add.route(1) == 1
+        (_, first), (_, second) = await one.where.route(), await two.where.route()
+        assert first == second != pid
+
+    run(main())
+
+
+def test_one_lost_rank_replaces_the_whole_mesh():
+    async def main():
+        service = await Counter.options(procs=2).as_actor()
+        before = service.status().replicas[0].pids
+        os.kill(before[1], signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        assert await service.add.call(1) == [1, 1]
+        assert not set(before) & set(service.status().replicas[0].pids)
+
+    run(main())
+
+
+def test_what_a_rank_raises_because_its_peer_died_is_the_death(tmp_path):
+    async def main():
+        service = await Counter.options(procs=2).as_actor()
+        (tmp_path / "flag").touch()
+        assert await service.lose_a_peer.call(tmp_path / "flag") == [0, 1]
+        assert service.status().replicas[0].restarts == 1
+
+    run(main())
+
+
+def test_a_replacement_takes_up_state_and_what_it_missed_before_it_serves(tmp_path):
+    async def main():
+        service = await Replayed.options(num_replicas=2).as_service(str(tmp_path))
+        assert await service.update.fanout(1) == [1, 1]
+        lost = service.status().replicas[1].pids[0]
+        os.kill(lost, signal.SIGKILL)
+        await until(lambda: states(service)[1] == "restarting")
+        assert await service.update.fanout(2) == [2]  # does not wait for the one that is away
+        await until(lambda: states(service) == ["up", "up"])
+        version, calls, pid = (await service.state.fanout())[1]
+        assert (version, calls) == (2, ["setup", "on_respawn 1", "update 2"])
+        assert pid != lost
+        await service.scale(3)
+        assert (await service.state.fanout())[2][:2] == (2, ["setup", "update 2"])
+
+    run(main())
+
+
+@pytest.mark.full
+def test_other_fanouts_wait_for_replicas_that_are_being_replaced(tmp_path):
+    async def main():
+        service = await Replayed.options(num_replicas=2).as_service(str(tmp_path))
+        os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
+        await until(lambda: states(service)[0] == "restarting")
+        assert len({pid for _, _, pid in await service.state.fanout()}) == 2
+
+    run(main())
+
+
+@pytest.mark.full
+def test_a_process_that_is_lost_while_it_starts_is_started_once_more(tmp_path):
+    class Struck(Counter):
+        def setup(self) -> None:
+            if found(tmp_path / "lightning"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    async def main():
+        (tmp_path / "lightning").touch()
+        service = await Struck.as_service()
+        assert await service.add.route(1) == 1
+
+    run(main())
+
+
+def test_a_setup_that_fails_is_tried_again_with_back_off(tmp_path, capfd):
+    async def main():
+        service = await Replayed.options(num_replicas=1).as_service(str(tmp_path))
+        (tmp_path / "broken").write_text("2")
+        os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        assert (await service.state.route())[1] == ["setup", "on_respawn 1"]
+
+    run(main())
+    assert capfd.readouterr().err.count("could not be replaced (RuntimeError: the disk is on fire)") == 2
+
+
+@pytest.mark.full
+def test_a_replica_that_never_comes_back_ends_the_run_with_the_reason(tmp_path):
+    async def main():
+        service = await Replayed.options(max_restarts=2).as_service(str(tmp_path))
+        (tmp_path / "broken").write_text("100")
+        os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        await service.state.route()
+
+    with pytest.raises(ReplicaDied, match=r"no replica of replayed is left\. the disk is on fire"):
+        run(main())
+
+
+def test_a_state_that_is_lost_ends_the_run_at_once(tmp_path):
+    async def main():
+        service = await Replayed.as_actor(str(tmp_path))
+        (tmp_path / "hopeless").touch()
+        os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
+        await asyncio.sleep(60)
+
+    with pytest.raises(ReplicaDied, match="nothing was saved") as caught:
+        run(main())
+    assert isinstance(caught.value.__cause__, Unrecoverable)
+
+
+def test_a_call_that_is_sent_again_keeps_its_request_id(tmp_path):
+    async def main():
+        service = await Replayed.as_actor(str(tmp_path))
+        answer = await service.act.options(request_id="order-66").route()
+        assert answer == "order-66"
+        assert (tmp_path / "acts").read_text().splitlines() == ["order-66", "order-66"]
+
+    run(main())
+
+
+def test_the_same_request_id_twice_harms_nobody():
+    async def main():
+        service = await Counter.as_actor()
+        twin = service.overlap.options(request_id="twin")
+        assert await asyncio.gather(twin.route(0.3), twin.route(0.3)) == [2, 2]
+        assert service.status().restarts == 0
+
+    run(main())
+
+
+@pytest.mark.full
+def test_who_only_waits_in_a_process_that_another_call_kills_is_not_blamed():
+    async def main():
+        one, two = await asyncio.gather(*(Counter.options(share="helpers").as_actor() for _ in range(2)))
+        waiting = asyncio.create_task(two.overlap.route(6.0))
+        await asyncio.sleep(1.0)
+        with pytest.raises(PoisonRequest, match=r"^counter\.exit "):
+            await one.exit.route()
+        assert await waiting == 1
+
+    run(main())
+
+
+@pytest.mark.full
+def test_a_poison_call_that_has_to_stand_in_line_kills_no_more_than_two():
+    async def main():
+        service = await Counter.options(num_replicas=2).as_service()
+        busy = asyncio.create_task(service.slow_add.route(1, 3.0))
+        await asyncio.sleep(0.2)
+        with pytest.raises(PoisonRequest):
+            await service.exit.route()
+        await busy
+        assert service.status().restarts <= 2
+
+    run(main())
+
+
+@pytest.mark.full
+def test_a_caller_that_goes_away_leaves_no_hung_replica():
+    async def main():
+        service = await Counter.options(call_timeout=2.0).as_actor()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(service.loop_in_thread.route(), 0.5)
+        assert await service.add.options(timeout=20).route(1) == 1
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(service.overlap.route(30), 0.5)
+        async with asyncio.timeout(10):
+            while await service.running_now.route():
+                await asyncio.sleep(0.05)
+
+    run(main())
+
+
+def test_a_fanout_that_was_refused_is_not_repeated_to_replacements(tmp_path):
+    async def main():
+        service = await Replayed.as_actor(str(tmp_path))
+        await service.update.fanout(3)
+        with pytest.raises(ValueError, match="no such version"):
+            await service.update.fanout(-1)
+        os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        assert (await service.state.route())[0] == 3
+
+    run(main())
+
+
+def test_a_plain_endpoint_that_runs_past_call_timeout_is_a_hang():
+    async def main():
+        service = await Counter.options(call_timeout=1.0).as_actor()
+        with pytest.raises(CallTimeout, match="loop_in_thread gave no answer within 1 s"):
+            await service.loop_in_thread.route()
+        assert await service.add.options(timeout=20).route(1) == 1
+        assert "ran past call_timeout" in service.status().replicas[0].error
+
+    run(main())
+
+
+def test_a_memory_limit_is_an_error_of_the_call():
+    async def main():
+        service = await Counter.options(memory_gb=1.0).as_actor()
+        with pytest.raises(MemoryError):
+            await service.hoard.route(4.0)
+        assert await service.add.route(1) == 1
+        assert service.status().restarts == 0
+
+    run(main())

@@ -1,0 +1,273 @@
+"""Which replica serves which call: routers, sessions, queues, and what holds whatever comes and goes."""
+
+import asyncio
+import itertools
+import random
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.runtime.controller import ReplicaDied
+from forge.runtime.controller.load_balancer import ISOLATION, LINE_PATIENCE, LoadBalancer
+from forge.runtime.controller.replica import suspects
+from forge.runtime.controller.request import Request
+from forge.runtime.controller.routers import PrefixAffine, RoundRobin, least_loaded, resolve_router
+
+numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Place:
+    """What the balancer knows of a replica."""
+
+    index: int
+    served: int = 0
+    alive: bool = True
+    requests: set = field(default_factory=set)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.requests)
+
+    def enter(self, request):
+        request.send()
+        request.began = request.sent
+        self.requests.add(request)
+
+    def leave(self, request):
+        self.requests.discard(request)
+
+    def has_line_for(self, request):
+        return False
+
+    def isolated(self, now, within, patience):
+        return sum(request.isolated(now, within, patience) for request in self.requests)
+
+
+def request(*args, session=None, limit=60.0):
+    return Request(f"r{next(numbers)}", "work", args, {}, "a test", limit, session)
+
+
+def loads(*in_flight):
+    return [Place(i, requests=set(range(n))) for i, n in enumerate(in_flight)]
+
+
+def test_least_loaded():
+    assert least_loaded(loads(3, 1, 2), request()).index == 1
+
+
+def test_round_robin_takes_turns_whatever_the_load():
+    router = RoundRobin()
+    places = loads(9, 0, 5)
+    assert [router(places, request()).index for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert router(places[2:], request()).index == 2
+
+
+@given(st.lists(st.text(min_size=1), min_size=20, max_size=40, unique=True), st.integers(2, 8))
+def test_prefixes_stay_together_and_only_those_of_a_lost_replica_move(prompts, replicas):
+    router = PrefixAffine(length=1000)
+    places = loads(*[0] * replicas)
+    before = {prompt: router(places, request(prompt)).index for prompt in prompts}
+    assert all(router(places, request(prompt)).index == before[prompt] for prompt in prompts)
+    after = {prompt: router(places[1:], request(prompt)).index for prompt in prompts}
+    assert all(after[prompt] == before[prompt] for prompt in prompts if before[prompt] != 0)
+
+
+def test_prefix_affinity_gives_way_to_load():
+    router = PrefixAffine(length=4, slack=2)
+    places = loads(0, 0)
+    home = router(places, request("same beginning"))
+    assert router(places, request("same ending")) is home
+    home.requests = set(range(3))
+    assert router(places, request("same middle")) is not home
+
+
+@pytest.mark.parametrize("name", ["no_such_router", "os:no_such_function", "os:name", 7])
+def test_unknown_routers_are_refused(name):
+    with pytest.raises(ValueError, match="router"):
+        resolve_router(name)
+
+
+def test_a_router_of_ones_own():
+    async def main():
+        balancer = LoadBalancer(lambda candidates, request: candidates[request.args[0]], 10)
+        for place in loads(0, 0, 0):
+            balancer.join(place)
+        assert [(await balancer.acquire(request(i))).index for i in (2, 0, 1)] == [2, 0, 1]
+        with pytest.raises(IndexError):
+            await balancer.acquire(request(3))
+        balancer.router = lambda candidates, request: "the first"
+        with pytest.raises(TypeError, match="none of the candidates"):
+            await balancer.acquire(request())
+
+    asyncio.run(main())
+
+
+def test_no_more_than_max_in_flight_and_first_come_first_served():
+    async def main():
+        balancer = LoadBalancer(least_loaded, 2)
+        place = Place(0)
+        balancer.join(place)
+        running = [request() for _ in range(2)]
+        for r in running:
+            await balancer.acquire(r)
+        order = []
+
+        async def wait(number):
+            await balancer.acquire(request())
+            order.append(number)
+
+        tasks = [asyncio.create_task(wait(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        assert len(balancer.queued) == 3
+        for r in running:
+            balancer.release(place, r)
+            await asyncio.sleep(0)
+            assert place.in_flight == 2
+        await asyncio.sleep(0)
+        assert order == [0, 1]
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(balancer.queued) == 0
+
+    asyncio.run(main())
+
+
+def test_waiting_ends_at_the_time_limit():
+    async def main():
+        with pytest.raises(TimeoutError):
+            await LoadBalancer(least_loaded, 1).acquire(request(limit=0.05))
+
+    asyncio.run(main())
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["least_loaded", "round_robin"]))
+def test_no_request_is_lost_or_answered_twice_and_sessions_stay(seed, replicas, max_in_flight, router):
+    """Replicas join and die at random while calls of several sessions run; a call whose replica died is sent again."""
+    rng = random.Random(seed)
+
+    async def main():
+        balancer = LoadBalancer(resolve_router(router), max_in_flight)
+        places = {i: Place(i) for i in range(replicas)}
+        for place in places.values():
+            balancer.join(place)
+        answers, homes = [], {}
+
+        async def call(number, session):
+            r = request(number, session=session)
+            while True:
+                place = await balancer.acquire(r)
+                assert place.in_flight <= max_in_flight
+                if session is not None and place.alive:
+                    home = homes.setdefault(session, place)
+                    assert home is place or not home.alive
+                    homes[session] = place
+                for _ in range(rng.randrange(4)):
+                    await asyncio.sleep(0)
+                balancer.release(place, r)
+                if place.alive:
+                    answers.append(number)
+                    return
+                r.avoid.add(place.index)
+
+        async def chaos():
+            for _ in range(40):
+                await asyncio.sleep(0)
+                index = rng.randrange(replicas)
+                if rng.random() < 0.5:
+                    places[index].alive = False
+                    balancer.leave(places[index])
+                elif not places[index].alive:
+                    places[index] = Place(index)
+                    balancer.join(places[index])
+            for index, place in places.items():
+                if not place.alive:
+                    balancer.join(Place(index))
+
+        calls = [call(n, rng.choice([None, "a", "b", "c"])) for n in range(60)]
+        await asyncio.wait_for(asyncio.gather(chaos(), *calls), 20)
+        assert sorted(answers) == list(range(60))
+        assert len(balancer.queued) == 0
+        assert all(not place.requests for place in balancer.up)
+
+    asyncio.run(main())
+
+
+@given(st.integers(0, 2**32), st.integers(2, 30))
+def test_of_a_crowd_that_saw_a_death_only_the_killer_is_ever_alone_with_one(seed, crowd):
+    """The killer of a replica is found among the requests that were there, and no other is taken for it."""
+    rng = random.Random(seed)
+    killer = rng.randrange(crowd)
+
+    async def main():
+        balancer = LoadBalancer(least_loaded, 100)
+        balancer.join(Place(0))
+        balancer.join(Place(1))
+        deaths = 0
+
+        async def call(number):
+            nonlocal deaths
+            r = request(number)
+            while True:
+                place = await balancer.acquire(r)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                    if number == killer and place.alive:
+                        deaths += 1
+                        place.alive, place.suspects = False, suspects([place], time.monotonic())
+                        balancer.leave(place)
+                        balancer.join(Place(place.index))
+                    if not place.alive:
+                        break
+                balancer.release(place, r)
+                if place.alive:
+                    return "answered"
+                if r.deaths and place.suspects == {r}:
+                    return "killer"
+                r.saw_death(time.monotonic(), len(place.suspects))
+
+        results = await asyncio.wait_for(asyncio.gather(*map(call, range(crowd))), 20)
+        assert results[killer] == "killer"
+        assert results.count("killer") == 1
+        assert deaths <= 3 if crowd > 16 else deaths == 2
+
+    asyncio.run(main())
+
+
+@given(st.floats(0.0, 7.5), st.floats(0.0, 0.3))
+def test_a_killer_does_not_start_when_one_that_only_waits_would_be_accused_with_it(age, needs):
+    """Whatever the age at which the waiting one saw a death first: about the length of the isolation was the trap."""
+    waiting = request()
+    waiting.send()
+    waiting.began = waiting.sent
+    waiting.saw_death(waiting.sent + age, 2)
+    moments = (waiting.sent + tenth / 10 for tenth in range(200))
+    start = next(now for now in moments if not waiting.isolated(now, ISOLATION, LINE_PATIENCE))
+    assert start - waiting.sent >= min(ISOLATION, age)
+    assert not waiting.accused(start + needs)
+
+
+def test_one_that_is_old_when_it_kills_is_not_waited_for():
+    waiting = request()
+    waiting.send()
+    waiting.began = waiting.sent
+    waiting.saw_death(waiting.sent + 3600.0, 2)
+    assert waiting.isolated(waiting.sent + 0.9, ISOLATION, LINE_PATIENCE)
+    assert not waiting.isolated(waiting.sent + 1.1, ISOLATION, LINE_PATIENCE)
+    assert not waiting.isolated(waiting.sent + 3600.0, ISOLATION, LINE_PATIENCE)
+
+
+def test_a_closed_dispatcher_answers_everyone():
+    async def main():
+        balancer = LoadBalancer(least_loaded, 1)
+        waiting = asyncio.create_task(balancer.acquire(request()))
+        await asyncio.sleep(0)
+        balancer.close(lambda: ReplicaDied("all gone"))
+        for attempt in (waiting, balancer.acquire(request())):
+            with pytest.raises(ReplicaDied, match="all gone"):
+                await attempt
+
+    asyncio.run(main())

@@ -1,0 +1,272 @@
+"""Services and actors in real processes: the verbs, placement, errors, metrics."""
+
+import asyncio
+import os
+import time
+
+import pytest
+from monarch.actor import concurrent_endpoint
+from monarch.actor import endpoint as monarch_endpoint
+
+from forge.runtime.controller import (
+    CallTimeout,
+    ForgeActor,
+    ForgeError,
+    RemoteError,
+    ServiceConfig,
+    ServiceStopped,
+    drain_metrics,
+    run,
+)
+from forge.runtime.controller.provisioner import init_provisioner
+from tests.runtime.controller.components import Counter, FromMonarch, Joined, Odd, Unprintable
+
+pytestmark = pytest.mark.processes
+
+
+def test_the_verbs():
+    async def main():
+        service, actor = await asyncio.gather(
+            Counter.options(num_replicas=2).as_service(start=10), Counter.options(procs=2).as_actor()
+        )
+        places = await service.where.fanout()
+        assert [name for name, _pid in places] == ["counter[0]", "counter[1]"]
+        assert len({pid for _name, pid in places} | {os.getpid()}) == 3
+        assert await service.add.route(1) == 11
+        assert sorted(await service.add.fanout(0)) == [10, 11]
+        ranks = await actor.where.call()
+        assert [name for name, _pid in ranks] == ["counter2[0] rank 0", "counter2[0] rank 1"]
+        assert await actor.add.route(5) == 5  # every rank counts, rank 0 answers
+        assert await actor.add.call(0) == [5, 5]
+        with pytest.raises(ForgeError, match=r"2 replicas: use route .* or fanout"):
+            await service.where.call()
+        with pytest.raises(ForgeError, match="call_one needs one process"):
+            await actor.where.call_one()
+        with pytest.raises(AttributeError, match="no endpoint 'ad'; did you mean 'add'"):
+            service.ad  # noqa: B018
+
+    run(main())
+
+
+def test_a_component_that_was_written_for_monarch():
+    async def main():
+        await init_provisioner()
+        service = await FromMonarch.options(ServiceConfig(num_replicas=2)).as_service()
+        assert await service.add.fanout(2) == [3, 3]
+        assert len({*await service.where.fanout(), os.getpid()}) == 3
+        with pytest.raises(TypeError, match=r"from_monarch.add runs in a process of its own: write `await .*\.route"):
+            service.add(1)
+        with pytest.raises(AttributeError, match="no endpoint 'setup'"):
+            service.setup  # noqa: B018
+        await service.shutdown()
+        with pytest.raises(ServiceStopped):
+            await service.add.route(1)
+
+    run(main())
+    with pytest.raises(TypeError, match=r"Counter\.as_service: got an unexpected keyword argument 'begin'"):
+        Counter.as_service(begin=3)
+
+
+async def _answers(self, port):
+    port.send(1)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        concurrent_endpoint,
+        concurrent_endpoint(instrument=False),
+        concurrent_endpoint(propagate="inspect"),
+        monarch_endpoint(explicit_response_port=True),
+        monarch_endpoint(explicit_response_port=True, propagate="inspect"),
+    ],
+)
+def test_an_endpoint_that_answers_through_a_port_says_what_to_write(mark):
+    with pytest.raises(TypeError, match=r"^Own\.ask answers through a port .* mark it with @endpoint and return"):
+        type("Own", (ForgeActor,), {"ask": mark(_answers)})
+
+
+def test_routing_balances_and_sessions_stick():
+    async def main():
+        service = await Counter.options(num_replicas=2).as_service()
+        await asyncio.gather(*(service.overlap.route(0.05) for _ in range(20)))
+        assert [row.served for row in service.status().replicas] == [10, 10]
+        async with service.session():
+            assert len({(await service.where.route())[1] for _ in range(6)}) == 1
+        async with service.session("mine"):
+            first = await service.where.route()
+        assert len({(await service.where.route())[1] for _ in range(6)}) == 2
+        assert first[0].startswith("counter")
+        # The busy replica is avoided.
+        busy = asyncio.create_task(service.slow_add.route(1, 1.0))
+        await asyncio.sleep(0.2)
+        assert len({(await service.where.route())[1] for _ in range(6)}) == 1
+        await busy
+
+    run(main())
+
+
+def test_async_endpoints_interleave_and_plain_ones_run_one_at_a_time():
+    async def main():
+        counter = await Counter.as_actor()
+        assert max(await asyncio.gather(*(counter.overlap.route(0.3) for _ in range(4)))) > 1
+        await asyncio.gather(*(counter.slow_add.route(1, 0.05) for _ in range(5)))
+        assert await counter.add.route(0) == 5
+        # A busy thread does not keep the component from answering elsewhere.
+        busy = asyncio.create_task(counter.slow_add.route(1, 2.0))
+        await asyncio.sleep(0.1)
+        await counter.where.route()
+        assert not busy.done()
+        await busy
+
+    run(main())
+
+
+def test_exceptions_reach_the_caller_and_the_replica_lives():
+    async def main():
+        counter = await Counter.as_actor()
+        with pytest.raises(KeyError) as caught:
+            await counter.fail.route("lost key")
+        assert caught.value.args == ("lost key",)
+        assert any("counter[0].fail" in note for note in caught.value.__notes__)
+        assert "components.py" in str(caught.value.__cause__)  # the remote traceback
+        with pytest.raises(RemoteError, match="Odd: ab"):
+            await counter.fail_oddly.route()
+        with pytest.raises(RemoteError, match="SystemExit: 0"):
+            await counter.leave.route()
+        assert Odd("a", "b").args == ("ab",)
+        assert await counter.add.route(2) == 2
+
+    run(main())
+
+
+def test_what_cannot_be_sent_back_is_an_error_of_the_call():
+    async def main():
+        counter = await Counter.as_actor()
+        for endpoint, message in (
+            (counter.unsendable, "could not be called or answered: .*cannot pickle"),
+            (counter.stop_iterating, "StopIteration"),
+        ):
+            with pytest.raises(RuntimeError, match=message) as caught:
+                await endpoint.options(timeout=20).route()
+            assert "\n" not in str(caught.value)
+        with pytest.raises(Unprintable):
+            await counter.unprintable.options(timeout=20).route()
+        assert await counter.add.route(1) == 1
+        assert counter.status().restarts == 0
+
+    run(main())
+
+
+def test_a_failing_setup_raises_what_it_raised():
+    async def main():
+        await Counter.as_actor(start=-1)
+
+    with pytest.raises(ValueError, match="cannot start below zero"):
+        run(main())
+
+
+def test_wrong_constructor_arguments_are_refused_before_a_process_starts():
+    async def main():
+        started = time.process_time()
+        with pytest.raises(TypeError, match="strat"):
+            await Counter.as_actor(strat=1)
+        assert time.process_time() - started < 5
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"procs": 0}, "procs must be at least 1"),
+        ({"num_replicas": 0}, "num_replicas must be at least 1"),
+        ({"call_timeout": 0}, "call_timeout must be above 0"),
+        ({"share": "x", "procs": 2}, "has one process"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Counter.options(**options)
+
+
+def test_a_call_has_a_time_limit_that_says_who_waited_for_whom():
+    async def main():
+        counter = await Counter.options(call_timeout=0.5).as_actor()
+        with pytest.raises(CallTimeout, match=r"^main \(test_service.*counter\[0\]\.overlap gave no answer within 0.5"):
+            await counter.overlap.route(30)
+        with pytest.raises(CallTimeout, match=r"within 0\.1"):
+            await counter.overlap.options(timeout=0.1).route(30)
+        assert await counter.add.options(timeout=20).route(1) == 1
+        # The work was stopped there, and the replica is the one that it was.
+        assert await counter.running_now.options(timeout=20).route() == 0
+        assert counter.status().restarts == 0
+
+    run(main())
+
+
+def test_light_components_share_a_process():
+    async def main():
+        one, two = await asyncio.gather(
+            Counter.options(share="helpers").as_actor(), Counter.options(share="helpers").as_service(start=3)
+        )
+        (_, pid_one), (_, pid_two) = await one.where.route(), await two.where.route()
+        assert pid_one == pid_two != os.getpid()
+        assert (await one.add.route(1), await two.add.route(1)) == (1, 4)
+
+    run(main())
+
+
+def test_ranks_form_a_process_group():
+    async def main():
+        joined = await Joined.options(procs=2).as_actor()
+        assert await joined.sum_of_ranks.call() == [3.0, 3.0]
+
+    run(main())
+
+
+def test_one_failing_rank_does_not_leave_the_caller_waiting_for_the_others():
+    async def main():
+        joined = await Joined.options(procs=2, call_timeout=60).as_actor()
+        with pytest.raises(MemoryError, match="the last rank has no room"):
+            await asyncio.wait_for(joined.fail_on_the_last_rank.call(), 20)
+
+    run(main())
+
+
+def test_environment_and_threads():
+    async def main():
+        counter = await Counter.options(threads=2, env={"FLAVOUR": "sour"}).as_actor()
+        assert await counter.environment.route("FLAVOUR") == "sour"
+        assert await counter.environment.route("OMP_NUM_THREADS") == "2"
+        assert await counter.environment.route("CUDA_VISIBLE_DEVICES") == ""
+
+    run(main())
+
+
+def test_metrics_of_all_processes_merge():
+    async def main():
+        service = await Counter.options(num_replicas=2).as_service()
+        for value in (1.0, 2.0, 6.0):
+            await service.record.route(value)
+        snapshot = await drain_metrics()
+        values = snapshot.values()
+        assert values["value"] == pytest.approx(3.0)
+        assert values["value/max"] == 6.0
+        assert {span.name for span in snapshot.spans} == {"recording"}
+        assert len({span.pid for span in snapshot.spans}) == 2
+        assert "value" not in (await drain_metrics()).values()
+
+    run(main())
+
+
+def test_a_stopped_service_says_so():
+    async def main():
+        service = await Counter.as_actor()
+        await service.stop()
+        with pytest.raises(ServiceStopped, match="counter was stopped"):
+            await service.add.route(1)
+        await drain_metrics()
+        await Counter.as_actor()
+
+    run(main())

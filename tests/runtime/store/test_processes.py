@@ -1,0 +1,168 @@
+"""The weight store between real processes: many ranks, kills, overwriting under load, and what stays behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge.runtime.store import MissingVersion, VersionStore
+
+pytestmark = pytest.mark.processes
+
+RANKS = Path(__file__).parent / "ranks.py"
+
+
+@pytest.fixture
+def store() -> Iterator[VersionStore]:
+    store = VersionStore.create()
+    yield store
+    store.close()
+
+
+def start(task: str, store: VersionStore, world: int = 1) -> list[subprocess.Popen]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(RANKS), task, str(store.root)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [subprocess.Popen([*command, str(rank), str(world), str(port)], **pipes) for rank in range(world)]
+
+
+def test_layouts_of_real_ranks(store: VersionStore):
+    ranks = start("layouts", store, 4)
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=100)
+        assert rank.returncode == 0, output
+    assert store.versions("policy") == [2, 3]
+    assert len(list((store.root / "key-policy" / "attempts").iterdir())) == 1
+    assert store.manifest("policy", 3).digest == store.manifest("policy", 2).digest
+
+
+def test_a_rank_that_is_killed_in_a_put_leaves_no_version_and_is_named(store: VersionStore):
+    first, second = start("killed", store, 2)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 7, output
+    assert "rank 0 waited 2 s for what ranks 1 should put" in output
+    assert second.wait(10) == -signal.SIGKILL
+    assert store.versions("policy") == [1]
+    assert len(store.get("policy")) == 5
+
+
+def test_a_rank_that_is_killed_once_it_has_published(store: VersionStore):
+    first, second = start("killed_settling", store, 2)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 0, output
+    assert output.split()[-1] == "5"
+    assert second.wait(10) == -signal.SIGKILL
+    assert store.versions("policy") == [5]
+    assert len(store.get("policy")) == 5
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        pytest.param("skewed", "", marks=pytest.mark.full),
+        ("broken", "rank 1 could not put policy: no memory left True"),
+    ],
+)
+def test_what_one_rank_does_not_do(store: VersionStore, task: str, says: str):
+    ranks = start(task, store, 2)
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert outputs[0].count(says) == 3 if says else True
+    assert store.versions("policy") == ([4, 5] if task == "skewed" else [1])
+
+
+@pytest.mark.full
+def test_processes_that_put_and_delete_at_once(store: VersionStore):
+    writers = [process for _ in range(4) for process in start("churn", store)]
+    for writer in writers:
+        output, _ = writer.communicate(timeout=60)
+        assert writer.returncode == 0, output
+        assert float(output) > 10
+
+
+@pytest.mark.full
+def test_no_reader_sees_a_torn_version_in_a_thousand_overwrites(store: VersionStore):
+    writers = start("overwrite", store)
+    last, reads = 0.0, 0
+    while writers[0].poll() is None or reads == 0:
+        try:
+            with store.open("w") as snapshot:
+                values = {float(value) for _, tensor in snapshot.tensors() for value in tensor.unique()}
+                assert values == {float(snapshot.version)}
+        except MissingVersion:
+            time.sleep(0.01)
+            continue
+        assert values.pop() >= last
+        last, reads = float(snapshot.version), reads + 1
+    assert writers[0].returncode == 0, writers[0].communicate()[0]
+    assert store.versions("w")[-1] == 1000
+    assert reads > 100
+
+
+@pytest.mark.full
+def test_a_writer_that_is_killed_leaves_the_last_whole_version(store: VersionStore):
+    rng = random.Random(0)
+    for _ in range(6):
+        (writer,) = start("slow_put", store)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "putting\n"
+        time.sleep(rng.uniform(0.0, 0.3))
+        writer.kill()
+        writer.communicate()
+        if store.exists("w"):
+            assert len({float(tensor[0]) for tensor in store.get("w").values()}) == 1
+    before = os.listdir(store.root / "segments")
+    for writer in start("killed_allocating", store):
+        assert writer.wait(60) == -signal.SIGKILL
+    for _ in range(3):  # what the killed ones held is used again
+        store.put("w", {name: torch.zeros(500_000) for name in "abcdefgh"})
+    assert len(os.listdir(store.root / "segments")) + len(os.listdir(store.root / "free")) <= max(len(before), 4)
+
+
+def test_the_store_of_a_dead_process_is_swept_and_that_of_a_living_one_is_not(store: VersionStore):
+    code = (
+        "import os, signal, torch; from forge.runtime.store import VersionStore; s = VersionStore.create();"
+        "s.put('w', torch.ones(1)); s._scratch._watcher.kill(); print(s.root, flush=True);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    left = Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
+    assert left.name.startswith("forge-weights-")
+    assert left.is_dir()
+    store.put("w", torch.ones(1))
+    other = VersionStore.create()
+    assert not left.exists()
+    assert store.get("w").tolist() == [1.0]
+    other.close()
+    assert not other.root.exists()
+
+
+@pytest.mark.slow
+def test_100_versions_of_200_MB_leave_shared_memory_where_it_began():
+    def taken() -> int:
+        status = os.statvfs("/dev/shm")
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+    began = taken()
+    store = VersionStore.create()
+    weights = {f"layer{n}": torch.randn(2048, 1024) for n in range(25)}
+    most = 0
+    for version in range(100):
+        weights["layer0"][0, 0] = version
+        store.put("policy", weights, version)
+        assert float(store.get("policy")["layer0"][0, 0]) == version
+        most = max(most, taken() - began)
+    store.close()
+    assert taken() - began < 1 << 20
+    assert most < 5 * 210e6

@@ -1,0 +1,354 @@
+"""The weight store within one process: what is put is what is got, whole or not at all, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import Iterator
+from threading import Thread
+
+import pytest
+import torch
+
+import forge.runtime.store as ts
+from forge.runtime.store import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict, VersionStore
+from forge.runtime.store.manifest import Manifest, Shard
+from forge.system.boxes import Box
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+@pytest.fixture
+def store(processes: None) -> Iterator[VersionStore]:
+    store = VersionStore.create(keep=2)
+    yield store
+    store.close()
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    known = {str(dtype): (10 * torch.randn(3, 5)).to(dtype) for dtype in DTYPES}
+    strange = {"transposed": torch.randn(4, 3).T, "scalar": torch.tensor(1.5), "empty": torch.zeros(0, 3)}
+    return known | strange | {"parameter": torch.nn.Parameter(torch.randn(2))}
+
+
+def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor.detach()), name
+
+
+def used(store: VersionStore) -> int:
+    return sum(path.stat().st_size for path in store.root.rglob("*") if path.parent.name in ("segments", "free"))
+
+
+def test_what_is_put_is_what_is_got(store: VersionStore):
+    put = tensors()
+    assert store.put("policy", put, 3) == 3
+    assert_equal(store.get("policy", version=3), put)
+    assert_equal(pickle.loads(pickle.dumps(store)).get("policy"), put)
+    into = {name: torch.zeros_like(tensor) for name, tensor in put.items() if name != "scalar"}
+    assert store.get("policy", into) is into
+    assert_equal(into, {name: put[name] for name in into})
+
+
+def test_one_tensor_is_one_tensor(store: VersionStore):
+    x = torch.randn(7, 3)
+    assert store.put("x", x) == 1
+    assert torch.equal(store.get("x"), x)
+    half = torch.empty(7, 3, dtype=torch.bfloat16)
+    assert store.get("x", half) is half
+    assert torch.equal(half, x.bfloat16())
+    with pytest.raises(ValueError, match="x is one tensor, not a state dict"):
+        store.get("x", {"a": torch.empty(7, 3)})
+    with pytest.raises(ValueError, match=r"shape \(7, 3\), it cannot be read into \(3, 7\)"):
+        store.get("x", torch.empty(3, 7))
+
+
+def test_nested_state_dicts_have_dotted_names(store: VersionStore):
+    nested = {"layer": {"weight": torch.ones(2), "bias": torch.zeros(2)}, "scale": torch.tensor(3.0)}
+    store.put("model", nested)
+    assert set(store.get("model")) == {"layer.weight", "layer.bias", "scale"}
+    into = {"layer": {"weight": torch.empty(2)}}
+    assert store.get("model", into)["layer"]["weight"].eq(1).all()
+    with pytest.raises(KeyError, match=r"tensor 'layer.weigth' is not there; it has 3 tensors"):
+        store.get("model", {"layer": {"weigth": torch.empty(2)}})
+    with pytest.raises(TypeError, match=r"'layer\.step' is a int"):
+        store.put("model", {"layer": {"step": 3}})
+    with pytest.raises(ValueError, match="no tensor"):
+        store.put("model", {})
+
+
+def test_converted_on_the_way(store: VersionStore):
+    put = {"w": torch.randn(33), "step": torch.tensor(7)}
+    store.put("policy", put, dtype=torch.bfloat16)
+    assert_equal(store.get("policy"), {"w": put["w"].bfloat16(), "step": put["step"]})
+
+
+def test_tied_tensors_are_got_under_each_name(store: VersionStore):
+    shared = torch.randn(4, 3)
+    put = {"embed": shared, "head": shared, "rows": shared[1:], "first": shared[0]}
+    store.put("policy", put)
+    assert_equal(store.get("policy"), put)
+
+
+def test_a_version_does_not_change_with_the_weights_it_was_made_of(store: VersionStore):
+    weights = torch.zeros(100)
+    store.put("w", weights)
+    weights += 1
+    assert not store.get("w").any()
+
+
+def test_a_published_version_never_changes(store: VersionStore):
+    store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5)
+    assert store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5) == 5
+    with pytest.raises(
+        VersionConflict, match="w version 5 was published before with other values: tensor 'b' was different"
+    ):
+        store.put("w", {"a": torch.zeros(4), "b": torch.ones(4)}, 5)
+    with pytest.raises(VersionConflict, match="version 4 is older than the newest, 5"):
+        store.put("w", {"a": torch.zeros(4)}, 4)
+    assert store.versions("w") == [5]
+    assert store.put("w", {"a": torch.zeros(4)}) == 6
+
+
+def test_the_newest_stay_and_those_in_use_are_not_lost(store: VersionStore):
+    store.put("policy", tensors(9), 9)
+    with store.open("policy", 9) as held:
+        views = dict(held.tensors())
+        for version in (10, 11, 12, 13, 14):
+            store.put("policy", tensors(version), version)
+        assert store.versions("policy") == [13, 14]
+        assert_equal(views, tensors(9))
+    assert_equal(store.get("policy", version=13), tensors(13))
+    with pytest.raises(MissingVersion, match=r"policy version 9 is not in the store; it holds \[13, 14\]"):
+        store.get("policy", version=9)
+
+
+def test_memory_is_used_again(store: VersionStore):
+    weights = torch.randn(1 << 18)
+    sizes = []
+    for _ in range(30):
+        weights += 1
+        store.put("w", weights)
+        sizes.append(used(store))
+    assert sizes[0] < max(sizes[3:]) == min(sizes[3:]) <= 4 * (1 << 20) + 4096
+    files = {path.name for path in store.root.rglob("*") if path.parent.name in ("segments", "free")}
+    store.put("w", weights)
+    assert {path.name for path in store.root.rglob("*") if path.parent.name in ("segments", "free")} == files
+    for _ in range(3):
+        store.put("small", torch.ones(8))
+        store.put("w", torch.ones(8))
+    assert used(store) < 1 << 20, "what is not needed any more is given back"
+
+
+def test_what_is_not_in_use_takes_no_memory(store: VersionStore):
+    def taken() -> int:
+        status = os.statvfs(store.root.parent)
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+    began = taken()
+    for size in range(24, 0, -1):
+        store.put("w", torch.ones(size << 18))
+        store.get("w")
+    assert taken() - began < 12 << 20
+    store.close()
+    assert taken() - began < 1 << 20
+
+
+def test_a_reader_that_is_overtaken_by_a_deletion_reads_anew(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+    store.put("w", torch.zeros(100))
+    reading, overtaken = store.segments.reading, []
+
+    def late(names):
+        if not overtaken:
+            overtaken.append(1)
+            store.delete("w")
+            store.put("w", torch.ones(100))
+        return reading(names)
+
+    monkeypatch.setattr(store.segments, "reading", late)
+    assert store.get("w").eq(1).all()
+
+
+def test_a_version_is_a_whole_number(store: VersionStore):
+    for version in (3.0, "3"):
+        with pytest.raises(TypeError):
+            store.put("w", torch.ones(1), version)
+    with pytest.raises(ValueError, match="a version is a number from 0, got -1"):
+        store.put("w", torch.ones(1), -1)
+    assert store.keys() == []
+
+
+def test_values_that_have_no_memory_or_are_views(store: VersionStore):
+    x = torch.randn(5, 3, dtype=torch.complex64)
+    store.put("w", x.conj())
+    assert torch.equal(store.get("w"), x.conj().resolve_conj())
+    with pytest.raises(ValueError, match="meta device"):
+        store.get("w", torch.empty(5, 3, device="meta", dtype=torch.complex64))
+
+
+def test_the_same_values_in_another_layout_are_another_version():
+    def manifest(*boxes: Box) -> Manifest:
+        return Manifest("k", 3, False, tuple(Shard("w", "float32", (4,), box, "s", 0, str(box)) for box in boxes))
+
+    one, two = manifest(Box((0,), (4,))), manifest(Box((0,), (2,)), Box((2,), (2,)))
+    assert one.digest != two.digest
+    assert one.difference(two) is None
+
+
+def test_keys(store: VersionStore):
+    for key in ("policy", "policy_v42", "critic/weights", "a b%2F"):
+        store.put(key, torch.ones(1))
+    assert store.keys() == ["a b%2F", "critic/weights", "policy", "policy_v42"]
+    assert store.keys("policy") == ["policy", "policy_v42"]
+    assert store.exists("policy", 1)
+    assert not store.exists("policy", 2)
+    store.delete("policy")
+    assert not store.exists("policy")
+    with pytest.raises(MissingVersion, match="the store has no 'policy'; it holds"):
+        store.delete("policy")
+    assert store.put("policy", torch.zeros(1)) == 1
+
+
+def test_wait(store: VersionStore):
+    with pytest.raises(TimeoutError, match=r"waited 0.05 s for w version 2; the store has none"):
+        store.wait("w", 2, timeout=0.05)
+    later = Thread(target=lambda: [store.put("w", torch.full((3,), float(n))) for n in range(1, 4)])
+    later.start()
+    assert store.wait("w", 3, timeout=20) == 3
+    assert store.get("w", version=3, timeout=1).tolist() == [3, 3, 3]
+    later.join()
+
+
+def test_flipped_bytes_are_found(store: VersionStore):
+    put = {"a": torch.randn(1000), "b": torch.randn(1000)}
+    store.put("policy", put)
+    shard = store.manifest("policy", 1).by_name["b"][0]
+    with (store.root / "segments" / shard.segment).open("r+b") as file:
+        file.seek(shard.start + 2000)
+        file.write(b"\xff\x00\xff")
+    with pytest.raises(CorruptWeights, match="policy version 1: tensor 'b' does not have the checksum"):
+        store.get("policy")
+    with store.open("policy") as snapshot, pytest.raises(CorruptWeights, match="'b'"):
+        dict(snapshot.tensors())
+    assert torch.equal(store.get("policy", {"a": torch.empty(1000)})["a"], put["a"])
+
+
+def test_lost_memory_is_said(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forge.runtime.store.versions.SETTLING", 0.05)
+    store.put("policy", torch.ones(10))
+    (segment,) = store.manifest("policy", 1).segments
+    (store.root / "segments" / segment).unlink()
+    with pytest.raises(CorruptWeights, match="policy version 1 is published, but its memory is gone"):
+        store.get("policy")
+
+
+def test_blocks_must_fill_every_tensor_once():
+    def manifest(*boxes: Box) -> Manifest:
+        return Manifest("k", 3, False, tuple(Shard("w", "float32", (4, 2), box, "s", 0, "") for box in boxes))
+
+    manifest(Box((0, 0), (3, 2)), Box((3, 0), (1, 2))).check()
+    with pytest.raises(ValueError, match=r"k version 3: tensor 'w' is not whole: 2 of its 8 elements were not written"):
+        manifest(Box((0, 0), (3, 2))).check()
+    with pytest.raises(ValueError, match=r"\[0:3, 0:2\] and \[2:4, 0:2\] were both written"):
+        manifest(Box((0, 0), (3, 2)), Box((2, 0), (2, 2))).check()
+
+
+def test_identities_outlast_their_versions(store: VersionStore):
+    digests = []
+    for version in range(6):
+        store.put("policy", {"w": torch.full((2,), float(version)), "same": torch.ones(1)}, version)
+        digests.append(store.manifest("policy", version).digest)
+    assert len(set(digests)) == 6
+    assert store.identities("policy") == {version: {digest} for version, digest in enumerate(digests)}
+    assert store.manifest("policy", 1).difference(store.manifest("policy", 5)) == "w"
+    store.adopt("policy", {5: {"before"}, -7: {"other"}})
+    assert store.identities("policy")[5] == {digests[5], "before"}
+
+
+def test_a_removed_store_says_so(store: VersionStore):
+    store.put("w", torch.ones(1))
+    store.close()
+    store.close()
+    with pytest.raises(FileNotFoundError, match="was removed"):
+        store.put("w", torch.ones(1))
+    with pytest.raises(MissingVersion, match="the store has no 'w'; it holds nothing"):
+        store.get("w")
+
+
+def test_too_little_memory_is_an_error_and_leaves_nothing(store: VersionStore):
+    enormous = torch.empty(1, dtype=torch.uint8).expand(1 << 45)
+    with pytest.raises(OSError, match="do not fit into shared memory"):
+        store.put("w", enormous)
+    assert not store.exists("w")
+    assert used(store) == 0
+
+
+@pytest.mark.processes
+def test_the_functions_of_the_documents(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FORGE_STORE", "")  # put back afterwards, whatever happens to it
+
+    async def main() -> None:
+        dtensor = torch.randn(4, 4)
+        await ts.put("policy_v42", dtensor)
+        other = torch.empty(4, 4)
+        await ts.get("policy_v42", other)
+        assert torch.equal(other, dtensor)
+        assert await ts.exists("policy_v42")
+        assert await ts.keys() == ["policy_v42"]
+        assert await ts.wait("policy_v42", 1) == 1
+        await ts.delete("policy_v42")
+        assert not await ts.exists("policy_v42")
+
+    asyncio.run(main())
+    root = ts.default_store().root
+    assert os.environ["FORGE_STORE"] == str(root)
+    ts.default_store().close()
+    assert ts.default_store().root != root
+    ts.default_store().close()
+    assert "FORGE_STORE" not in os.environ  # a program started later makes its own
+    monkeypatch.setenv("FORGE_PROCESS", "generator_0")
+    monkeypatch.setattr("forge.runtime.store._store", None)
+    with pytest.raises(RuntimeError, match="have the controller call"):
+        ts.default_store()
+
+
+def test_incomplete_is_an_error_of_its_own():
+    assert issubclass(MissingVersion, KeyError)
+    assert not issubclass(IncompleteVersion, KeyError)
+
+
+def test_parts_of_versions_of_other_hosts_are_kept_as_long_as_versions_are(store: VersionStore):
+    """What a host's store holds of versions that are published elsewhere: the newest two of each writer."""
+    for version in range(1, 6):
+        with store.segments.writing(1000) as (name, memory):
+            memory.fill_(version)
+            shard = Shard("a", "uint8", (1000,), Box((0,), (1000,)), name, 0, "")
+            store.keep_part(Manifest("policy", version, False, (shard,)), "copy")
+    assert store.part("policy", 3, "copy") is None
+    assert store.part("policy", 5, "rank0") is None
+    for version in (4, 5):
+        kept = store.part("policy", version, "copy")
+        assert kept is not None
+        with store.segments.reading(kept.segments) as memory:
+            assert int(memory[kept.shards[0].segment][999]) == version
+    assert len(os.listdir(store.segments.used)) == 2
+    assert store.versions("policy") == []
+
+
+def test_a_version_of_another_host_moves_with_those_who_put_it_again(store: VersionStore):
+    shard = Shard("a", "uint8", (8,), Box((0,), (8,)), "x", 0, "checksum")
+    manifest = Manifest("policy", 1, False, (shard,))
+    assert manifest.at("a:1").segments == {"x@a:1"}
+    assert manifest.at("a:1").at("b:2").segments == {"x@a:1"}
+    assert manifest.extent("x") == 8
+    assert manifest.at("a:1").digest == manifest.digest
+    assert store.publish(manifest.at("a:1"), ts.Ranks(), 1.0) == 1
+    assert store.publish(manifest.at("b:2"), ts.Ranks(), 1.0) == 1
+    assert store.manifest("policy", 1).segments == {"x@b:2"}
+    other = Manifest("policy", 1, False, (Shard("a", "uint8", (8,), Box((0,), (8,)), "x@c:3", 0, "another"),))
+    with pytest.raises(VersionConflict, match="with other values"):
+        store.publish(other, ts.Ranks(), 1.0)

@@ -1,0 +1,256 @@
+"""Each kind of write on a disk that is full: one line with the path, the bytes that it needs and those that are free,
+nothing half-written, and what was whole before stays whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge.models import build_small_model
+from forge.observability import Run
+from forge.observability.folder import CONFIG, LOGS, MARK
+from forge.observability.held_out import HELD_OUT
+from forge.observability.lock import RunLock
+from forge.observability.metrics import Snapshot
+from forge.observability.rollouts import ROLLOUTS, batches
+from forge.observability.trace import TRACE
+from forge.runtime.store import Journal, VersionStore
+from forge.serve.watch.report import write_report
+from forge.system.checksums import check_files, read_sealed
+from forge.system.files import NoRoom
+from forge.training import checkpoint
+from forge.types import Completion, Episode, Prompt, Sample
+from tests.observability.test_rollouts import group
+from tests.system.disks import SmallDisk, small_disk
+from tests.training.cases import example, largest_difference, make_trainer, weights_of
+from tests.training.ranks import LOSS
+
+pytestmark = pytest.mark.processes
+
+SMALL: dict[str, Any] = {
+    "alphabet": "".join(map(chr, range(40, 120))),
+    "hidden_size": 64,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 2,
+    "max_positions": 32,
+}
+WIDE = {f"metric/{number}": float(number) for number in range(400)}  # a row of more than a page
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    (tmp_path / "disk").mkdir()
+    with small_disk(tmp_path / "disk", "4m") as small:
+        yield small
+
+
+def line(path: Path) -> str:
+    """Of an error, with the numbers as groups."""
+    return rf"\A{re.escape(str(path))} needs ([\d,]+) bytes, and its disk has ([\d,]+) free: No space left on device\Z"
+
+
+def fails(path: Path, write: Callable[[], object]) -> tuple[int, int]:
+    """The bytes that a write needed and those that were free."""
+    with pytest.raises(NoRoom) as caught:
+        write()
+    numbers = re.search(line(path), str(caught.value))
+    assert numbers is not None, caught.value
+    needed, free = (int(number.replace(",", "")) for number in numbers.groups())
+    assert needed > free
+    return needed, free
+
+
+def a_run(disk: SmallDisk) -> Run:
+    run = Run("one", {"seed": 3}, steps=4, root=str(disk.path), report=write_report)
+    run.record("all", 1e9, str)
+    run.log(0, Snapshot())
+    run.sync()
+    return run
+
+
+def evaluation(run: Run) -> None:
+    samples = [Sample(Prompt("1 + 1 =" * 100, (1, 7), number), "2") for number in range(20)]
+    done = [Completion("two", [1], [0.0], prompt_ids=(1,), finish="stop") for _ in samples]
+    run.keep_evaluation(samples, [Episode(one, 1.0, info={"correct": True}) for one in done])
+    run.log(1, Snapshot())
+
+
+WRITES: dict[str, Callable[[Run], object]] = {
+    MARK: lambda run: run.log(1, Snapshot(), **WIDE),
+    HELD_OUT: evaluation,
+    ROLLOUTS: lambda run: run.log_rollouts(1, [group(n, prompt=os.urandom(4000).hex()) for n in range(4)]),
+    TRACE: lambda run: run._trace.write(Snapshot(), 1, {f"restarts/{number}": 1.0 for number in range(200)}),
+    LOGS: lambda run: run.sync(),
+    "report.html": lambda run: write_report(run.folder),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_file_of_a_run_needs_more_than_is_free(name: str, disk: SmallDisk):
+    run = a_run(disk)
+    before = {path.name: path.read_bytes() for path in run.folder.iterdir()}
+    disk.fill()
+    needed, _ = fails(run.folder / name, lambda: WRITES[name](run))
+    assert needed > 100
+    after = {path.name: path.read_bytes() for path in run.folder.iterdir()}
+    assert after.keys() == before.keys()
+    assert all(after[other].startswith(content) for other, content in before.items())
+    disk.empty()
+    run.close()
+    again = Run("one", {"seed": 3}, steps=4, root=str(disk.path), resume="a checkpoint", start=0)
+    assert [row["step"] for row in again.history] == [0.0]
+    assert [*batches(again.folder / ROLLOUTS)] == []
+    WRITES[name](again)
+    again.close()
+
+
+def test_a_configuration_leaves_no_half_of_itself(disk: SmallDisk):
+    disk.fill()
+    fails(disk.path / "one" / CONFIG, lambda: Run("one", {"seed": 3}, steps=4, root=str(disk.path)))
+    assert [*(disk.path / "one").iterdir()] == []
+
+
+def test_the_end_of_a_run_on_a_full_disk_is_one_warning(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
+    run = a_run(disk)
+    disk.fill()
+    run.finish()
+    run.close()
+    assert (run.folder / "finished").exists()
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.search(
+        r"trace and report of \S+ could not be written: \S+ needs [\d,]+ bytes, .* free: No space", warning
+    )
+    assert not (run.folder / "report.html").exists()
+
+
+def test_a_run_that_fails_for_a_full_disk_says_so_once(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
+    run = a_run(disk)
+    disk.fill()
+    run.fail("NoRoom: the disk is full", full=True)
+    run.close()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_the_lock_of_a_run_leaves_no_folder(disk: SmallDisk):
+    disk.fill()
+    fails(disk.path / "one" / "lock", lambda: RunLock(disk.path / "one"))
+    assert [path.name for path in disk.path.iterdir()] == ["fill"]
+
+
+@pytest.mark.parametrize("left", [0, 20_000, 200_000])
+def test_a_model_from_scratch_leaves_nothing(left: int, disk: SmallDisk):
+    folder = disk.path / "initial"
+    disk.fill(left)
+    needed, _ = fails(folder, lambda: build_small_model(folder, seed=1, **SMALL))
+    disk.empty()
+    assert [*disk.path.iterdir()] == []
+    build_small_model(folder, seed=1, **SMALL)
+    assert needed <= (folder / "model.safetensors").stat().st_size
+    check_files(folder)
+
+
+@pytest.mark.parametrize("left", [0, 20_000, 200_000, 500_000])
+def test_a_checkpoint_and_an_export_leave_the_earlier_one(left: int, disk: SmallDisk, tmp_path: Path):
+    model = Path(build_small_model(tmp_path / "initial", seed=1, **SMALL))
+    trainer, folder = make_trainer(model), disk.path / "checkpoints"
+    trainer.train_step(example(0), LOSS)
+    first = checkpoint.save(trainer, folder)
+    checkpoint.export(trainer, disk.path / "model", model)
+    exported = (disk.path / "model" / "model.safetensors").read_bytes()
+    trainer.train_step(example(1), LOSS)
+    disk.fill(left)
+    with pytest.raises(checkpoint.CheckpointFailed) as caught:
+        checkpoint.save(trainer, folder)
+    said = r"step_000002 could not be written: No space left on device; the newest is \S+step_000001; it needs ([\d,]+)"
+    numbers = re.search(rf"\A[^\n]*{said} bytes, and its disk has ([\d,]+) free\Z", str(caught.value))
+    assert numbers is not None, caught.value
+    needed, free = (int(number.replace(",", "")) for number in numbers.groups())
+    assert free <= left < needed
+    assert [*folder.iterdir()] == [first]
+    if left < len(exported):
+        needed, _ = fails(disk.path / "model", lambda: checkpoint.export(trainer, disk.path / "model", model))
+        assert 0 <= len(exported) - needed < 20_000  # a header, beside the tensors
+    assert (disk.path / "model" / "model.safetensors").read_bytes() == exported
+    assert not (disk.path / "model.unfinished").exists()
+    check_files(disk.path / "model")
+    disk.empty()
+    restored = make_trainer(model)
+    checkpoint.load(restored, first)
+    restored.train_step(example(1), LOSS)
+    assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
+    assert checkpoint.save(trainer, folder).stat().st_ino != first.stat().st_ino
+
+
+def test_the_last_whole_version_of_the_weights_stays_readable(disk: SmallDisk):
+    store = VersionStore(disk.path)
+    store.prepare()
+    small = {"a": torch.arange(100_000.0), "b": torch.ones(1000)}
+    said = rf"MB of weights do not fit into shared memory, {disk.path}/segments has"
+    store.put("policy", small, 1)
+    with pytest.raises(OSError, match=rf"\A8 {said} 3\.\d+ MB free"):
+        store.put("policy", {"a": torch.zeros(2_000_000)}, 2)
+    disk.fill()
+    with pytest.raises(OSError, match=rf"\A0\.404 {said} 0 MB free"):
+        store.put("policy", small, 2)
+    assert store.versions("policy") == [1]
+    kept = store.get("policy")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in small.items())
+    assert len([*store.segments.used.iterdir()]) == 1
+    disk.empty()
+    assert store.put("policy", {"a": torch.zeros(100_000)}, 2) == 2
+    store.segments.forget(everything=True)
+
+
+def test_a_journal_keeps_its_records(disk: SmallDisk):
+    journal = Journal(disk.path / "journal")
+    journal.rewrite([1, 2])
+    disk.fill()
+    assert fails(journal.path, lambda: journal.append(bytes(10_000)))[0] > 10_000
+    fails(journal.path, lambda: journal.rewrite([bytes(10_000)]))
+    assert {path.name for path in disk.path.iterdir()} == {"fill", "journal"}
+    journal.append(3)
+    assert [*Journal(journal.path).replay()] == [1, 2, 3]
+
+
+def test_a_seal_is_that_of_the_earlier_text(disk: SmallDisk):
+    run = a_run(disk)
+    before = read_sealed(run.folder / LOGS)
+    run.log(1, Snapshot())
+    disk.fill()
+    fails(run.folder / LOGS, run.sync)
+    assert read_sealed(run.folder / LOGS) == before
+    disk.empty()
+    run.close()
+
+
+def test_weights_beyond_the_size_of_a_file(tmp_path: Path):
+    """`ulimit -f`, as batch systems set it: one line with the remedy, and the version before stays readable."""
+    script = """
+        import resource, torch
+        from forge.runtime.store import VersionStore
+        store = VersionStore.create()
+        store.put("policy", {"w": torch.ones(8)}, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            store.put("policy", {"w": torch.ones(10**6)}, 2)
+        except OSError as error:
+            print(error)
+        with store.open("policy") as snapshot:
+            print(snapshot.version, dict(snapshot.tensors())["w"].sum().item())
+        store.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    line = "4 MB of weights are more than a file may have here: raise ulimit -f"
+    assert done.stdout.splitlines() == [line, "1 8.0"], done.stderr

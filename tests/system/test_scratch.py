@@ -1,0 +1,248 @@
+"""Folders that go with their process, and what is found of those whose watcher was killed too."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from forge.system.scratch import MACHINE, Scratch, sweep
+
+pytestmark = pytest.mark.processes
+
+LEFT = """
+import os, signal, sys
+from forge.system.scratch import Scratch
+scratch = Scratch("forge-run-", sys.argv[1])
+(scratch.path / "file").touch()
+print(scratch.path, flush=True)
+if sys.argv[2] == "killed":
+    scratch._watcher.kill()  # as the end of a control group does
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `sweep` looks, beside the usual folders."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def begin(base: Path, how: str) -> tuple[subprocess.Popen, Path]:
+    words = [sys.executable, "-c", LEFT, str(base), how]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_dead_process_left_is_removed_and_nothing_else(base: Path):
+    dead, left = begin(base, "killed")
+    assert dead.wait() == -signal.SIGKILL
+    living, used = begin(base, "lives")
+    (base / "forge-run-note").write_text("a file")
+    (base / "forge-run-link").symlink_to(used)
+    (base / "forge-other").mkdir()
+    assert left in sweep()
+    assert not left.exists()
+    assert used.is_dir()
+    assert {path.name for path in base.iterdir()} == {"forge-run-note", "forge-run-link", "forge-other", used.name}
+    living.communicate()
+    deadline = time.monotonic() + 60  # its shell removes the folder once it sees the end of the process
+    while used.exists():
+        assert time.monotonic() < deadline, "the folder outlived its process"
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_folders_of_another_user_are_left_alone_however_deep(base: Path):
+    deep = base / f"forge-weights-1-{MACHINE}-x"
+    deep.mkdir()
+    handle = os.open(deep, os.O_RDONLY)
+    for _ in range(3000):  # deeper than a path may be, and than Python recurses
+        os.mkdir("d", dir_fd=handle)
+        below = os.open("d", os.O_RDONLY, dir_fd=handle)
+        os.close(handle)
+        handle = below
+    os.close(handle)
+    os.chown(deep, 21002, 21002)
+    assert deep not in sweep()
+    assert deep.is_dir()
+    os.chown(deep, 0, 0)
+    assert deep in sweep()
+    assert not deep.exists()
+
+
+def test_folders_of_other_hosts_and_of_earlier_versions_stay(base: Path):
+    """Their processes may live: other hosts' locks are not seen here, and earlier versions had none."""
+    for name in ("forge-run-12-ab3d5f-zkzjsmui", "forge-run-12-zkzjsmui", "forge-weights-12-zkzjsmui"):
+        (base / name).mkdir()
+        assert base / name not in sweep()
+        assert (base / name).is_dir()
+
+
+def test_two_that_sweep_at_once_do_not_warn(base: Path, monkeypatch, caplog: pytest.LogCaptureFixture):
+    left = base / f"forge-run-1-{MACHINE}-x"
+    left.mkdir()
+    inode, lock = left.stat().st_ino, fcntl.flock
+
+    def removed_by_the_other(handle: int, how: int) -> None:
+        lock(handle, how)  # the usual folders may hold stores of runs beside this test
+        if os.fstat(handle).st_ino == inode:
+            left.rmdir()
+
+    monkeypatch.setattr("fcntl.flock", removed_by_the_other)
+    assert left not in sweep()
+    assert not left.exists()
+    assert not caplog.records
+
+
+def test_a_folder_goes_with_close(base: Path):
+    scratch = Scratch("forge-trackers-", base)
+    assert scratch.path.name.startswith(f"forge-trackers-{os.getpid()}-{MACHINE}-")
+    scratch.close()
+    assert not list(base.iterdir())
+
+
+def test_close_does_not_wait_for_a_fork_of_this_process(base: Path):
+    scratch = Scratch("forge-run-", base)
+    fork = os.fork()
+    if not fork:
+        signal.pause()  # it holds the pipe that the shell reads
+    try:
+        scratch.close()
+        assert not scratch.path.exists()
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+
+
+def test_forge_clean_names_what_it_removes(base: Path):
+    dead, left = begin(base, "killed")
+    dead.wait()
+    words = [sys.executable, "-c", "from forge.cli import main; main(['clean'])"]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(base)}, check=True)
+    assert f"removed {left}\n" in done.stdout
+
+
+ORDERLY = """
+import sys
+from forge.system.scratch import Scratch
+scratch = Scratch("forge-run-", sys.argv[1])
+(scratch.path / "socket").touch()
+scratch._watcher.kill()
+scratch._watcher.wait()
+print(scratch.path, flush=True)
+sys.exit(0) if sys.argv[2] == "exit" else 1 / 0
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "error"])
+def test_a_folder_goes_with_an_orderly_end_though_its_shell_was_killed(base: Path, how: str):
+    words = [sys.executable, "-c", ORDERLY, str(base), how]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if how == "exit" else 1)
+    assert done.stdout.startswith(f"{base}/forge-run-")
+    assert not list(base.iterdir())
+
+
+def test_a_folder_that_was_closed_is_not_removed_again(base: Path):
+    code = ORDERLY.replace("scratch._watcher.kill()\nscratch._watcher.wait()", "scratch.close(); scratch.path.mkdir()")
+    done = subprocess.run([sys.executable, "-c", code, str(base), "exit"], capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).is_dir()
+
+
+def test_a_left_folder_of_thousands_of_levels_is_removed(base: Path, caplog: pytest.LogCaptureFixture):
+    deep = base / f"forge-weights-1-{MACHINE}-x"
+    deep.mkdir()
+    for branch in ("a", "b"):
+        handle = os.open(deep, os.O_RDONLY)
+        for _ in range(5000):
+            os.mkdir(branch, dir_fd=handle)
+            os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=handle))
+            below = os.open(branch, os.O_RDONLY, dir_fd=handle)
+            os.close(handle)
+            handle = below
+        os.close(handle)
+    assert deep in sweep()
+    assert not deep.exists()
+    assert not caplog.records
+
+
+def test_odd_things_in_a_left_folder_are_removed_and_links_not_followed(base: Path):
+    kept = base / "kept"
+    (kept / "folder").mkdir(parents=True)
+    (kept / "file").write_text("precious")
+    left = base / f"forge-run-1-{MACHINE}-x"
+    (left / "a/b").mkdir(parents=True)
+    (left / "a/link").symlink_to(kept)
+    (left / "a/b/link").symlink_to(kept / "file")
+    (left / "a/b/nowhere").symlink_to("/nowhere")
+    os.mkfifo(left / "a/fifo")
+    os.link(kept / "file", left / "a/hard")
+    for name in ("\n", "\x1b[2J", " ", "...", "é" * 100, os.fsdecode(b"\xff"), "-rf", "*"):
+        (left / "a" / name).mkdir()
+        (left / "a" / name / name).touch()
+    (left / "a").chmod(0o000)
+    assert left in sweep()
+    assert not left.exists()
+    assert (kept / "file").read_text() == "precious"
+    assert (kept / "folder").is_dir()
+
+
+def mounted(kept: Path, place: Path, command: list[str], base: Path) -> subprocess.CompletedProcess:
+    """A command where `kept` is mounted at a place, for this command alone."""
+    script = 'mount --bind "$1" "$2" || exit 77; shift 2; exec "$@"'
+    words = ["unshare", "--mount", "--propagation=private", "sh", "-c", script, "sh", str(kept), str(place), *command]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(base)}, check=False)
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip(f"nothing can be mounted here: {done.stderr}")
+    return done
+
+
+@pytest.mark.parametrize("where", ["a/b", ".", "a b\nc"])
+def test_what_is_mounted_in_a_left_folder_stays(base: Path, where: str):
+    kept, left = base / "kept", base / f"forge-run-1-{MACHINE}-x"
+    kept.mkdir()
+    (left / where).mkdir(parents=True, exist_ok=True)
+    (kept / "file").touch()
+    place = left if where == "." else left / where
+    done = mounted(kept, place, [sys.executable, "-c", "from forge.cli import main; main(['clean'])"], base)
+    assert done.returncode == 0
+    assert (kept / "file").exists()
+    assert left.is_dir()
+    assert f"removed {left}" not in done.stdout
+    assert "is mounted in it: unmount it" in done.stderr
+    assert left in sweep()
+    assert not left.exists()
+
+
+def test_a_mount_that_was_made_meanwhile_is_not_entered(base: Path):
+    kept, left = base / "kept", base / "left"
+    (kept / "folder").mkdir(parents=True)
+    (left / "a/b").mkdir(parents=True)
+    (kept / "file").touch()
+    code = "import os, sys; from forge.system.files import remove_tree as remove; "
+    code += "remove(sys.argv[1], os.open(sys.argv[1], os.O_RDONLY))"
+    for place in (left / "a", left / "a/b"):
+        (left / "a/b").mkdir(parents=True, exist_ok=True)
+        done = mounted(kept, place, [sys.executable, "-c", code, str(left)], base)
+        assert done.returncode == 1
+        assert "OSError: [Errno 16]" in done.stderr
+        assert (kept / "file").exists()
+        assert (kept / "folder").is_dir()
+
+
+def test_names_are_printed_without_what_a_terminal_obeys(base: Path):
+    left = base / f"forge-run-1-{MACHINE}-\x1b]0;evil\x07\nremoved everything"
+    left.mkdir()
+    words = [sys.executable, "-c", "from forge.cli import main; main(['clean'])"]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(base)}, check=True)
+    assert rf"forge-run-1-{MACHINE}-\x1b]0;evil\x07\nremoved everything" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "\nremoved everything" not in done.stdout

@@ -1,0 +1,343 @@
+"""What strangers can do to our HTTP servers: pages of other sites, silent and slow clients, clients without the key."""
+
+import asyncio
+import gzip
+import json
+from contextlib import suppress
+
+import pytest
+from aiohttp import ClientSession, web
+
+from forge.system import web as access
+
+
+async def hello(request: web.Request) -> web.Response:
+    return web.json_response({"got": await request.text()})
+
+
+async def socket(request: web.Request) -> web.WebSocketResponse:
+    answer = web.WebSocketResponse()
+    await answer.prepare(request)
+    await answer.send_str("hello")
+    return answer
+
+
+async def closed(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side ends the connection without an answer."""
+    try:
+        return await reader.read() == b""
+    except ConnectionError:
+        return True
+
+
+def served(work, key: str | None = None):
+    async def main():
+        app = web.Application(middlewares=[access.guard("127.0.0.1", key)])
+        app.add_routes([web.get("/", hello), web.post("/", hello), web.get("/ws", socket)])
+        async with (
+            asyncio.timeout(60),
+            access.listen(app, access.bind("127.0.0.1", 0)) as url,
+            ClientSession() as http,
+        ):
+            return await work(http, url)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:9"}, 200),
+        ({"Host": "[::1]:9"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "[broken"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+def test_only_this_machines_own_programs_are_answered(headers, status):
+    async def work(http, url):
+        plain = {"Content-Type": "application/json"} | headers
+        async with http.post(url, data='{"a": 1}', headers=plain) as answer:
+            assert answer.status == status
+        async with http.get(f"{url}/ws", headers=headers) as answer:  # the handshake of a WebSocket needs more headers
+            assert answer.status == (status if status == 403 else 400)
+
+    served(work)
+
+
+def test_a_page_of_another_site_opens_no_socket():
+    async def work(http, url):
+        async with http.ws_connect(f"{url}/ws") as opened:
+            assert await opened.receive_str() == "hello"
+        with pytest.raises(Exception, match="403"):
+            await http.ws_connect(f"{url}/ws", headers={"Origin": "http://evil.example"})
+
+    served(work)
+
+
+def test_with_a_key_the_key_decides():
+    async def work(http, url):
+        for given, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Bearer \udcff"}, 401),
+            ({"Authorization": "Bearer sécret"}, 200),
+        ):
+            async with http.get(url, headers={"Host": "train-3.cluster", **given}) as answer:
+                assert answer.status == status
+
+    served(work, "sécret")
+
+
+def test_an_address_that_others_reach_needs_a_key(monkeypatch):
+    monkeypatch.delenv("FORGE_API_KEY", raising=False)
+    for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
+        assert access.required_key(host) is None
+    for host in ("0.0.0.0", "::", "10.0.0.3", "node7"):
+        with pytest.raises(ValueError, match=f"other machines reach {host}: set FORGE_API_KEY"):
+            access.required_key(host)
+        assert access.required_key(host, "k") == "k"
+    monkeypatch.setenv("FORGE_API_KEY", "e")
+    assert access.required_key("0.0.0.0") == access.required_key("localhost") == "e"
+
+
+def test_connections_beyond_the_limit_are_closed_and_silent_ones_too(monkeypatch):
+    monkeypatch.setattr(access, "CONNECTIONS", 4)
+    monkeypatch.setattr(access, "HEADER_TIME", 0.5)
+
+    async def work(http, url):
+        port = int(url.rpartition(":")[2])
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        held[0][1].write(b"GET / HTTP/1.1\r\nHost: localhost\r\n")  # half a request
+        held[1][1].write(b"\r\n\r\n")  # blank lines, which may come before one
+        held[2][1].write(b"\r\n\r\nGET / HTTP/1.1\r\n")
+        held.append(await asyncio.open_connection("127.0.0.1", port))
+        assert await closed(held[-1][0])
+        assert all([await closed(reader) for reader, _ in held])
+        for _, writer in held:
+            writer.close()
+        async with http.get(url) as answer:
+            assert answer.status == 200
+
+    served(work)
+
+
+def request_of(port):
+    return f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
+
+
+async def answered(port):
+    """A connection that has had one answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request_of(port))
+    await reader.readuntil(b"}")
+    return reader, writer
+
+
+@pytest.mark.parametrize("more", [b"G", b"\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n"], ids=["byte", "blank", "half"])
+def test_the_next_request_of_a_connection_has_the_same_limit(monkeypatch, more):
+    monkeypatch.setattr(access, "HEADER_TIME", 0.3)
+
+    async def work(_, url):
+        reader, writer = await answered(int(url.rpartition(":")[2]))
+        writer.write(more)
+        assert await closed(reader)
+        writer.close()
+
+    served(work)
+
+
+def test_an_idle_connection_is_closed(monkeypatch):
+    monkeypatch.setattr(access, "IDLE_TIME", 0.3)
+
+    async def work(_, url):
+        reader, writer = await answered(int(url.rpartition(":")[2]))
+        assert await closed(reader)
+        writer.close()
+
+    served(work)
+
+
+@pytest.mark.parametrize("rest", [b"", b"GET /"], ids=["idle", "half"])
+def test_connections_that_bring_nothing_make_room(monkeypatch, rest):
+    monkeypatch.setattr(access, "CONNECTIONS", 4)
+
+    async def work(_, url):
+        port = int(url.rpartition(":")[2])
+        held = [await answered(port) for _ in range(4)]
+        for _, writer in held:
+            writer.write(rest)
+            await asyncio.sleep(0)
+        held.append(await answered(port))
+        assert await closed(held[0][0])
+        held[3][1].write(request_of(port)[len(rest) :])  # the others are still there
+        assert b"200" in await held[3][0].readline()
+        for _, writer in held:
+            writer.close()
+
+    served(work)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_headers_without_an_end_are_refused(first):
+    async def work(http, url):
+        port = int(url.rpartition(":")[2])
+        reader, writer = await (asyncio.open_connection("127.0.0.1", port) if first else answered(port))
+        with suppress(ConnectionError):
+            writer.write(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000)
+            await writer.drain()
+            assert b" 4" in await reader.readline()
+        writer.close()
+        async with http.get(url) as answer:
+            assert answer.status == 200
+
+    served(work)
+
+
+def test_who_does_not_read_is_left(monkeypatch):
+    monkeypatch.setattr(access, "WRITE_TIME", 0.3)
+    ended = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        try:
+            while True:
+                await answer.write(b"x" * (1 << 16))
+        finally:
+            ended.set()
+
+    async def main():
+        app = web.Application(middlewares=[access.guard("127.0.0.1", None)])
+        app.add_routes([web.get("/", endless)])
+        async with access.listen(app, access.bind("127.0.0.1", 0)) as url:
+            port = int(url.rpartition(":")[2])
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+            writer.write(request_of(port))
+            await asyncio.wait_for(ended.wait(), 30)
+            writer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["GET /" + "a" * 10_000 + " HTTP/1.1", "GET / HTTP/9.9", "G\0T / HTTP/1.1", "GET / HTTP/1.1\r\nContent-Length: x"],
+    ids=lambda head: head[:9],
+)
+def test_a_malformed_request_is_answered_and_not_logged(head, caplog):
+    async def work(_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(f"{head}\r\nHost: localhost\r\n\r\n".encode())
+        assert b" 400 " in await reader.readline()
+        writer.close()
+
+    served(work)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("body", "charset", "says"),
+    [
+        (b"{", "utf-8", "Expecting property name"),
+        (b"[" * 20_000, "utf-8", "nested too deeply"),
+        (b"[" * 200_000, "utf-8", "nested too deeply"),
+        (b"[" + b"[]," * 300_000 + b"0]", "utf-8", "more than 262144 lists"),
+        (b"\xff", "utf-8", "can't decode"),
+        (b"1", "punycode", "must be in UTF-8"),
+        (b"1" * 5000, "utf-8", "limit"),
+    ],
+    ids=lambda value: str(value)[:16],
+)
+def test_what_is_no_json_is_one_line(body, charset, says):
+    async def read(request: web.Request) -> web.Response:
+        try:
+            return web.json_response(await access.json_of(request))
+        except ValueError as error:
+            return web.json_response(str(error), status=400)
+
+    async def main():
+        app = web.Application(client_max_size=8 << 20, middlewares=[access.guard("127.0.0.1", None)])
+        app.add_routes([web.post("/", read)])
+        headers = {"Content-Type": f"application/json; charset={charset}"}
+        async with access.listen(app, access.bind("127.0.0.1", 0)) as url, ClientSession() as http:
+            async with http.post(url, data=body, headers=headers) as answer:
+                told = await answer.json()
+            async with http.post(url, data=b'{"a": [' + b"1," * 60_000 + b"2]}", headers=headers) as longer:
+                return answer.status, told, longer.status, len((await longer.json()) if charset == "utf-8" else "a")
+
+    status, told, other, size = asyncio.run(main())
+    assert (status, says in told, "\n" in told) == (400, True, False)
+    assert (other, size) == ((200, 1) if charset == "utf-8" else (400, 1))
+
+
+def test_a_body_in_many_chunks_is_parsed_in_parts(monkeypatch):
+    take, sizes = access.Connection.data_received, []
+
+    def watched(self, data):
+        sizes.append(len(data))
+        take(self, data)
+
+    monkeypatch.setattr(access.Connection, "data_received", watched)
+
+    async def work(_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += b"Transfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"1\r\n1\r\n" * 100_000 + b"0\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        writer.close()
+
+    served(work)
+    assert sum(sizes) > 600_000
+    assert max(sizes) <= 1 << 15
+
+
+def test_a_compressed_body_is_refused():
+    async def work(http, url):
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        async with http.post(url, data=gzip.compress(b"[" * 100), headers=headers, compress=None) as answer:
+            assert answer.status == 415
+
+    served(work)
+
+
+def test_a_body_that_does_not_come_ends_its_request(monkeypatch):
+    monkeypatch.setattr(access, "BODY_TIME", 0.5)
+
+    async def work(_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
+        writer.write(head.encode())
+        assert b"408" in await reader.readline()
+        writer.close()
+
+    served(work)
+
+
+def test_a_whole_request_takes_as_long_as_it_needs(monkeypatch):
+    monkeypatch.setattr(access, "HEADER_TIME", 0.3)
+
+    async def slow(_: web.Request) -> web.Response:
+        await asyncio.sleep(1.0)
+        return web.json_response({})
+
+    async def main():
+        app = web.Application(middlewares=[access.guard("127.0.0.1", None)])
+        app.add_routes([web.post("/", slow)])
+        async with (
+            access.listen(app, access.bind("127.0.0.1", 0)) as url,
+            ClientSession() as http,
+            http.post(url, data=json.dumps("x" * 200_000), headers={"Content-Type": "application/json"}) as a,
+        ):
+            return a.status
+
+    assert asyncio.run(main()) == 200

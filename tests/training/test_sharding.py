@@ -1,0 +1,108 @@
+"""Tensor and context parallelism and their products with FSDP2 and HSDP: two and four processes train as one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forge.runtime.store import VersionStore
+from forge.training import checkpoint
+from forge.training.distributed import join
+from tests.training import layouts, ranks
+from tests.training.cases import example, make_trainer
+from tests.training.conftest import Outcome
+from tests.training.test_two_ranks import assert_same_metrics, assert_same_weights
+
+pytestmark = pytest.mark.processes
+
+
+def assert_as_one(results: list[Any], one: dict[str, Any], tolerance: float = 1e-4) -> None:
+    """All ranks say the same, which is what one process says."""
+    for result in results:
+        assert result["metrics"] == results[0]["metrics"]
+        assert_same_weights(result["weights"], results[0]["weights"], 0.0)
+    for many, alone in zip(results[0]["metrics"], one["metrics"], strict=True):
+        alone.pop("largest", None), many.pop("largest", None)  # no mean that ranks could share
+        assert_same_metrics(many, alone, 1e-5)
+    assert_same_weights(results[0]["weights"], one["weights"], tolerance)
+
+
+@pytest.mark.parametrize(
+    "name", [name if layouts.world(name) == 2 else pytest.param(name, marks=pytest.mark.full) for name in layouts.STEPS]
+)
+def test_a_layout_trains_as_one_process_does(request: pytest.FixtureRequest, models: dict[str, Path], name: str):
+    _, family, settings = layouts.STEPS[name]
+    results = request.getfixturevalue("two_ranks" if layouts.world(name) == 2 else "four_ranks")(name)
+    one = ranks.five_steps(join(), models[family], **settings)
+    assert_as_one(results, one)
+    for result in results:
+        np.testing.assert_allclose(result["scores"], one["scores"], atol=1e-5)
+
+
+@pytest.mark.full
+def test_a_critic(four_ranks: Outcome, models: dict[str, Path], tmp_path: Path):
+    results, one = four_ranks("value cp2 tp2"), ranks.a_head(join(), models["qwen3"], "value", tmp_path)
+    assert_as_one(results, one)
+    for result in results:
+        assert result["again"] == result["after"]
+        np.testing.assert_allclose(result["predictions"], one["predictions"], atol=1e-4)
+
+
+@pytest.mark.full
+def test_adapters(four_ranks: Outcome, models: dict[str, Path], tmp_path: Path):
+    results, one = four_ranks("lora"), ranks.lora(join(), models["qwen3"], "policy", tmp_path)
+    assert_as_one(results, one)
+    assert_same_weights(results[0]["sent"], one["sent"], 1e-4)
+    for result in results:
+        assert result["again"] == result["after"]
+        assert_same_weights(result["weights"], result["restored"], 0.0)
+
+
+@pytest.mark.full
+def test_several_updates(four_ranks: Outcome, models: dict[str, Path]):
+    assert_as_one(four_ranks("several updates"), ranks.several_updates(join(), models["qwen3"]))
+
+
+@pytest.mark.full
+def test_a_checkpoint_goes_on_in_every_layout(four_ranks: Outcome, models: dict[str, Path]):
+    written, onto_square, onto_other = four_ranks("saved"), four_ranks("of one rank"), four_ranks("of another layout")
+    losses = [metrics["loss"] for metrics in written[0]["after"]]
+    for result in written:
+        assert result["again"] == result["after"]
+    for result in [*onto_square, *onto_other]:
+        assert result == pytest.approx(losses, rel=1e-5, abs=1e-5)
+    trainer = make_trainer(models["qwen3"])
+    checkpoint.load(trainer, written[0]["path"])
+    for seed, expected in zip((3, 4), written[0]["after"], strict=True):
+        assert_same_metrics(trainer.train_step(example(seed), ranks.LOSS), expected, 1e-5)
+
+
+@pytest.mark.full
+def test_what_is_published_is_whole(four_ranks: Outcome, published: VersionStore):
+    results = four_ranks("stored")
+    assert [result["version"] for result in results] == [2] * 4
+    assert_same_weights(results[0]["weights"], published.get("policy", version=2), 0.0)
+
+
+@pytest.mark.full
+def test_a_trainer_that_gives_its_device_away_goes_on(four_ranks: Outcome):
+    for result in four_ranks("in turn"):
+        assert_same_weights(result["weights"], result["other"], 0.0)
+
+
+@pytest.mark.full
+def test_bfloat16_trains_close_to_float32(four_ranks: Outcome):
+    half, full = four_ranks("bfloat16")[0], four_ranks("fsdp2 tp2")[0]
+    for a, b in zip(half["metrics"], full["metrics"], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.1, abs=0.05)
+
+
+@pytest.mark.full
+def test_a_value_that_is_not_finite_stops_every_rank(four_ranks: Outcome):
+    for result in four_ranks("not finite"):
+        assert result["message"].startswith("step 0: loss nan")
+        assert_same_weights(result["before"], result["after"], 0.0)
+        assert np.isfinite(result["next"]["loss"])
