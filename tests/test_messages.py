@@ -225,7 +225,7 @@ def test_a_root_that_cannot_be_written_is_named(tmp_path, root):
 @pytest.mark.parametrize(
     ("overrides", "flags"),
     [
-        (("--trainer.procs", "2000"), "--services.generator.with_gpus false --services.trainer.with_gpus false"),
+        (("--trainer.procs", "2000"), "--services.trainer.with_gpus false --services.generator.with_gpus false"),
         (
             ("--trainer.num_replicas", "1", "--generator.num_replicas", "999", "--trainer.with_gpus", "false"),
             "--services.generator.with_gpus false",

@@ -27,11 +27,20 @@ def literals() -> str:
     found = []
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Rule":  # of forge.recipes.preflight
+                found.append(": ".join(text_of(part) for part in node.args[1:]))
+            elif isinstance(node, ast.expr):
+                found.append(text_of(node))
     return "\n".join(found)
+
+
+def text_of(node: ast.expr) -> str:
+    """The text of a literal, of an f-string, or of a function that returns one; otherwise none."""
+    if isinstance(node, ast.Lambda):
+        return text_of(node.body)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 TEXTS = literals()

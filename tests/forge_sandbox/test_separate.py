@@ -10,7 +10,7 @@ import pytest
 
 from forge.data.config import DatasetConfig
 from forge.models import build_small_model
-from forge.recipes.launch import check_data
+from forge.recipes.prepare import check_data
 from forge.recipes.schema import EvalConfig
 from forge_sandbox import Case, CodeVerifier, forgeable
 

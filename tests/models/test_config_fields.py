@@ -19,7 +19,8 @@ from forge.models import FAMILIES, check_family
 from forge.models.architecture import check_config, longest
 from forge.recipes.distill_config import DistillConfig
 from forge.recipes.dpo_config import DPOConfig
-from forge.recipes.launch import launch, prepare
+from forge.recipes.launch import launch
+from forge.recipes.prepare import prepare
 from forge.recipes.resume import Start, read_config
 from forge.recipes.reward_model_config import RewardModelConfig
 from forge.recipes.rl_config import RLConfig

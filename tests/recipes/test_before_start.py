@@ -12,7 +12,7 @@ from forge.config import ConfigError, build, to_dict
 from forge.data.config import DatasetConfig, PreferencesConfig, SupervisedConfig
 from forge.models import build_small_model
 from forge.recipes.distill_config import DistillConfig
-from forge.recipes.launch import check_data, prepare
+from forge.recipes.prepare import check_data, prepare
 from forge.recipes.resume import Start
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import EvalConfig, RunConfig

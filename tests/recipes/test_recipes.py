@@ -19,8 +19,9 @@ from forge.config import Arguments
 from forge.data.load import load_data
 from forge.models import build_small_model
 from forge.recipes.api import Result
-from forge.recipes.launch import launch, prepare
+from forge.recipes.launch import launch
 from forge.recipes.placement import check_gpus, gpus_needed
+from forge.recipes.prepare import prepare
 from forge.recipes.resume import Start, read_config
 from forge.recipes.rl_config import RLConfig as GRPOConfig
 from tests.trees import descendants
@@ -220,7 +221,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "more GPUs than there are": (
             ["--generator.num_replicas", "999", "--generator.with_gpus", "true", "--trainer.with_gpus", "true"],
-            r"1000 GPUs are needed \(services.generator 999, services.trainer 1\) and this machine has .*"
+            r"1000 GPUs are needed \(services.trainer 1, services.generator 999\) and this machine has .*"
             "lower procs or num_replicas, set colocated to true, or set with_gpus to false",
         ),
         "an unsupported family": (
@@ -276,7 +277,7 @@ CASES = [
                 *("--colocated", "true", "--async.max_policy_age", "0", "--trainer.procs", "2"),
                 *("--generator.with_gpus", "true", "--trainer.with_gpus", "true"),
             ],
-            {"generator": 2},  # the first of those that share
+            {"trainer": 2},  # whose processes the generator shares
         ),
     ],
 )

@@ -14,7 +14,8 @@ import yaml
 from forge.config import ConfigError, build, to_dict
 from forge.models import build_small_model
 from forge.observability.metrics import Snapshot
-from forge.recipes.launch import launch, prepare
+from forge.recipes.launch import launch
+from forge.recipes.prepare import prepare
 from forge.recipes.resume import Start, find_start
 from forge.recipes.rl_config import RLConfig as GRPOConfig
 from forge.recipes.sft_config import SFTConfig

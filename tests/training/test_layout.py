@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.recipes.launch import check_model
+from forge.recipes.prepare import check_model
 from forge.recipes.schema import TrainerConfig, TrainingConfig
 from forge.training import checkpoint
 from forge.training.attention import repeats

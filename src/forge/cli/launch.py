@@ -9,9 +9,12 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .recipes import RECIPES
+
+if TYPE_CHECKING:
+    from ..recipes.schema import TrainingRecipe
 
 TEXT = "start a run on several machines, by Slurm, ssh, Kubernetes or SkyPilot"
 
@@ -103,7 +106,7 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _slurm(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
+def _slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: list[tuple[str, list[str]]]) -> None:
     from ..runtime.cluster.slurm import SlurmJob, quoted
 
     partition = [f"partition={quoted(options.partition)}"] if options.partition else []
@@ -128,7 +131,7 @@ def _ssh_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=sys.executable, help="the Python there; default: this one's path")
 
 
-def _ssh(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
+def _ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: list[tuple[str, list[str]]]) -> None:
     from ..runtime.cluster.process import run_as_child
     from ..runtime.cluster.ssh import check, workers
 
@@ -158,7 +161,7 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shm", default="16Gi", help="/dev/shm of each pod: three versions of the weights")
 
 
-def _kubernetes(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
+def _kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: list[tuple[str, list[str]]]) -> None:
     from ..runtime.cluster.kubernetes import KubernetesJob
     from ..runtime.cluster.words import documents
 
@@ -187,7 +190,7 @@ def _skypilot_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accelerator", default="H100", help="kind of GPU, as SkyPilot names it")
 
 
-def _skypilot(options: argparse.Namespace, cfg: Any, runs: list[tuple[str, list[str]]]) -> None:
+def _skypilot(options: argparse.Namespace, cfg: TrainingRecipe, runs: list[tuple[str, list[str]]]) -> None:
     """Print the task: `forge launch skypilot ... > task.yaml; sky launch task.yaml`."""
     from ..runtime.cluster.skypilot import task
     from ..runtime.cluster.words import documents

@@ -95,6 +95,10 @@ class Section(BaseModel, metaclass=_OneLine):
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
+    def differs(self, *names: str) -> bool:
+        """Whether any of these fields differs from its default."""
+        return any(self[name] != type(self).model_fields[name].get_default() for name in names)
+
     def only(self, settings: type[Section]) -> dict[str, Any]:
         """The values of the fields that `settings` has as well."""
         return {name: self[name] for name in settings.model_fields}

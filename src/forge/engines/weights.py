@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..models.architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
 from ..models.files import read_json
+from ..models.read_once import model_config
 from ..models.weight_layouts import EMBEDDING, HEAD, Part, follows, head_size, layout, split_experts
 from ..types import UNKNOWN_EXPERT
 from .experts import Experts
@@ -72,9 +73,7 @@ def read_config(folder: Path) -> Any:
     model_type = read_json(folder / "config.json").get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported, but {', '.join(FAMILIES)}")
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = model_config(folder)
     check_config(config)
     return config
 

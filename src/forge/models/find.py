@@ -16,6 +16,7 @@ from ..system.files import cache_folder, removed_on_error, room_for
 from .architecture import FAMILIES, check_config
 from .files import PICKLES, check_gguf, check_model_files, read_json
 from .hub import is_hub_id, split_revision
+from .read_once import model_config
 from .tokenizer import PRINTABLE, character_tokenizer
 
 log = logging.getLogger(__name__)
@@ -50,10 +51,8 @@ def check_family(name: str) -> None:
         return
     if family not in FAMILIES:
         raise ValueError(f"model {name} has model_type {family!r:.80}, which is unsupported: use {_families()}")
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        config = model_config(path.parent)
     except Exception as error:  # its validation raises classes of its own
         raise ValueError(f"model {name}: its config.json is invalid: {' '.join(str(error).split())}") from error
     config.name_or_path = f"model {name}"

@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config.plugin import nearest
 from ..config.sections import ConfigError, Section, build, keys_of, section_in
 from ..observability.held_out import HELD_OUT
 from ..observability.rollouts import ROLLOUTS, batches, texts
+
+if TYPE_CHECKING:
+    from .schema import TrainingRecipe
 
 T = TypeVar("T")
 # The sections whose keys `train` accepts by themselves.
@@ -214,7 +217,7 @@ def generate(
 
 def _run(
     recipe: Callable[..., Any],
-    config_type: type[Section],
+    config_type: type[TrainingRecipe],
     kind: str,
     values: dict[str, Any],
     model: str | None,

@@ -9,14 +9,14 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from ..actors.keeper import share
 from ..algorithms import Algorithm, ValueLoss
 from ..data.spelling import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv
-from ..models.tokenizer import open_tokenizer
+from ..models.read_once import model_tokenizer
 from ..observability import Run
 from ..observability.console import log
 from ..observability.runs import SERVED
@@ -26,6 +26,10 @@ from ..runtime.store import VersionStore
 from ..system.files import write_atomic
 from .checkpoint import RunState
 from .preemption import Preempted, Preemption
+
+if TYPE_CHECKING:
+    from .rl_config import RLConfig
+    from .schema import RecipeConfig, TrainingRecipe
 
 
 class Job(NamedTuple):
@@ -40,7 +44,7 @@ class Job(NamedTuple):
 
     async def end_step(
         self,
-        cfg: Any,
+        cfg: TrainingRecipe,
         state: RunState,
         step: int,
         metrics: dict[str, float],
@@ -87,24 +91,24 @@ class RLComponents:
     state: RunState
 
 
-MakeEnv = Callable[[Any, Job], Coroutine[Any, Any, GroupEnv]]
+MakeEnv = Callable[["RLConfig", Job], Coroutine[Any, Any, GroupEnv]]
 
 
-async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv | None = None) -> RLComponents:
+async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: MakeEnv | None = None) -> RLComponents:
     """Start all components of the RL recipe and restore the checkpoint it resumes from.
 
     Args:
         make_env: makes the environment from the configuration; None: the reward of the configuration, or its
             `environment`.
     """
-    temperature, age, frozen_model = cfg.grpo.temperature, cfg.async_.max_policy_age, cfg.starts_reference(algorithm)
+    temperature, age, frozen_model = cfg.grpo.temperature, cfg.max_policy_age, cfg.starts_reference(algorithm)
     if algorithm.needs_reference and not frozen_model:
         log.warning(
             "services.ref_model is not set: the KL is to the generator's weights, by the log-probabilities recorded "
             "at sampling; set services.ref_model to {} for a frozen reference"
         )
     if cfg.metrics.rollouts:
-        spell = partial(spelled, open_tokenizer(job.model))
+        spell = partial(spelled, model_tokenizer(job.model))
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
     single_turn = make_env is None and cfg.environment is None
@@ -122,7 +126,7 @@ async def start_rl(cfg: Any, job: Job, algorithm: Algorithm, make_env: MakeEnv |
     )
     env: GroupEnv
     if single_turn:
-        env = SingleTurnEnv(rewards, open_tokenizer(job.model) if cfg.reward.gives_steps else None)
+        env = SingleTurnEnv(rewards, model_tokenizer(job.model) if cfg.reward.gives_steps else None)
     else:
         env = await (make_env or multi_turn_env)(cfg, job)
     state = RunState(trained, data, buffer, valued, rewards if cfg.reward.learns else None)
@@ -150,14 +154,14 @@ async def nothing() -> None:
     """In place of a component that the run does not need."""
 
 
-async def multi_turn_env(cfg: Any, job: Job) -> GroupEnv:
+async def multi_turn_env(cfg: RLConfig, job: Job) -> GroupEnv:
     """The environment that the configuration names."""
     from ..envs.group import MultiTurnEnv
 
     return MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(job.model), **cfg.limits())
 
 
-async def dataset(cfg: Any, job: Job, *, in_turn: bool = False) -> Handle:
+async def dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Handle:
     """The stream of data: in this process, or where `services.dataset` places it.
 
     Args:
@@ -176,18 +180,18 @@ async def dataset(cfg: Any, job: Job, *, in_turn: bool = False) -> Handle:
     return await DatasetActor.options(**cfg.placement("dataset")).as_actor(job.model, **settings)
 
 
-async def replay_buffer(cfg: Any, job: Job, algorithm: Algorithm) -> Handle:
+async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle:
     """Where rollouts wait, for two batches of each version that may be in flight: in this process, or where
     `services.replay_buffer` places it."""
     batch_size = cfg.training.batch_size
     settings = {
-        "capacity": 2 * batch_size * (cfg.async_.max_policy_age + 1),
+        "capacity": 2 * batch_size * (cfg.max_policy_age + 1),
         "seed": cfg.seed,
         "replace": algorithm.dynamic_sampling * batch_size,
         "batch_size": batch_size,
         "steps": cfg.training.steps,
         "start": job.record.start,
-        "max_policy_age": cfg.async_.max_policy_age,
+        "max_policy_age": cfg.max_policy_age,
         "order": cfg.async_.order,
         "keep_dropped": 4 * batch_size if cfg.metrics.rollouts == "all" else cfg.metrics.rollouts,
     }
@@ -196,21 +200,21 @@ async def replay_buffer(cfg: Any, job: Job, algorithm: Algorithm) -> Handle:
     return await ReplayBuffer.options(**cfg.placement("replay_buffer")).as_actor(**settings)
 
 
-async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
+async def generator(cfg: RecipeConfig, job: Job, **sampling: Any) -> Handle:
     """The policy that samples, with what differs from the defaults of `forge.types.Sampling`; served to others as well
     where `serve` says so."""
     options, at = Generator.options(**cfg.placement("generator")), cfg.serve.listening()
     if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
         from ..data.prompts import stop_ids
 
-        sampling["stop_token_ids"] = stop_ids(cfg.dataset, open_tokenizer(job.model))  # type: ignore
+        sampling["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(job.model))  # type: ignore
     store = await share(job.store)
     policy = await options.as_service(job.model, store=store, **sampling, **cfg.generator)
     if at is not None:
         from ..serve import Server  # its import was checked with the configuration
         from ..system.web import required_key
 
-        tokenizer, own = open_tokenizer(job.model), secrets.token_urlsafe(32)
+        tokenizer, own = model_tokenizer(job.model), secrets.token_urlsafe(32)
         server = Server(policy, tokenizer, cfg.run.name, required_key(cfg.serve.host), own)
         url = await server.beside(at)
         write_atomic(job.record.folder / SERVED, json.dumps({"url": url, "key": own}), secret=True)
@@ -218,7 +222,9 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
     return policy
 
 
-async def trainer(cfg: Any, job: Job, loss: Callable[..., Any], *, service: str = "trainer", **more: Any) -> Handle:
+async def trainer(
+    cfg: TrainingRecipe, job: Job, loss: Callable[..., Any], *, service: str = "trainer", **more: Any
+) -> Handle:
     """A trainer under `services.<service>`; further settings are those of `forge.actors.Trainer`. A second trainer of
     a run, such as a critic, keeps its checkpoints in a folder of its own."""
     folder = job.record.checkpoints if service == "trainer" else f"{job.record.checkpoints}/{service}"
@@ -226,13 +232,13 @@ async def trainer(cfg: Any, job: Job, loss: Callable[..., Any], *, service: str 
         "optimizer": cfg.training.optimizer_settings(),
         "backend": cfg.trainer.backend,
         "parallelism": {**cfg.layout(service)},
-        "colocated": getattr(cfg, "colocated", False),
+        "colocated": cfg.shares_device(service),
         "recovery": folder if cfg.checkpoint.every else None,
         "lora": None if cfg.lora is None else {**cfg.lora},
         **cfg.training.trainer(),
     }
     if "store" in more:
-        more |= {"store": await share(more["store"]), "publish_dtype": cfg.generator.dtype}
+        more |= {"store": await share(more["store"]), "publish_dtype": None if cfg.engine is None else cfg.engine.dtype}
     options = cfg.placement(service)
     if options["with_gpus"] and not settings["colocated"]:
         # Every pack has another length: segments that grow leave no gaps. vLLM's sleep does not work with them.
@@ -240,22 +246,28 @@ async def trainer(cfg: Any, job: Job, loss: Callable[..., Any], *, service: str 
     return await Trainer.options(**options).as_actor(job.model, loss=loss, **(settings | more))
 
 
-async def critic(cfg: Any, job: Job) -> Handle:
+async def critic(cfg: RLConfig, job: Job) -> Handle:
     """A trainer of values beside the policy's, from `critic.model` or the policy's own start."""
-    optimizer = cfg.training.optimizer_settings() | {"learning_rate": cfg.critic.learning_rate}
-    own = {"service": "critic", "report": "critic", "head": "value", "backend": "fsdp", "optimizer": optimizer}
-    start = job if cfg.critic.model is None else job._replace(model=cfg.critic.model)
-    return await trainer(cfg, start, ValueLoss(cfg.critic.clip), **own)
+    return await trainer(
+        cfg,
+        job if cfg.critic.model is None else job._replace(model=cfg.critic.model),
+        ValueLoss(cfg.critic.clip),
+        service="critic",
+        report="critic",
+        head="value",
+        backend="fsdp",
+        optimizer=cfg.training.optimizer_settings() | {"learning_rate": cfg.critic.learning_rate},
+    )
 
 
-async def reward(cfg: Any) -> Handle:
+async def reward(cfg: RecipeConfig) -> Handle:
     """The reward functions: where `services.reward` places them, or in this process."""
     if cfg.services.reward is None:
         return await RewardActor.as_local(**cfg.reward.settings())
     return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())
 
 
-async def reference(cfg: Any, model: str, temperature: float = 1.0) -> Handle:
+async def reference(cfg: TrainingRecipe, model: str, temperature: float = 1.0) -> Handle:
     """A frozen model that scores batches."""
     passes = {name: cfg.training[name] for name in ("seq_len", "dtype", "weights_dtype")}
     sharded = cfg.placement("trainer")["procs"] > 1 or cfg.trainer.backend == "titan"

@@ -6,12 +6,13 @@ from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from ..config.sections import ConfigError, Section
+from ..config.sections import Section
 from ..data.config import DatasetConfig
 from ..engines.interface import check_length
 from ..runtime.controller import Options
+from . import preflight
 from .lengths import with_room
-from .schema import RecipeConfig, RewardConfig
+from .schema import RecipeConfig, SamplingServices
 
 
 class DistillSettings(Section):
@@ -29,16 +30,10 @@ class DistillSettings(Section):
     """Upper bound of the importance ratio, 1 + high."""
 
 
-class Services(Section):
+class Services(SamplingServices):
     """Placement of each component; `ref_model` is the teacher."""
 
-    generator: Options = Options()
-    trainer: Options = Options()
     ref_model: Options = Options()
-    reward: Options | None = Options()
-    """Null: in the controller's process."""
-    dataset: Options | None = None
-    """Null: in the controller's process."""
 
 
 class DistillConfig(RecipeConfig):
@@ -70,24 +65,7 @@ class DistillConfig(RecipeConfig):
         self.check_services()
         room = self.training.seq_len - self.distill.max_tokens
         together = f"dataset.max_prompt_tokens and distill.max_tokens together exceed training.seq_len: at most {room}"
-        for bad, message in (
-            (room < 1, "training.seq_len must exceed distill.max_tokens"),
-            (
-                self.training.sync_interval != 1,
-                "training.sync_interval does nothing in this recipe: the student samples with its newest weights",
-            ),
-            (
-                not self.eval.problems and (self.reward, self.services.reward) != (RewardConfig(), Options()),
-                "reward and services.reward do nothing: eval.problems is 0, and the student learns from its teacher",
-            ),
-            (
-                self.reward.beyond_accuracy,
-                "reward.functions beyond the first and reward.verifiers do nothing here: answers are "
-                "right by one function",
-            ),
-        ):
-            if bad:
-                raise ConfigError(message)
+        preflight.check(preflight.DISTILL_RULES, self)
         self.dataset.bound("max_prompt_tokens", room, together)
 
     def data(self, model: str) -> DatasetConfig:

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat
 from ..config.sections import Section
 from ..data.config import PreferencesConfig
 from ..runtime.controller import Options
-from .schema import TrainingRecipe
+from .schema import TrainingRecipe, TrainingServices
 
 
 class DPOSettings(Section):
@@ -19,13 +19,10 @@ class DPOSettings(Section):
     """The share of preferences that are assumed to be wrong."""
 
 
-class Services(Section):
+class Services(TrainingServices):
     """Placement of each component."""
 
-    trainer: Options = Options()
     ref_model: Options = Options()
-    dataset: Options | None = None
-    """Null: in the controller's process."""
 
 
 class DPOConfig(TrainingRecipe):

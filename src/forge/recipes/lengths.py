@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..config.sections import ConfigError
 from ..data.config import DatasetConfig
 from ..engines.interface import check_length
+from ..models.read_once import model_config
+
+if TYPE_CHECKING:
+    from .distill_config import DistillConfig
+    from .rl_config import RLConfig
+    from .schema import RecipeConfig
 
 
-def longest_sequence(cfg: Any, model: str) -> int:
-    """Most tokens of a prompt and its completion."""
-    from transformers import AutoConfig
-
-    return check_length(AutoConfig.from_pretrained(model, trust_remote_code=False), cfg.generator.max_seq_len)
+def longest_sequence(cfg: RecipeConfig, model: str) -> int:
+    """The most tokens of a prompt and its completion that generators of a model folder take."""
+    return check_length(model_config(model), cfg.generator.max_seq_len)
 
 
-def with_room(cfg: Any, section: str, model: str) -> DatasetConfig:
-    """The data whose prompts have room for the completions of a section, `max_tokens`, in what generators take. The
-    configuration itself stays as it is, with which a resumed run is compared.
+def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> DatasetConfig:
+    """The data, with prompts that leave room for the completions of a section in what generators take.
+
+    It is a copy: a resumed run is compared with the configuration as it was written.
 
     Raises:
         ConfigError: the completions leave no room, or `dataset.max_prompt_tokens` is set to more than they leave.
     """
-    sampling, most = cfg[section], longest_sequence(cfg, model)
-    data: DatasetConfig = cfg.dataset.model_copy()
-    room, completion = most - sampling.max_tokens, f"{section}.max_tokens = {sampling.max_tokens}"
+    sampling = cfg[section]
+    most = longest_sequence(cfg, model)
+    data = cfg.dataset.model_copy()
+    room = most - sampling.max_tokens
+    completion = f"{section}.max_tokens = {sampling.max_tokens}"
     remedy = "raise generator.max_seq_len as far as the model allows"
     if room < 1 and "max_tokens" in sampling.model_fields_set:
         raise ConfigError(
             f"{completion} leaves no room for a prompt in the {most} tokens that generators take: lower it, or {remedy}"
         )
+    # A default that leaves no room is a bound that answers never reach: they end at the model's length.
     room = room if room > 0 else most - 1
-    unset = cfg.training.seq_len - sampling.max_tokens
-    if data.max_prompt_tokens == unset:
-        data.max_prompt_tokens = min(unset, room)
+    # The bound that `training.seq_len` has set, where the user set none.
+    default_bound = cfg.training.seq_len - sampling.max_tokens
+    if data.max_prompt_tokens == default_bound:
+        data.max_prompt_tokens = min(default_bound, room)
     data.bound(
         "max_prompt_tokens",
         room,

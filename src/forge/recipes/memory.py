@@ -6,7 +6,9 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any
+
+from ..runtime.controller import Options
+from .schema import RecipeConfig, TrainingConfig, TrainingRecipe
 
 BYTES = {"float32": 4, "bfloat16": 2}
 NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW", "adamw8bit": "AdamW"}
@@ -29,7 +31,7 @@ def count_parameters(model: str, matrices: bool = False, experts: bool = True) -
     return total
 
 
-def state_bytes(training: Any, matrices: float) -> float:
+def state_bytes(training: TrainingConfig, matrices: float) -> float:
     """The optimiser's state, in bytes a parameter, where this share of all parameters are matrices of layers."""
     held, state = training.weights_dtype, training.optimizer_dtype or training.weights_dtype
     if training.optimizer == "adamw8bit":
@@ -38,51 +40,58 @@ def state_bytes(training: Any, matrices: float) -> float:
     return moments * BYTES[state] + (2 if (held, state) == ("bfloat16", "float32") else 0)
 
 
-def memory_report(cfg: Any, model: str) -> list[str]:
-    """One line for each component that holds the model. Activations, caches and libraries come on top.
-
-    Args:
-        cfg: configuration of a recipe.
-    """
-    count, lines = count_parameters(model), []
-    if not count:
+def memory_report(cfg: TrainingRecipe, model: str) -> list[str]:
+    """One line for each component that holds the model. Activations, caches and libraries come on top."""
+    parameters = count_parameters(model)
+    if not parameters:
         return []
-
-    def gb(size: float) -> str:
-        return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
-
-    services, training = cfg.services, cfg.training
-    held = training.weights_dtype
-    for name in ("trainer", "critic"):
-        if getattr(services, name, None) is None or (name == "critic" and not cfg.load_algorithm().needs_critic):
-            continue
-        shares = cfg.layout(name).shares(services[name].procs)
-        weights = count * BYTES[held] / shares
-        needed = state_bytes(training, count_parameters(model, matrices=True) / count)
-        state = needed * count / shares
-        parts = f"weights {gb(weights)}, gradients {gb(weights)}, {NAMES[training.optimizer]} {gb(state)}"
-        if training.kind(held) != "adamw":
-            dtype = "8 bits" if training.optimizer == "adamw8bit" else training.optimizer_dtype or held
-            parts += f" in {dtype}, together {2 * BYTES[held] + needed:.3g} bytes a parameter"
-        parts += f": {gb(2 * weights + state)}"
-        if cfg.lora is not None:
-            parts = f"frozen weights {gb(weights)}, and adapters"
-        where = "in host memory, " if training.cpu_offload else ""
-        lines.append(
-            f"{name}: {where}{parts} in {held} in each of {services[name].procs} process(es), "
-            f"which compute in {training.dtype}"
-        )
-    if (placed := getattr(services, "generator", None)) is not None and hasattr(cfg, "generator"):
+    trainers = [name for name in ("trainer", "critic") if cfg.service(name) is not None and name not in cfg.idle]
+    lines = [f"{parameters:,} parameters", *(_trainer_line(cfg, model, name, parameters) for name in trainers)]
+    generator = cfg.service("generator")
+    if generator is not None and isinstance(cfg, RecipeConfig):
         dtype = cfg.generator.dtype
-        each = gb(count * BYTES[dtype] / placed.procs)
-        lines.append(
-            f"generator: weights {each} in {dtype} in each of {placed.num_replicas * placed.procs} process(es)"
-        )
-    if (placed := getattr(services, "ref_model", None)) is not None:
-        shares = 1 if placed.procs == 1 else cfg.layout("ref_model").shares(placed.procs)
-        size, dtype, there = count * BYTES[training.dtype] / shares, training.dtype, placed.num_replicas * placed.procs
-        if dtype != held and placed.procs == services.trainer.procs == 1:
-            size = count * BYTES[held] - 2 * count_parameters(model, matrices=True, experts=False)
-            dtype = f"{dtype} (matrices of layers) and {held}"
-        lines.append(f"ref_model: weights {gb(size)} in {dtype} in each of {there} process(es)")
-    return [f"{count:,} parameters", *lines]
+        weights = readable(parameters * BYTES[dtype] / generator.procs)
+        processes = generator.num_replicas * generator.procs
+        lines.append(f"generator: weights {weights} in {dtype} in each of {processes} process(es)")
+    reference = cfg.service("ref_model")
+    if reference is not None:
+        lines.append(_reference_line(cfg, model, reference, parameters))
+    return lines
+
+
+def readable(size: float) -> str:
+    """A number of bytes in GB, or in MB below a tenth of one."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+
+
+def _trainer_line(cfg: TrainingRecipe, model: str, name: str, parameters: int) -> str:
+    training = cfg.training
+    dtype = training.weights_dtype
+    procs = cfg.services[name].procs
+    shares = cfg.layout(name).shares(procs)
+    weights = parameters * BYTES[dtype] / shares
+    state_per_parameter = state_bytes(training, count_parameters(model, matrices=True) / parameters)
+    state = state_per_parameter * parameters / shares
+    optimizer = f"{NAMES[training.optimizer]} {readable(state)}"
+    if training.kind(dtype) != "adamw":  # its state has another width than the weights
+        width = "8 bits" if training.optimizer == "adamw8bit" else training.optimizer_dtype or dtype
+        optimizer += f" in {width}, together {2 * BYTES[dtype] + state_per_parameter:.3g} bytes a parameter"
+    total = readable(2 * weights + state)
+    parts = f"weights {readable(weights)}, gradients {readable(weights)}, {optimizer}: {total}"
+    if cfg.lora is not None:
+        parts = f"frozen weights {readable(weights)}, and adapters"
+    place = "in host memory, " if training.cpu_offload else ""
+    return f"{name}: {place}{parts} in {dtype} in each of {procs} process(es), which compute in {training.dtype}"
+
+
+def _reference_line(cfg: TrainingRecipe, model: str, reference: Options, parameters: int) -> str:
+    training = cfg.training
+    dtype: str = training.dtype
+    shares = 1 if reference.procs == 1 else cfg.layout("ref_model").shares(reference.procs)
+    size = parameters * BYTES[training.dtype] / shares
+    # Undivided, it rounds its products as the trainer does: matrices of layers alone are held in the narrow dtype.
+    if dtype != training.weights_dtype and reference.procs == cfg.services.trainer.procs == 1:
+        size = parameters * BYTES[training.weights_dtype] - 2 * count_parameters(model, matrices=True, experts=False)
+        dtype = f"{dtype} (matrices of layers) and {training.weights_dtype}"
+    processes = reference.num_replicas * reference.procs
+    return f"ref_model: weights {readable(size)} in {dtype} in each of {processes} process(es)"

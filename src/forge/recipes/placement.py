@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from secrets import token_hex
 from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..runtime.cluster.credentials import SECRET, Credentials, NoSecret, read_secret
 from ..runtime.cluster.doctor import seen_by
@@ -18,8 +18,11 @@ from ..runtime.controller import Options
 from ..runtime.controller.runtime import demand_of
 from ..system.addresses import joined
 
+if TYPE_CHECKING:
+    from .schema import TrainingRecipe
 
-def check_hosts(cfg: Any) -> None:
+
+def check_hosts(cfg: TrainingRecipe) -> None:
     """Reject services that do not fit on the hosts of the run, or on this machine.
 
     Raises:
@@ -52,7 +55,7 @@ def check_hosts(cfg: Any) -> None:
             raise ValueError("; ".join([str(error), *failures])) from None
 
 
-def check_shared(cfg: Any, model: str) -> None:
+def check_shared(cfg: TrainingRecipe, model: str) -> None:
     """Reject hosts that do not see the model, or the folder of all runs where trainers on them write checkpoints.
 
     Raises:
@@ -81,7 +84,7 @@ def check_shared(cfg: Any, model: str) -> None:
                     )
 
 
-def gpus_needed(cfg: Any) -> dict[str, int]:
+def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:
     """How many GPUs each service of a configuration takes. Services that share processes share their GPUs, which count
     for the first of them. Hosts are simulated on this machine and add none."""
     needed: dict[str, int] = {}
@@ -97,7 +100,7 @@ def gpus_needed(cfg: Any) -> dict[str, int]:
     return needed
 
 
-def check_gpus(cfg: Any) -> None:
+def check_gpus(cfg: TrainingRecipe) -> None:
     """Reject services that take more GPUs than this machine has.
 
     Raises:

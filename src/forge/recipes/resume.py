@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
@@ -16,7 +16,7 @@ from ..observability.folder import FINISHED, MARK, made_no_step
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, read_sealed, write_sealed
 from ..system.masking import MASK, without_secrets
 
-T = TypeVar("T")
+C = TypeVar("C", bound="TrainingRecipe")
 
 # All else would make it another run. `model` may move: its content is compared.
 MAY_CHANGE = (
@@ -37,6 +37,9 @@ MAY_CHANGE = (
     "metrics.",
     "run.",
 )
+
+if TYPE_CHECKING:
+    from .schema import TrainingRecipe
 # What gives a finished run something to do again.
 GOALS = ("training.steps", "eval.stop_at")
 ORIGIN = "origin.json"
@@ -58,7 +61,7 @@ class Start:
     restart: bool = False
 
 
-def read_config(cls: type[T], arguments: Arguments) -> T:
+def read_config(cls: type[C], arguments: Arguments) -> C:
     """The configuration of a command line: that of `--config`, else the one that the run to go on with has left.
 
     Raises:
@@ -75,7 +78,7 @@ def read_config(cls: type[T], arguments: Arguments) -> T:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {folder}: it is no run, it has no config.yaml")
     _previous(folder)
-    cfg: Any = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
+    cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
     if arguments.config is None and not any(name.startswith("run.") for name, _ in arguments.overrides):
         # It may have been moved since, or be called from elsewhere.
         cfg.run.root, cfg.run.name = str(folder.parent), folder.name
@@ -87,7 +90,7 @@ def read_config(cls: type[T], arguments: Arguments) -> T:
     return cfg
 
 
-def find_start(cfg: Any, resume: str | None) -> Start:
+def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     """Where the run of this configuration starts.
 
     Raises:
@@ -166,14 +169,14 @@ def _previous(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"--resume {folder}: {error}. Settings are changed as --section.key VALUE") from None
 
 
-def _ended_early(cfg: Any, folder: Path) -> bool:
+def _ended_early(cfg: TrainingRecipe, folder: Path) -> bool:
     """It is the same run, and ended before its first checkpoint."""
     before = _previous(folder)
     same = all(name.startswith(MAY_CHANGE) for name, _, _ in changes(before, cfg))
     return same and before["checkpoint.every"] > 0 and not (folder / FINISHED).exists()
 
 
-def changes(before: dict[str, Any], cfg: Any) -> list[tuple[str, Any, Any]]:
+def changes(before: dict[str, Any], cfg: TrainingRecipe) -> list[tuple[str, Any, Any]]:
     """Name, old and new value of what differs between the configuration that a run has left and this one. What is
     masked there may be any secret."""
     now = flat(without_secrets(to_dict(cfg)))

@@ -9,7 +9,6 @@ from pydantic import NonNegativeFloat
 
 from ..config.sections import ConfigError, Section
 from ..data.config import PreferencesConfig
-from ..runtime.controller import Options
 from .schema import TrainingRecipe
 
 
@@ -31,20 +30,11 @@ class RewardModelSettings(Section):
     """Weight of the squared sum of a pair's scores, which holds their mean to 0."""
 
 
-class Services(Section):
-    """Placement of each component."""
-
-    trainer: Options = Options()
-    dataset: Options | None = None
-    """Null: in the controller's process."""
-
-
 class RewardModelConfig(TrainingRecipe):
     """Training of a reward model."""
 
     dataset: ScoredPairsConfig
     reward_model: RewardModelSettings = RewardModelSettings()
-    services: Services = Services()
 
     def scalar(self, model: str) -> list[str]:
         """The trained model itself."""

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..algorithms import Algorithm, Correction, load_algorithm
-from ..algorithms.base import OwnLoss
 from ..config.plugin import resolve
 from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig, RowsConfig
@@ -15,9 +14,10 @@ from ..engines.interface import check_length
 from ..envs.config import EpisodeConfig
 from ..observability.console import log
 from ..runtime.controller import Options
+from . import preflight
 from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
-from .schema import RecipeConfig, RewardConfig
+from .schema import RecipeConfig, SamplingServices
 
 
 class AlgorithmConfig(Section):
@@ -84,19 +84,15 @@ class AsyncConfig(Section):
     """Of the replay buffer."""
 
 
-class Services(Section):
+class Services(SamplingServices):
     """Placement of each component."""
 
-    generator: Options = Options()
-    trainer: Options = Options()
+    reward: Options | None = Options()
+    """Null: in the controller's process, for functions that are quick and sure to end."""
     critic: Options = Options()
     ref_model: Options | None = None
     """The frozen model that `grpo.beta` keeps the policy close to. Null: none is started, and the KL is to the
     generator's weights, by the log-probabilities that it recorded."""
-    reward: Options | None = Options()
-    """Null: in the controller's process, for functions that are quick and sure to end."""
-    dataset: Options | None = None
-    """Null: in the controller's process."""
     replay_buffer: Options | None = None
     """Null: in the controller's process."""
 
@@ -152,6 +148,19 @@ class RLConfig(RecipeConfig):
         """Whether the run has a reference model of its own."""
         return algorithm.needs_reference and self.services.ref_model is not None
 
+    @property
+    def max_policy_age(self) -> int:
+        """Versions that a trained token may be old: `async.max_policy_age`, which is set by the time it is read."""
+        assert self.async_.max_policy_age is not None
+        return self.async_.max_policy_age
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """The critic and the reference model, where the algorithm needs none."""
+        algorithm = self.load_algorithm()
+        needed = {"critic": algorithm.needs_critic, "ref_model": self.starts_reference(algorithm)}
+        return frozenset(name for name, is_needed in needed.items() if not is_needed)
+
     def load_algorithm(self) -> Algorithm:
         """The algorithm that is named, with its settings.
 
@@ -176,129 +185,32 @@ class RLConfig(RecipeConfig):
 
     def _check(self) -> None:
         super()._check()
-        algorithm, algo, unset = self.load_algorithm(), self.grpo, AlgorithmConfig()
-        aggregation, updates = self.shares(algorithm)["aggregation"], self.training.mini_batches * self.training.epochs
-        corrected, interval = algo.correction or "none", self.training.sync_interval
+        algorithm = self.load_algorithm()
+        interval = self.training.sync_interval
         if self.async_.max_policy_age is None:
             self.async_.max_policy_age = 0 if self.colocated else interval
-        age = self.async_.max_policy_age
-        if self.services.ref_model is None and (algorithm.needs_teacher or algo.reference is not None):
+        if self.services.ref_model is None and (algorithm.needs_teacher or self.grpo.reference is not None):
             self.services.ref_model = Options()
-        recorded = algorithm.beta > 0 and self.services.ref_model is None and not isinstance(algorithm, OwnLoss)
-        for bad, message in (
-            (
-                algo.n_samples < 2 and algorithm.within_group,
-                f"grpo.n_samples must be at least 2: {self.algorithm} compares the samples of a prompt with one "
-                "another, and one sample has nothing to be compared with",
-            ),
-            (
-                self.colocated and age != 0,
-                "colocated: trainer and generator take turns, so async.max_policy_age must be 0",
-            ),
-            (algo.max_tokens >= self.training.seq_len, "training.seq_len must exceed grpo.max_tokens"),
-            (
-                age < interval - 1,
-                f"training.sync_interval = {interval} makes weights older than async.max_policy_age = {age} allows: "
-                f"raise it to at least {interval - 1}",
-            ),
-            (
-                algo.horizon is not None and aggregation != "fixed_horizon",
-                f"grpo.horizon does something under aggregation fixed_horizon only: this is {aggregation}",
-            ),
-            (
-                algorithm.fixed_aggregation and aggregation != algorithm.aggregation,
-                f"{self.algorithm} means something under training.aggregation {algorithm.aggregation} only",
-            ),
-            (
-                algorithm.on_policy and updates > 1,
-                f"{self.algorithm} takes every sample as the policy's own, which holds for the first update of a step "
-                "only: set grpo.clip_ratio or grpo.correction, or make one update",
-            ),
-            (
-                not algorithm.beta and bool({"kl", "kl_in"} & algo.settings().keys()),
-                "grpo.kl and grpo.kl_in do nothing: grpo.beta is 0",
-            ),
-            (
-                not algorithm.uses_rewards and algo.overlong_buffer > 0,
-                f"grpo.overlong_buffer does nothing: {self.algorithm} does not look at rewards",
-            ),
-            (
-                self.reward.gives_steps and not algorithm.needs_critic,
-                f"reward.functions rewards steps, and {self.algorithm} sees only their sum: use algorithm ppo, whose "
-                "critic assigns them",
-            ),
-            (algo.overlong_buffer >= algo.max_tokens, "grpo.overlong_buffer must be below grpo.max_tokens"),
-            (
-                not algorithm.needs_reference and algo.reference is not None,
-                "grpo.reference is set and nothing uses it: grpo.beta is 0",
-            ),
-            (
-                not algorithm.needs_reference and self.services.ref_model is not None,
-                "services.ref_model is set and nothing uses it: grpo.beta is 0",
-            ),
-            (
-                recorded and (algorithm.kl_in == "reward" or (age == 0 and updates == 1)),
-                "grpo.beta does nothing: without services.ref_model the KL is to the weights that sampled, which are "
-                "those in training; set services.ref_model to {} for a frozen reference, on the CPU unless it has GPUs",
-            ),
-            (
-                algorithm.needs_teacher and algo.reference is None,
-                f"algorithm {self.algorithm} needs grpo.reference: the teacher's folder or hub id",
-            ),
-            (
-                not algorithm.needs_critic and (self.critic != CriticConfig() or self.services.critic != Options()),
-                f"critic or services.critic is set and nothing uses it: {self.algorithm} has no critic",
-            ),
-            (
-                corrected != "mask" and algo.correction_low != unset.correction_low,
-                "grpo.correction_low does something only if grpo.correction is mask",
-            ),
-            (
-                corrected == "none"
-                and (algo.correction_high, algo.correction_level) != (unset.correction_high, unset.correction_level),
-                "grpo.correction_high and grpo.correction_level do nothing: grpo.correction is not set",
-            ),
-        ):
-            if bad:
-                raise ConfigError(message)
-        needed = {"critic": algorithm.needs_critic, "ref_model": self.starts_reference(algorithm)}
-        self.check_services(idle=tuple(name for name in needed if not needed[name]))
-        room = self.training.seq_len - algo.max_tokens
+        preflight.check(preflight.RL_RULES, preflight.RLFacts(self, algorithm, self.shares(algorithm)["aggregation"]))
+        self.check_services()
+        room = self.training.seq_len - self.grpo.max_tokens
         together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
         self.dataset.bound("max_prompt_tokens", room, together)
-        self._check_multi_turn() if self.multi_turn else self._check_single_turn()
+        if self.multi_turn:
+            self._check_multi_turn()
+        else:
+            preflight.check(preflight.SINGLE_TURN_RULES, self)
         if self.eval.every % interval:
             raise ConfigError(
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
             )
-
-    def _check_single_turn(self) -> None:
-        if self.episode != EpisodeConfig():
-            raise ConfigError("episode does nothing: environment is not set")
 
     def _check_multi_turn(self) -> None:
         if self.environment is not None:
             self.make_environment()
         if self.episode.max_tokens is None:
             self.episode.max_tokens = self.training.seq_len
-        for bad, message in (
-            (
-                self.episode.max_tokens > self.training.seq_len,
-                f"episode.max_tokens must be at most training.seq_len = {self.training.seq_len}",
-            ),
-            (self.reward != RewardConfig(), "reward does nothing: the environment scores"),
-            (self.services.reward != Options(), "services.reward does nothing: the environment scores"),
-            (
-                self.grpo.overlong_buffer != 0,
-                "grpo.overlong_buffer does nothing: an episode's length is not that of an answer",
-            ),
-            (
-                bool(self.dataset.chat_template),
-                "dataset.chat_template must be false: episode.template makes the tokens",
-            ),
-        ):
-            if bad:
-                raise ConfigError(message)
+        preflight.check(preflight.MULTI_TURN_RULES, self)
 
     def limits(self) -> dict[str, Any]:
         """Of an episode, for `forge.envs.MultiTurnEnv`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +16,14 @@ from ..data.files import Rows
 from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
 from ..models.architecture import longest
+from ..models.read_once import model_config
 from ..rewards.config import VerifiersConfig
 from ..rewards.reward import as_verifier
 from ..rewards.rules import load_reward
 from ..runtime.cluster.settings import ClusterConfig
+from ..runtime.controller import Options
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
+from . import preflight
 from .metrics_config import MetricsConfig
 from .preemption import deadline_of
 
@@ -148,9 +152,10 @@ class RewardConfig(Section):
             functions = ["MathReward"] if self.verifiers is None else []
         return {**self, "functions": functions}
 
-    @property
+    @cached_property
     def plugins(self) -> list[Any]:
-        """The functions with settings, constructed but not opened."""
+        """The functions with settings, constructed but not opened. Each is constructed once, as it may hold a seed, a
+        file or a port."""
         numbered = enumerate(self.functions or ())
         return [load_plugin(item, f"reward.functions[{n}]") for n, item in numbered if isinstance(item, dict)]
 
@@ -261,6 +266,22 @@ class RunConfig(Section):
         deadline_of(self.save_before)
 
 
+class TrainingServices(Section):
+    """Placement of the services that every recipe has."""
+
+    trainer: Options = Options()
+    dataset: Options | None = None
+    """Null: in the controller's process."""
+
+
+class SamplingServices(TrainingServices):
+    """Placement of the services of a recipe whose policy samples and is scored."""
+
+    generator: Options = Options()
+    reward: Options | None = Options()
+    """Null: in the controller's process."""
+
+
 class TrainingRecipe(Section):
     """Configuration of every recipe; a recipe adds its algorithm and its `services`."""
 
@@ -277,7 +298,7 @@ class TrainingRecipe(Section):
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
     cluster: ClusterConfig = ClusterConfig()
-    services: Any = None  # each recipe's own
+    services: TrainingServices = TrainingServices()
     seed: int = 0
     """Of everything that is drawn."""
 
@@ -299,6 +320,18 @@ class TrainingRecipe(Section):
         """What scores responses by the targets of the data, constructed but not opened."""
         return []
 
+    @property
+    def engine(self) -> EngineSettings | None:
+        """The settings of the engine that samples; None where nothing does."""
+        return None
+
+    def shares_device(self, name: str) -> bool:
+        """Whether a service that is started lives in the trainer's processes, on its devices."""
+        return False
+
+    def check_address(self) -> None:
+        """OSError: the policy cannot be served at the configured address; names the remedy."""
+
     def check_reward(self) -> None:
         """ValueError: something that the recipe's reward names does not exist."""
 
@@ -311,34 +344,14 @@ class TrainingRecipe(Section):
 
     def data(self, model: str) -> RowsConfig:
         """The data, whose rows are no longer than the model in this folder takes. ConfigError: they are set to more."""
-        from transformers import AutoConfig
-
-        return self.dataset.within("max_tokens", longest(AutoConfig.from_pretrained(model, trust_remote_code=False)))
+        return self.dataset.within("max_tokens", longest(model_config(model)))
 
     def placement(self, name: str) -> dict[str, Any]:
         """Options of service `name`, see `forge.runtime.controller.Options`."""
         return {**self.services[name]}
 
     def _check(self) -> None:
-        if (self.model is None) == (self.from_scratch is None):
-            raise ConfigError(
-                "set either model (a folder or hub id) or from_scratch (a small model made from the seed)"
-            )
-        if self.metrics.profile is not None:
-            known = [name for name in type(self.services).model_fields if self.services[name] is not None]
-            if unknown := {*self.metrics.profile.services} - {*known}:
-                raise ConfigError(f"metrics.profile.services: {min(unknown)!r} is none of {', '.join(known)}")
-        if self.run.save_before is not None and not self.checkpoint.every:
-            raise ConfigError("run.save_before needs checkpoints: set checkpoint.every")
-        if self.trainer.backend == "titan" and (self.lora is not None or self.training.weights_dtype != "float32"):
-            raise ConfigError("trainer.backend titan trains all weights: leave lora out, or set fsdp; in float32 alone")
-        if self.trainer.backend == "fsdp" and self.parallelism.expert_parallel_degree != 1:
-            raise ConfigError("parallelism.expert_parallel_degree does nothing with trainer.backend fsdp: set titan")
-        if self.training.optimizer == "adamw8bit" and self.parallelism.tensor_parallel_degree > 1:
-            raise ConfigError(
-                "training.optimizer adamw8bit does not support parallelism.tensor_parallel_degree: its state cannot be "
-                "divided by columns; raise data_parallel_shard_degree"
-            )
+        preflight.check(preflight.RECIPE_RULES, self)
         try:
             self.training.check_installed()
         except ImportError as error:
@@ -356,21 +369,28 @@ class TrainingRecipe(Section):
             return own
         return own.model_copy(update={"data_parallel_replicate_degree": hosts})
 
-    def check_services(self, *, idle: tuple[str, ...] = ()) -> None:
+    @property
+    def idle(self) -> frozenset[str]:
+        """Services that are configured and that the recipe does not start."""
+        return frozenset()
+
+    def configured(self) -> list[str]:
+        """The services that are not null."""
+        return [name for name in type(self.services).model_fields if self.services[name] is not None]
+
+    def service(self, name: str) -> Options | None:
+        """The options of a service; None where the recipe has none of this name, or it is null."""
+        return getattr(self.services, name, None)
+
+    def check_services(self) -> None:
         """Check the placement of all services: those that train may have several ranks, those that hold no state
-        several replicas. `idle` are not started."""
-        for name in type(self.services).model_fields:
-            placed, learns = self.services[name], name in ("trainer", "critic")
-            if placed is None:
-                continue
-            if placed.procs != 1 and not learns and name not in ("generator", "ref_model"):
-                raise ConfigError(f"services.{name}.procs must be 1: scale it with num_replicas")
-            if placed.num_replicas != 1 and (learns or name in ("replay_buffer", "dataset")):
-                raise ConfigError(f"services.{name}.num_replicas must be 1: its state cannot be split")
-            if (learns or placed.procs != 1) and name not in ("generator", *idle):
-                self.layout(name).over(placed.procs, f"services.{name}.procs = {placed.procs}")
-            if learns and name not in idle and self.training.cpu_offload and not placed.with_gpus:
-                raise ConfigError(f"training.cpu_offload does nothing: services.{name} has no GPUs (with_gpus)")
+        several replicas. ConfigError: names the setting."""
+        for name in self.configured():
+            service = preflight.PlacedService(self, name, self.services[name])
+            preflight.check(preflight.SERVICE_RULES, service)
+            procs = service.options.procs
+            if (service.trains or procs != 1) and name not in ("generator", *self.idle):
+                self.layout(name).over(procs, f"services.{name}.procs = {procs}")
 
     def check_pairs(self, dataset: PreferencesConfig) -> None:
         """Check training on pairs: every pair has the same weight, and fits into one micro-batch, which bounds its
@@ -383,10 +403,7 @@ class TrainingRecipe(Section):
 
     def check_offline(self) -> None:
         """ConfigError: a setting that has an effect only where a policy samples as it trains."""
-        if self.training.sync_interval != 1 or self.training.entropy_coef:
-            raise ConfigError("training.sync_interval and training.entropy_coef do nothing in this recipe")
-        if self.training.aggregation == "fixed_horizon":
-            raise ConfigError("training.aggregation fixed_horizon is for sampled completions: use one of the means")
+        preflight.check(preflight.OFFLINE_RULES, self)
 
 
 class RecipeConfig(TrainingRecipe):
@@ -398,12 +415,11 @@ class RecipeConfig(TrainingRecipe):
     colocated: bool = False
     """Generators, and critic and reference model where there are any, live in the trainer's processes and take turns
     with it on the same devices ([parallelism.md](parallelism.md)). `async.max_policy_age` must be 0."""
+    services: SamplingServices = SamplingServices()
 
     def prompts(self, model: str) -> RowsConfig:
         """The dataset, whose prompts leave room for a token of the model in this folder."""
-        from transformers import AutoConfig
-
-        most = check_length(AutoConfig.from_pretrained(model, trust_remote_code=False), self.generator.max_seq_len)
+        most = check_length(model_config(model), self.generator.max_seq_len)
         return self.dataset.within("max_prompt_tokens", most - 1)
 
     def placement(self, name: str) -> dict[str, Any]:
@@ -414,62 +430,41 @@ class RecipeConfig(TrainingRecipe):
             return options | {"share": "device", "share_procs": procs}
         return options
 
-    def check_services(self, *, idle: tuple[str, ...] = ()) -> None:
-        """As the base, and what `colocated` requires. ConfigError: names the setting."""
-        super().check_services(idle=idle)
+    @property
+    def engine(self) -> EngineSettings | None:
+        """The settings of the engine that samples."""
+        return self.generator
+
+    def check_address(self) -> None:
+        """OSError: the policy cannot be served at the configured address; names the remedy."""
+        listening = self.serve.listening()
+        if listening is not None:
+            listening.close()  # the generator listens there once it has started
+
+    def shares_device(self, name: str) -> bool:
+        """Whether a service that is started lives in the trainer's processes, on its devices."""
+        return self.colocated and name in TAKING_TURNS and name in self.configured() and name not in self.idle
+
+    def check_services(self) -> None:
+        """Check the placement of all services, and what `colocated` requires. ConfigError: names the setting."""
+        super().check_services()
         try:
             self.generator.over(self.services.generator.procs)
         except ValueError as error:
             raise ConfigError(f"services.generator.{error}") from None
         if not self.colocated:
             return
-        services, trainer = self.services, self.services.trainer
-        running = [name for name in type(services).model_fields if name in TAKING_TURNS and name not in idle]
-        for name in running:
-            for key in ("with_gpus", "gpus_per_proc", "threads", "env", "memory_gb", "ping_timeout"):
-                if services[name][key] != trainer[key]:
-                    raise ConfigError(
-                        f"colocated: services.{name}.{key} = {services[name][key]!r}, and it lives in the trainer's "
-                        f"processes, with {trainer[key]!r}"
-                    )
-            if name == "generator" and services[name].procs != 1:
-                raise ConfigError("colocated: a generator has one process: set services.generator.procs to 1")
-            if (services[name].share, services[name].hosts, services[name].per_process) != (None, None, 1):
-                raise ConfigError(
-                    f"colocated: services.{name} lives in the trainer's processes: leave share, hosts and per_process"
-                )
-        for bad, message in (
-            (
-                services.generator.num_replicas > trainer.procs,
-                f"services.generator.num_replicas = {services.generator.num_replicas} is more than the trainer's procs "
-                f"= {trainer.procs}: a device has room for one generator",
-            ),
-            (
-                "ref_model" in running and services["ref_model"].procs > 1,
-                "a reference model has one process: set services.ref_model.procs to 1",
-            ),
-            (
-                "critic" in running and trainer.procs > 1,
-                "a critic of several ranks cannot live in the trainer's processes: set services.trainer.procs to 1",
-            ),
-            (
-                self.training.cpu_offload,
-                "between steps all is in host memory anyway: leave training.cpu_offload out",
-            ),
-            (
-                self.generator.engine == "vllm" and trainer.procs > 1,
-                "generator.engine vllm takes one device: set services.trainer.procs to 1, or choose embedded",
-            ),
-        ):
-            if bad:
-                raise ConfigError(f"colocated: {message}")
+        try:
+            for name in filter(self.shares_device, self.configured()):
+                service = preflight.PlacedService(self, name, self.services[name])
+                preflight.check(preflight.COLOCATED_SERVICE_RULES, service)
+            preflight.check(preflight.COLOCATED_RULES, self)
+        except ConfigError as error:
+            raise ConfigError(f"colocated: {error}") from None
 
     def _check(self) -> None:
         super()._check()
-        if self.eval.problems and not self.reward.decides:
-            raise ConfigError(
-                "nothing decides which answers of an evaluation are right: set reward.accuracy, or eval.problems to 0"
-            )
+        preflight.check(preflight.SAMPLING_RULES, self)
         try:
             self.generator.check_installed()
             self.serve.check_installed()

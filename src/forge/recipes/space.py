@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..runtime.store.versions import memory_folder
 from ..system.files import free_bytes
 from ..system.scratch import sweep
 from .memory import BYTES, count_parameters, state_bytes
 
+if TYPE_CHECKING:
+    from .schema import TrainingRecipe
+
 VERSIONS = 3  # of the weights: two that are published, and one that is being written
 
 
-def check_space(cfg: Any, model: str, start: int, overwrite: bool) -> None:
+def check_space(cfg: TrainingRecipe, model: str, start: int, overwrite: bool) -> None:
     """Reject a run that its disk or its shared memory has no room for.
 
     Args:
@@ -49,7 +52,7 @@ def check_space(cfg: Any, model: str, start: int, overwrite: bool) -> None:
         )
 
 
-def _most(cfg: Any, model: str, size: int, start: int) -> int:
+def _most(cfg: TrainingRecipe, model: str, size: int, start: int) -> int:
     """Bytes that checkpoints and the trained model take at once; those that a resumed run has are there already."""
     every, left = cfg.checkpoint.every, cfg.training.steps - start
     if start or not every or cfg.lora is not None:

@@ -1,0 +1,260 @@
+"""What a run is started from: its model, its data and its folder, opened and checked before the first process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.sections import to_dict
+from ..data.config import DatasetConfig, RowsConfig
+from ..models.architecture import longest, rotary_limit
+from ..models.find import build_small_model, check_classifier, check_family, resolve_model
+from ..models.flops import peak_tflops
+from ..models.hub import check_upload
+from ..models.read_once import model_config, model_tokenizer
+from ..observability import Run
+from ..observability.console import log
+from ..observability.folder import MARK, check_free
+from ..observability.machine import gpu_name
+from ..observability.trackers import check_trackers
+from ..serve.watch.report import write_report
+from .memory import memory_report
+from .placement import check_hosts, check_shared
+from .resume import Start, check_origin, write_origin
+from .schema import EvalConfig, TrainingRecipe
+from .slowness import reported
+from .space import check_space
+
+NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of data, by its kind
+
+
+def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], Run]:
+    """The model, the held-out problems and the run's folder, once everything is checked.
+
+    Raises:
+        ValueError, OSError, ImportError: the fault, in one line.
+    """
+    folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
+    overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
+    settings = to_dict(cfg)  # before the data bounds the steps, in which a resumed run would differ
+    # It prints a line for each retry; the error that it raises is enough.
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
+    check_trackers(to_dict(cfg.metrics))
+    if cfg.checkpoint.push_to_hub is not None:
+        check_upload(cfg.checkpoint.push_to_hub)
+    check_hosts(cfg)
+    cfg.check_address()
+    for name in filter(None, (cfg.model, *cfg.others().values())):
+        check_family(name)
+    others = [resolve_model(name) for name in cfg.others().values()]
+    if start.checkpoint is None:
+        check_free(folder, overwrite)
+        if cfg.from_scratch is not None:
+            model = build_small_model(initial, seed=cfg.seed, **cfg.from_scratch)
+        else:
+            model = resolve_model(str(cfg.model))
+    else:
+        model = resolve_model(cfg.model or str(initial))
+        check_origin(folder, [model, *others], local(cfg.files))
+    check_model(cfg, model)
+    check_shared(cfg, model)
+    check_others(cfg, model, dict(zip(cfg.others(), others, strict=True)))
+    cfg.check_tokenizer(model)
+    cfg.check_reward()
+    with reported("reading and checking the data"):
+        items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
+    if items is not None and (steps := -(-items // cfg.training.batch_size)) < cfg.training.steps:
+        log.info(
+            "the data ends after its epochs, %d %ss or %d steps of %d: so does the run, before training.steps = %d",
+            *(items, NOUNS[cfg.dataset.kind], steps, cfg.training.batch_size, cfg.training.steps),
+        )
+        cfg.training.steps = steps
+    if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
+        solutions = [sample.target for sample in held_out if re.search(r"####|\\boxed\{", sample.target or "")]
+        if 2 * len(solutions) > len(held_out):
+            log.warning(
+                "dataset.target_field %s looks like a whole solution (%.60r): set dataset.target_pattern to the "
+                "part that responses are compared with",
+                cfg.dataset.target_field,
+                solutions[0][-60:],
+            )
+    if cfg.eval.every and not cfg.eval.problems:
+        log.warning(
+            "eval.every = %d does nothing, for eval.problems is 0: set it to a number of held-out problems (in Python "
+            "give eval_dataset)",
+            cfg.eval.every,
+        )
+    if needs := memory_report(cfg, model):
+        log.info("memory, without activations and caches: %s", "; ".join(needs))
+    check_space(cfg, model, start.step, overwrite)
+    if os.environ.get("TORCHSTORE_USE_RDMA"):
+        log.info(
+            "TORCHSTORE_USE_RDMA: processes on one host share weights in memory, without RDMA; between hosts weights "
+            "go through Monarch's RDMABuffer wherever it finds RDMA, set or not"
+        )
+    if overwrite or (start.checkpoint is None and (folder / MARK).exists()):
+        check_overwrite(cfg, model)
+    record = Run(
+        cfg.run.name,
+        settings,
+        root=cfg.run.root,
+        overwrite=overwrite,
+        steps=cfg.training.steps,
+        resume=start.checkpoint,
+        start=start.step,
+        peak=cfg.metrics.peak_tflops or peak_tflops(cfg.services.trainer.threads, gpu_name()),
+        report=write_report,
+    )
+    if start.checkpoint is None:
+        write_origin(folder, [model, *others], local(cfg.files))
+    else:
+        log.info("resuming from %s", start.checkpoint)
+    return model, held_out, record
+
+
+def check_model(cfg: TrainingRecipe, model: str) -> None:
+    """Reject a model that the trainer, an engine or a critic cannot have, or cannot divide as configured.
+
+    Raises:
+        ValueError: names what does not fit. ImportError: the trainer's backend is not installed.
+    """
+    from ..engines.vllm_args import check_keys
+    from ..engines.weights import check_head, load_config
+
+    config = model_config(model)
+    cfg.trainer.check_model(config)
+    cfg.training.check(config)
+    check_head(Path(model), config)
+    engine = cfg.engine
+    if engine is not None:
+        engine.check(config)
+        if engine.engine == "embedded":
+            load_config(Path(model))
+        else:
+            check_keys(config)
+    cfg.parallelism.check(config)
+    if cfg.trainer.backend == "titan":
+        cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)
+    for scalar in cfg.scalar(model):
+        config = model_config(resolve_model(scalar))
+        check_classifier(config)
+        cfg.parallelism.check(config)
+
+
+def check_others(cfg: TrainingRecipe, model: str, others: dict[str, str]) -> None:
+    """Reject further models that do not go with the one that is trained.
+
+    Args:
+        others: folders, by the key that names them.
+
+    Raises:
+        ValueError: names what does not fit.
+    """
+    from ..engines.weights import check_head
+
+    reach = cfg.reach(model_config(model))
+    reference = cfg.service("ref_model")
+    for key, other in others.items():
+        check_vocabulary(key, other, model)
+        config = model_config(other)
+        check_head(Path(other), config)
+        most, limit = longest(config), rotary_limit(config)
+        if most < reach:
+            message = (
+                f"{key}: {other} takes {most} tokens, and sequences may have {reach}: set training.seq_len to {most}"
+            )
+            if limit is not None and limit[0] < reach:
+                raise ValueError(message)
+            log.warning("%s", message)  # transformers computes what its rotary embeddings extend to
+        if reference is not None and reference.procs > 1:
+            cfg.parallelism.check(config)
+
+
+def local(paths: list[str]) -> list[str]:
+    """Those paths that are of this machine and no hub ids."""
+    return [path for path in paths if "{" not in path and Path(path).exists()]
+
+
+def check_overwrite(cfg: TrainingRecipe, model: str) -> None:
+    """Reject a run that would overwrite its own input.
+
+    Raises:
+        ValueError: the model or the data lie in the folder that would be removed.
+    """
+    folder = (Path(cfg.run.root) / cfg.run.name).resolve()
+    for name in (model, *local(cfg.files), cfg.eval.path, *cfg.others().values()):
+        if isinstance(name, str) and Path(name).resolve().is_relative_to(folder):
+            raise ValueError(f"the new run would remove {name}, which it reads: choose another run.name")
+
+
+def check_vocabulary(key: str, other: str, model: str) -> None:
+    """Reject a second model with a different vocabulary.
+
+    Raises:
+        ValueError: the tokenizers differ; names the key.
+    """
+    if model_tokenizer(other).get_vocab() != model_tokenizer(model).get_vocab():
+        raise ValueError(f"{key}: the tokens of {other} are not those of {model}: choose a model of the same family")
+
+
+def check_data(
+    dataset: RowsConfig, evaluation: EvalConfig, model: str, seed: int, scorers: Sequence[Any] = ()
+) -> tuple[int | None, list[Any]]:
+    """Open the data once to check it.
+
+    Returns:
+        how many items its epochs have, None if it is endless; and the held-out items: samples, episodes or pairs.
+
+    Args:
+        scorers: their `warning(targets)`, of those that have it, is logged.
+
+    Raises:
+        ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out, or epochs of
+            unknown length.
+    """
+    from ..data.load import Mixture, load_data
+    from ..data.prompts import PromptDataset
+
+    tokenizer = model_tokenizer(model)
+    training = load_data(tokenizer, kind=dataset.kind, seed=seed, **dataset)
+    if isinstance(training, PromptDataset | Mixture):
+        for scorer in scorers:
+            if hasattr(scorer, "warning") and (text := scorer.warning(training.targets())):
+                log.warning("%s", text)
+    streams = training.sources if isinstance(training, Mixture) else [training]
+    if any(stream.epochs is not None and stream.size is None for stream in streams):
+        raise ValueError(
+            "dataset.epochs needs data of a known length, which streamed rows do not have: leave it out, and set "
+            "training.steps, or leave out streaming"
+        )
+    if not evaluation.problems:
+        return training.size, []
+    if dataset.procedural and evaluation.path is None:
+        return training.size, training.held_out(evaluation.problems)
+    if evaluation.path is None:
+        if dataset.sources is not None:
+            raise ValueError("with dataset.sources, set eval.path to a file of held-out rows, or eval.problems to 0")
+        if str(dataset.path).endswith((".json", ".jsonl", ".parquet")):
+            raise ValueError(
+                f"{dataset.path} is a single file: set eval.path to a file of held-out problems, or eval.problems to 0"
+            )
+    settings = {
+        **dataset,
+        **{"path": evaluation.path or dataset.path, "task": None, "sources": None},
+        **{"split": evaluation.split, "streaming": False, "shuffle": False},
+    }
+    if "epochs" in settings:
+        settings["epochs"] = None
+    held_out = load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
+    shared = sum(training.has(item) for item in held_out)
+    if shared:
+        log.warning(
+            "%d of the %d held-out %ss are also in the training data, so their results say little about others: give "
+            "eval.path rows of its own",
+            *(shared, len(held_out), NOUNS[dataset.kind]),
+        )
+    return training.size, held_out
