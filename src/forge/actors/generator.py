@@ -26,8 +26,8 @@ from ..runtime.store import Store, VersionStore
 from ..system.devices import accelerator
 from ..types import Completion, Prompt, Sampling
 from .identity import POLICY, check_current, differing
-from .keeper import Reach, connect, home
 from .staleness import StaleWeights
+from .store_ref import StoreRef, connect, controller_store
 from .streams import Streams
 
 SPAN = 0.25  # seconds of a span in the trace, at least
@@ -47,7 +47,7 @@ class Generator(ForgeActor):
         self,
         model: str,
         *,
-        store: Store | Reach | None = None,
+        store: Store | StoreRef | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -55,7 +55,7 @@ class Generator(ForgeActor):
         stop_token_ids: Sequence[int] = (),
         **settings: Any,
     ) -> None:
-        self.model, self.reach, self.settings = model, store, EngineSettings(**settings)
+        self.model, self.store_ref, self.settings = model, store, EngineSettings(**settings)
         self.store: Store | None = None
         # Updates under way, requested so far, and the latest of them that was loaded.
         self.updating = self.asked = self.loaded = 0
@@ -82,7 +82,7 @@ class Generator(ForgeActor):
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
         """Let an update publish a version first that the store does not have, by its trainer."""
-        if (store := home(kwargs.get("store"))) is None:
+        if (store := controller_store(kwargs.get("store"))) is None:
             return
 
         async def publish(version: int) -> None:
@@ -96,7 +96,7 @@ class Generator(ForgeActor):
         import torch
         from transformers import AutoConfig
 
-        self.store = connect(self.reach)
+        self.store = connect(self.store_ref)
         self.architecture = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
         self.tokenizer = open_tokenizer(self.model)
         self.special = frozenset(self.tokenizer.all_special_ids)

@@ -18,9 +18,9 @@ from ..runtime.store import Store
 from ..training.settings import OptimizerSettings, Parallelism
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
-from .keeper import Reach, connect, home
 from .ledger import Ledger
 from .staleness import Staleness
+from .store_ref import StoreRef, connect, controller_store
 
 if TYPE_CHECKING:
     from ..training.checkpoint import Background
@@ -69,7 +69,7 @@ class Trainer(ForgeActor):
         model: str,
         *,
         loss: Callable[..., Any],
-        store: Store | Reach | None = None,
+        store: Store | StoreRef | None = None,
         optimizer: Mapping[str, Any] | None = None,
         aggregation: Aggregation | None = None,
         horizon: int | None = None,
@@ -82,7 +82,7 @@ class Trainer(ForgeActor):
         **settings: Any,
     ) -> None:
         self.publish_dtype = publish_dtype
-        self.model, self.loss, self.reach, self.horizon = model, loss, store, horizon
+        self.model, self.loss, self.store_ref, self.horizon = model, loss, store, horizon
         own: Aggregation = getattr(loss, "aggregation", "token_mean")
         self.aggregation: Aggregation = aggregation or own
         self.optimizer, self.layout = OptimizerSettings(**(optimizer or {})), Parallelism(**(parallelism or {}))
@@ -108,7 +108,7 @@ class Trainer(ForgeActor):
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
         """Let the weight store publish a step of this trainer whose weights it does not have."""
-        if (store := home(kwargs.get("store"))) is not None:
+        if (store := controller_store(kwargs.get("store"))) is not None:
             store.publisher = service.publish_step.call
 
     def setup(self) -> None:
@@ -120,7 +120,7 @@ class Trainer(ForgeActor):
         from ..training.trainer import PolicyTrainer
 
         self.ledger.begin()
-        self.store = connect(self.reach)
+        self.store = connect(self.store_ref)
         self.identities = None if self.store is None else Identities(self.store)
         place = self.context
         on_host = self.settings.get("cpu_offload", False)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
-from ..actors.keeper import share
+from ..actors.store_ref import share
 from ..algorithms import Algorithm, ValueLoss
 from ..data.spelling import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv

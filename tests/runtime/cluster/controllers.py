@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from forge.actors.keeper import connect, share
+from forge.actors.store_ref import connect, share
 from forge.runtime.cluster.machine import Machine
 from forge.runtime.controller import ForgeActor, endpoint, run, runtime
 from forge.runtime.store import VersionStore
@@ -52,10 +52,10 @@ class Weights(ForgeActor):
     """Reads and writes versions."""
 
     def __init__(self, store: Any) -> None:
-        self.reach = store
+        self.store_ref = store
 
     def setup(self) -> None:
-        self.store = connect(self.reach)
+        self.store = connect(self.store_ref)
 
     @endpoint
     def put(self, version: int, size: int) -> int:

@@ -1,0 +1,285 @@
+"""Weights between hosts: each host has a store in its shared memory, and a cache that copies versions into it.
+
+A version stays in the memory of the hosts that wrote it; the home store, on the controller's host, has its manifest. A
+process that reads a version has its host's cache copy it once for all processes there. Caches form a chain: each reads
+from the one that asked before it, chunk by chunk as they arrive there, through RDMA windows (InfiniBand where it is,
+TCP otherwise). So a version leaves its writer once, and reaches n hosts in the time of one transfer and n chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..runtime.cluster import HOST, STORE
+from ..runtime.controller import ForgeActor, endpoint
+from ..runtime.controller.rdma import Window
+from ..runtime.controller.remote_service import RemoteService
+from ..runtime.store import MissingVersion, VersionStore
+from ..runtime.store.manifest import Manifest
+from ..runtime.store.transfer import Ranks
+
+log = logging.getLogger(__name__)
+
+# Large enough that a window's set-up does not count, small enough that the next host starts early.
+CHUNK = 16 << 20  # bytes
+CHUNK_TIMEOUT = 60.0  # seconds for one of them
+RETRY_DELAY = 2.0  # seconds between attempts to read a version whose writers are lost
+PUBLISHERS = 1024  # threads of the home cache: each waits for the other ranks of a put
+IDLE = 60.0  # seconds after which a cache closes memory that no other one has asked for
+KEPT_CHAINS = 8  # versions back for which the home cache knows who reads from whom
+HOME = "home"  # the host of the controller
+COPY = "copy"  # what a host's store calls a version that was copied to it
+
+
+@dataclass
+class Source:
+    """A segment that other caches read from, while it arrives or later. `ready` counts its chunks."""
+
+    memory: Tensor
+    ready: int
+    resources: ExitStack
+    windows: dict[int, Window] = field(default_factory=dict)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str | None = None
+    idle_timer: asyncio.TimerHandle | None = None
+
+    def announce(self, chunks: int) -> None:
+        """Let readers continue: this many chunks have arrived."""
+        self.ready = chunks
+        self.grown.set()
+        self.grown = asyncio.Event()
+
+
+class WeightCache(ForgeActor):
+    """Weight cache of one host. The home cache tracks where every version is; a run survives the loss of any other.
+
+    Args:
+        store: the store of the home host.
+        home: a handle to the home cache; None: this is the home cache, and `link` gives it a handle to itself.
+    """
+
+    vital = False
+
+    def __init__(self, store: VersionStore, home: RemoteService | None = None) -> None:
+        self.home_store = store
+        self._home = home
+
+    def setup(self) -> None:
+        """Open the store of this host. ValueError: it is on another host."""
+        self.host, self.store = local_store(self.home_store)
+        if not self.store.is_here():
+            raise ValueError(f"the weight cache of {self.store.root} must run on the host where it is")
+        self._sources: dict[str, Source] = {}
+        self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
+        self._chains: dict[tuple[str, int], list[str]] = {}
+        self._publishing = ThreadPoolExecutor(PUBLISHERS, thread_name_prefix="forge-publish")
+
+    @property
+    def home(self) -> RemoteService:
+        """The handle to the home cache."""
+        assert self._home is not None
+        return self._home
+
+    @endpoint
+    async def link(self, home: RemoteService) -> None:
+        """Give the home cache a handle to itself, by which it reaches the others."""
+        self._home = home
+
+    @endpoint
+    async def publish(self, part: str, ranks: Ranks, timeout: float) -> int:
+        """Publish one rank's part, whose segment is on another host; see `VersionStore.put`. Home cache only."""
+        put = partial(self.store.publish, Manifest.from_json(part), ranks, timeout)
+        return await asyncio.get_running_loop().run_in_executor(self._publishing, put)
+
+    @endpoint
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the home store. Home cache only."""
+        return await asyncio.to_thread(getattr(self.store, method), *args, **kwargs)
+
+    @endpoint
+    async def locate(self, key: str, version: int, host: str, avoid: list[str]) -> tuple[str, str | None]:
+        """The manifest of a version, and the host whose cache `host` reads it from. Home cache only.
+
+        Args:
+            avoid: hosts whose caches did not answer.
+
+        Returns:
+            the manifest as JSON; the host, or None for those that wrote the version.
+
+        Raises:
+            MissingVersion: it was never published, or is no longer kept.
+        """
+        versions = await asyncio.to_thread(self.store.versions, key)
+        if version not in versions:
+            raise MissingVersion(f"{key} version {version} is not in the store; it holds {versions or 'none'}")
+        manifest = await asyncio.to_thread(self.store.manifest, key, version)
+        for outdated in [link for link in self._chains if link[0] == key and link[1] < version - KEPT_CHAINS]:
+            del self._chains[outdated]
+        # Each host reads from the one that asked before it: a host that asks again keeps its place in the chain.
+        chain = self._chains.setdefault((key, version), [])
+        if host not in chain:
+            chain.append(host)
+        earlier_hosts = [name for name in chain[: chain.index(host)] if name not in avoid]
+        return manifest.at(HOME).to_json(), earlier_hosts[-1] if earlier_hosts else None
+
+    @endpoint
+    async def fetch(self, key: str, version: int, timeout: float) -> str:
+        """Have a version in this host's store; returns its manifest there.
+
+        Raises:
+            MissingVersion: no host has it any more. TimeoutError: it did not arrive in time.
+        """
+        if (key, version) not in self._fetching:
+            task = asyncio.get_running_loop().create_task(self._fetch(key, version, time.monotonic() + timeout))
+            self._fetching[key, version] = task
+            task.add_done_callback(lambda _: self._fetching.pop((key, version)))
+        # One caller that stops waiting must not end the transfer of all.
+        return await asyncio.wait_for(asyncio.shield(self._fetching[key, version]), timeout)
+
+    @endpoint
+    async def chunk(self, segment: str, index: int, size: int) -> Window:
+        """A window to a chunk, of `size` bytes, of a segment that is on this host or arrives here.
+
+        Raises:
+            MissingVersion: it is neither.
+        """
+        deadline = time.monotonic() + CHUNK_TIMEOUT
+        while segment not in self._sources:
+            if host_of(segment) == self.host:
+                resources = ExitStack()
+                memory = await asyncio.to_thread(self._open, segment, resources)
+                opened = Source(memory, -(-len(memory) // CHUNK), resources)
+                if self._sources.setdefault(segment, opened) is not opened:  # another request was quicker
+                    resources.close()
+            elif not self._fetching or time.monotonic() > deadline:
+                raise MissingVersion(f"{segment} is not on {self.host}")
+            else:
+                # The chain may ask for a segment before the transfer to this host has begun.
+                await asyncio.sleep(0.01)
+        source = self._sources[segment]
+        self._restart_idle_timer(segment, source)
+        while source.ready <= index:
+            if source.error is not None:
+                raise MissingVersion(source.error)
+            await asyncio.wait_for(source.grown.wait(), CHUNK_TIMEOUT)
+        if index not in source.windows:
+            source.windows[index] = Window(source.memory[index * CHUNK : index * CHUNK + size])
+        return source.windows[index]
+
+    async def _fetch(self, key: str, version: int, deadline: float) -> str:
+        avoid: list[str] = []
+        while True:
+            text, parent = await self.home.locate.route(key, version, self.host, avoid)
+            manifest = Manifest.from_json(text)
+            foreign = sorted(segment for segment in manifest.segments if host_of(segment) != self.host)
+            names = {segment: local_name(segment) for segment in manifest.segments}
+            try:
+                with ExitStack() as writing:
+                    for segment in foreign:
+                        names[segment] = await self._copy(segment, manifest.extent(segment), parent, writing)
+                    copied = manifest.renamed(names)
+                    await asyncio.to_thread(self.store.keep_part, copied, COPY)
+                for segment in foreign:  # their memory is not reused while others read it
+                    if segment in self._sources:
+                        resources = self._sources[segment].resources
+                        lock = self.store.segments.reading([names[segment]])
+                        await asyncio.to_thread(resources.enter_context, lock)
+                return copied.to_json()
+            except (KeyError, RuntimeError, TimeoutError) as error:  # the version, a cache, or a host is lost
+                for segment in foreign:  # the memory of what did arrive is not kept
+                    arrived = self._sources.get(segment)
+                    if arrived is not None:
+                        await self._release(segment, arrived)
+                writers = ", ".join(sorted({host_of(segment) for segment in foreign}))
+                if parent is None and time.monotonic() > deadline - RETRY_DELAY:
+                    raise MissingVersion(
+                        f"{key} version {version} could not be read from {writers}: {error}"
+                    ) from error
+                log.warning("%s version %d could not be read from %s: %s", key, version, parent or writers, error)
+                if parent is not None:
+                    avoid.append(parent)
+                else:  # its trainer is replaced, and publishes it again
+                    await asyncio.sleep(RETRY_DELAY)
+
+    async def _copy(self, segment: str, size: int, parent: str | None, writing: ExitStack) -> str:
+        """Copy a segment from another host into this host's store; returns its name here."""
+        name, memory = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
+        chunk = self.home.named(cache_name(parent or host_of(segment))).chunk.options(timeout=CHUNK_TIMEOUT)
+        source = self._sources[segment] = Source(memory, 0, ExitStack())
+        parts = memory.split(CHUNK)
+        try:
+            window: Window = await chunk.route(segment, 0, len(parts[0]))
+            for number, part in enumerate(parts, 1):
+                read = window.read_into(part, CHUNK_TIMEOUT)
+                if number < len(parts):  # ask for the next one meanwhile
+                    window, _ = await asyncio.gather(chunk.route(segment, number, len(parts[number])), read)
+                else:
+                    await read
+                source.announce(number)
+        except BaseException as error:
+            # Those who read from here must not wait for chunks that never come.
+            source.error = f"{segment} did not arrive on {self.host}: {error}"
+            source.grown.set()
+            self._sources.pop(segment, None)
+            raise
+        self._restart_idle_timer(segment, source)
+        return name
+
+    def _open(self, segment: str, resources: ExitStack) -> Tensor:
+        """The memory of a segment that was written on this host."""
+        name = local_name(segment)
+        try:
+            return resources.enter_context(self.store.segments.reading([name]))[name]
+        except FileNotFoundError:
+            raise MissingVersion(f"{segment} is no longer on {self.host}") from None
+
+    def _restart_idle_timer(self, segment: str, source: Source) -> None:
+        if source.idle_timer is not None:
+            source.idle_timer.cancel()
+        loop = asyncio.get_running_loop()
+        source.idle_timer = loop.call_later(IDLE, lambda: loop.create_task(self._release(segment, source)))
+
+    async def _release(self, segment: str, source: Source) -> None:
+        if self._sources.get(segment) is source:
+            del self._sources[segment]
+        if source.idle_timer is not None:
+            source.idle_timer.cancel()
+        windows = source.windows
+        source.windows = {}
+        await asyncio.gather(*(window.close() for window in windows.values()))
+        source.resources.close()
+
+
+def local_store(store: VersionStore) -> tuple[str, VersionStore]:
+    """The host of this process, and the store in its memory; `store` is that of the home host."""
+    if store.is_here():
+        return HOME, store
+    local = VersionStore(os.environ[STORE], store.keep)
+    local.prepare()
+    return os.environ[HOST], local
+
+
+def cache_name(host: str) -> str:
+    """The name of the service that is a host's weight cache."""
+    return "weights_" + re.sub(r"\W", "_", host)
+
+
+def host_of(segment: str) -> str:
+    """The host in a segment's full name, NAME@HOST."""
+    return segment.partition("@")[2]
+
+
+def local_name(segment: str) -> str:
+    """A segment's name on its host."""
+    return segment.partition("@")[0]
