@@ -89,7 +89,7 @@ class WeaverConfig(Section):
     services: Services = Services()
     run: RunConfig = Field(default_factory=lambda: RunConfig(name="weaver"))
     seed: int = 0
-    """Of everything that is drawn."""
+    """Random seed."""
 
     def _check(self) -> None:
         self.generator.check_installed()

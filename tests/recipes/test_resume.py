@@ -212,7 +212,7 @@ def test_what_would_be_another_run_is_refused_by_name(left):
         ([*run, "--run.name", "y"], "leave out run.name and run.root"),
         ([*auto, "--checkpoint.every", "0"], "--resume auto needs checkpoint.every"),
         (["--resume", f"{left.folder}s"], "there is no such run"),
-        (["--resume", str(left.root)], "it is no run, it has no config.yaml"),
+        (["--resume", str(left.root)], "not a run folder"),
         (["--resume", "auto"], "--config FILE is missing"),
         (["--config", str(left.file)], f"resume it with --resume {left.folder}"),
     ):

@@ -42,7 +42,8 @@ class DatasetActor(ForgeActor):
         remember: int = 1 << 16,
         **dataset: Any,
     ) -> None:
-        self.tokenizer_path, self.kind = tokenizer, kind
+        self.tokenizer_path = tokenizer
+        self.kind = kind
         self.settings = {"sources": sources, **dataset}
         self.issued: deque[Sample] = deque(maxlen=remember)
         self.again: deque[Sample] = deque()  # to be handed out before the stream continues
@@ -107,10 +108,10 @@ class DatasetActor(ForgeActor):
             self.issued.extend(state["issued"])
             self.again = deque(state["again"])
             return []
-        known = {sample.prompt.index: sample for sample in [*state["issued"], *state["again"]]}
+        samples = {sample.prompt.index: sample for sample in [*state["issued"], *state["again"]]}
         pending = [index for index in range(seen.low, self.dataset.served) if index not in seen]
-        self.again = deque(known[index] for index in pending if index in known)
-        return [index for index in pending if index not in known]
+        self.again = deque(samples[index] for index in pending if index in samples)
+        return [index for index in pending if index not in samples]
 
     def _drawn(self, n: int, endpoint: str, kind: Kind) -> list[Any]:
         """ValueError: there is none left."""

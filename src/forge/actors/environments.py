@@ -11,7 +11,7 @@ from ..runtime.controller import CallTimeout, ForgeActor, PoisonRequest, Replica
 
 
 class EnvironmentActor(ForgeActor):
-    """Hosts environments of one kind, one for each episode that is under way.
+    """Hosts environments of one kind, one for each episode in progress.
 
     Args:
         make: makes one; called here, for each new episode.
@@ -30,20 +30,20 @@ class EnvironmentActor(ForgeActor):
 
     @endpoint
     async def step(self, episode: str, action: Action) -> Step:
-        """Go on with it. InfrastructureError: it is not here, and was lost with another replica."""
+        """Apply an action to an episode. InfrastructureError: it was lost with another replica."""
         if episode not in self.playing:
             raise InfrastructureError(f"{self.context} does not hold episode {episode}: it was lost with its replica")
         return await self.playing[episode].step(action)
 
     @endpoint
     async def close(self, episode: str) -> None:
-        """Let go of an episode, if it is here."""
+        """Close an episode, if this replica holds it."""
         if (env := self.playing.pop(episode, None)) is not None:
             await env.close()
 
     @endpoint
     async def count(self) -> int:
-        """How many episodes are under way."""
+        """The number of episodes in progress."""
         return len(self.playing)
 
     async def teardown(self) -> None:
@@ -57,7 +57,8 @@ class RemoteEnvironment(Environment):
     One that is lost with its replica is an `InfrastructureError`."""
 
     def __init__(self, service: Service) -> None:
-        self.service, self.episode = service, ""
+        self.service = service
+        self.episode = ""
 
     async def reset(self, task: Any, *, seed: int) -> Step:
         """Begin an episode on one replica; an earlier episode is closed."""
@@ -72,7 +73,8 @@ class RemoteEnvironment(Environment):
     async def close(self) -> None:
         """Free the episode's environment on its replica."""
         if self.episode:
-            episode, self.episode = self.episode, ""
+            episode = self.episode
+            self.episode = ""
             await self._ask(episode, "close")
 
     async def _ask(self, episode: str, endpoint: str, *args: Any) -> Any:

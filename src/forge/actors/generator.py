@@ -1,4 +1,4 @@
-"""The policy as a service: prompts in, completions with their log-probabilities and versions out."""
+"""The policy as a service: prompts in, completions with log-probabilities and policy versions out."""
 
 from __future__ import annotations
 
@@ -55,11 +55,15 @@ class Generator(ForgeActor):
         stop_token_ids: Sequence[int] = (),
         **settings: Any,
     ) -> None:
-        self.model, self.store_ref, self.settings = model, store, EngineSettings(**settings)
+        self.model = model
+        self.store_ref = store
+        self.settings = EngineSettings(**settings)
         self.store: Store | None = None
         # Updates under way, requested so far, and the latest of them that was loaded.
         self.updating = self.asked = self.loaded = 0
-        self.running, self.since = 0, 0.0  # requests, and when the span of the trace began
+        # requests, and when the span of the trace began
+        self.running = 0
+        self.since = 0.0
         self.loading = threading.Lock()
         self.defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self.defaults |= {"max_tokens": max_tokens, "stop_token_ids": tuple(stop_token_ids)}
@@ -67,8 +71,8 @@ class Generator(ForgeActor):
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
         """One model over `procs` devices is one process that sees them all: vLLM starts its workers itself."""
-        given = {name: value for name, value in kwargs.items() if name in EngineSettings.model_fields}
-        settings = EngineSettings(**given).over(options.procs)
+        engine_settings = {name: value for name, value in kwargs.items() if name in EngineSettings.model_fields}
+        settings = EngineSettings(**engine_settings).over(options.procs)
         if options.procs == 1:
             return options, kwargs
         if options.hosts not in (None, 1) or options.share is not None:
@@ -103,8 +107,8 @@ class Generator(ForgeActor):
         device = None
         if self.settings.engine == "embedded" and (kind := accelerator()):
             # Where processes are shared with a trainer each of them sees the devices of all.
-            place = self.context.replica % torch.accelerator.device_count()
-            device = torch.device(kind.type, place)
+            index = self.context.replica % torch.accelerator.device_count()
+            device = torch.device(kind.type, index)
         self.engine = load_engine(model=self.model, device=device, **self.settings)
         self.streams = Streams(self.engine)
 
@@ -137,10 +141,11 @@ class Generator(ForgeActor):
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
             completion.text, completion.sampled_by = text, str(self.context)
-        context, drawn = len(completions[0].prompt_ids), [len(c.token_ids) for c in completions]
-        attended = causal(context) + sum(causal(length, context) for length in drawn)
-        flops = forward_flops(self.architecture, context + sum(drawn), attended, sum(drawn))
-        record_metric("generator/tokens", sum(drawn), Reduce.SUM)
+        prompt_length = len(completions[0].prompt_ids)
+        lengths = [len(c.token_ids) for c in completions]
+        attended = causal(prompt_length) + sum(causal(length, prompt_length) for length in lengths)
+        flops = forward_flops(self.architecture, prompt_length + sum(lengths), attended, sum(lengths))
+        record_metric("generator/tokens", sum(lengths), Reduce.SUM)
         for completion in completions:
             # The token that ends an answer is meant to be one.
             ids = completion.token_ids[: -1 if completion.finish == "stop" else None]
@@ -153,11 +158,12 @@ class Generator(ForgeActor):
     async def open_stream(
         self, prompt: Prompt | str | Sequence[int], priority: int = 0, stream: int | None = None, **sampling: Any
     ) -> int:
-        """Begin what `next_pieces` of this replica gives as it comes: to be asked for within a `session`.
+        """Begin a stream, which `next_pieces` of this replica reads: call both within one `session`.
 
         Args:
             prompt, priority, sampling: as of `generate`; `n` is among the sampling.
-            stream: a number of one's own for it, with which it can be closed even if the answer does not come.
+            stream: the stream's number, by default a new one. One that the caller has drawn can be closed even if this
+                call's answer is lost.
 
         Raises:
             ValueError: as of `generate`.
@@ -168,8 +174,9 @@ class Generator(ForgeActor):
 
     @endpoint
     async def next_pieces(self, stream: int) -> list[tuple[int, Completion]]:
-        """(sample, new tokens) of what was drawn since the last time, at most one of each sample, without text; empty
-        if nothing was for a second. `finish` is "" but for a sample's last.
+        """New tokens since the last call: (sample, piece) pairs, at most one of each sample, without text.
+
+        Empty if there were none for a second. `finish` is "" except in the last piece of a sample.
 
         Raises:
             StreamLost: the stream is of another replica, or of a lost one, or it was not read for a minute.
@@ -184,12 +191,12 @@ class Generator(ForgeActor):
 
     @endpoint
     async def close_stream(self, stream: int) -> None:
-        """Forget a stream; what still runs for it is cancelled."""
+        """Close a stream, and cancel its request."""
         self.streams.close(stream)
 
     @endpoint(catch_up=True)
     async def update_weights(self, version: int) -> int:
-        """Load a published version beside the decoding, swap it in between two steps; returns the version now in use.
+        """Load a published version while decoding continues, swap it in between two steps; returns the version in use.
         A fanout of a version that has the number of the trainer's step, and was not published, publishes it first.
 
         With `on_update` "finish" that is when the running sequences have ended; a newer version may have come by then.
@@ -200,7 +207,7 @@ class Generator(ForgeActor):
             MissingVersion: the store does not hold the version.
             CorruptWeights: a tensor is not what was published; names it. The old weights stay in use.
             ValueError: its tensors do not fit this model. The old weights stay in use.
-            StaleWeights: the engine did not take it up.
+            StaleWeights: the engine decodes with another version.
         """
         if self.store is None:
             raise ValueError(
@@ -243,7 +250,7 @@ class Generator(ForgeActor):
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """A generator whose engine has failed is none: its process ends, and another takes its place."""
+        """Exit if the engine fails: the supervisor replaces this replica."""
         try:
             yield
         except EngineFailed as error:
@@ -252,19 +259,19 @@ class Generator(ForgeActor):
             os._exit(1)
 
     def _load(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
-        """Read and check a version beside the decoding; only the swap is left to the engine. None if a later request
-        came first: an abandoned one must not bring old weights back. A version of adapters alone is
-        merged into the weights that this generator started from."""
+        """Read and check a version while decoding continues; only the swap is left to the engine. None if a later
+        request came first: an abandoned one must not bring old weights back. A version of adapters alone is merged
+        into the weights that this generator started from."""
         from ..engines.weights import read_checkpoint
 
         with self.loading:
             if number < self.loaded:
                 return None
             with store.open(POLICY, version) as snapshot:
-                named = snapshot.tensors()
+                tensors = snapshot.tensors()
                 if has_adapters(snapshot.manifest.by_name):
-                    named = merge_adapters(read_checkpoint(Path(self.model)), dict(named))
-                swapped = self.engine.update_weights(named, version, snapshot.digest)
+                    tensors = merge_adapters(read_checkpoint(Path(self.model)), dict(tensors))
+                swapped = self.engine.update_weights(tensors, version, snapshot.digest)
             self.loaded = number
             return snapshot.digest, swapped
 
@@ -272,8 +279,8 @@ class Generator(ForgeActor):
 
     @endpoint(catch_up=True)
     async def release(self) -> None:
-        """Leave the device to a trainer, once the running sequences have ended. What comes meanwhile waits; the next
-        weight update takes the device back."""
+        """Free the device for a trainer, once the running sequences have ended. New requests wait; the next weight
+        update takes the device back."""
         with phase("release"), self._ending():
             await asyncio.wrap_future(self.engine.release())
 

@@ -1,4 +1,4 @@
-"""Who sampled what with which weights: every token is traced to a version that the trainer published, or rejected."""
+"""The origin of tokens: each is traced to weights that the trainer published, or the batch is rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class UnknownWeights(RuntimeError):
 
 
 class Identities:
-    """What the trainer knows of the versions that it published.
+    """The identities of the versions that the trainer published.
 
     Args:
         store: where it published them.
@@ -38,30 +38,31 @@ class Identities:
             if origin.version < 0 or origin.identity in self._published.get(origin.version, ()):
                 continue
             self._published = self._store.identities(POLICY)
-            known = self._published.get(origin.version, set())
-            if origin.identity not in known and (origin.identity or known):
+            identities = self._published.get(origin.version, set())
+            if origin.identity not in identities and (origin.identity or identities):
                 raise UnknownWeights(self._explain(origin))
 
     def recent(self, version: int, max_policy_age: int | None) -> dict[int, set[str]]:
         """The versions that tokens which have yet to train may state, for a checkpoint at `version`."""
-        published, oldest = self._store.identities(POLICY), version - max(RECENT, max_policy_age or 0)
+        published = self._store.identities(POLICY)
+        oldest = version - max(RECENT, max_policy_age or 0)
         return {known: digests for known, digests in published.items() if known >= oldest}
 
     def adopt(self, published: dict[int, set[str]]) -> None:
-        """Know what was published before this run was resumed."""
+        """Add identities that were published before this run was resumed."""
         self._store.adopt(POLICY, published)
 
     def _explain(self, origin: Origin) -> str:
-        who = f"{origin.sampled_by or 'a generator'} says that it sampled with version {origin.version}"
+        claim = f"{origin.sampled_by or 'a generator'} says that it sampled with version {origin.version}"
         if not origin.identity:
-            return f"{who}, but not with which weights"
+            return f"{claim}, but not with which weights"
         if origin.version not in self._published:
-            return f"{who}, which was never published (there are {sorted(self._published) or 'none'})"
-        same = [version for version, digests in self._published.items() if origin.identity in digests]
-        if not same:
-            return f"{who}, but its weights (checksum {origin.identity}) were never published"
-        tensor = differing(self._store, origin.version, same[-1])
-        return f"{who}, but its weights are those of version {same[-1]}{tensor}"
+            return f"{claim}, which was never published (there are {sorted(self._published) or 'none'})"
+        same_weights = [version for version, digests in self._published.items() if origin.identity in digests]
+        if not same_weights:
+            return f"{claim}, but its weights (checksum {origin.identity}) were never published"
+        tensor = differing(self._store, origin.version, same_weights[-1])
+        return f"{claim}, but its weights are those of version {same_weights[-1]}{tensor}"
 
 
 def check_current(store: VersionStore, version: int, who: str) -> None:
@@ -74,10 +75,10 @@ def check_current(store: VersionStore, version: int, who: str) -> None:
         )
 
 
-def differing(store: Store, version: int, other: int) -> str:
-    """In which tensor two versions differ, as the end of a sentence; empty if that is not known any more."""
+def differing(store: Store, version: int, second_version: int) -> str:
+    """The tensor in which two versions differ, as the end of a sentence; empty if one of them is no longer stored."""
     try:
-        tensor = store.manifest(POLICY, version).difference(store.manifest(POLICY, other))
+        tensor = store.manifest(POLICY, version).difference(store.manifest(POLICY, second_version))
     except MissingVersion:
         return ""
     return "" if tensor is None else f" (they differ in {tensor!r})"

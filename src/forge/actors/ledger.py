@@ -1,4 +1,4 @@
-"""What a trainer did and answered, kept so that the process that replaces it can continue from there."""
+"""A journal of what a trainer did and answered, from which the process that replaces it continues."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ class Ledger:
     """
 
     def __init__(self, owner: ForgeActor, path: str | None, *, lost: str) -> None:
-        self._owner, self._path, self._lost = owner, path, lost
+        self._owner = owner
+        self._path = path
+        self._lost = lost
         self._records = 0  # in the journal
         self._answers: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """In a first process: start an empty journal in the place of what an earlier run left."""
+        """Start an empty journal, if this is the first process: an earlier run may have left one."""
         if self._owner.context.incarnation == 0 and self._writes:
             self._journal.rewrite([])
             self._records = 0
@@ -46,11 +48,11 @@ class Ledger:
 
     @property
     def answer(self) -> Any:
-        """What was answered to it."""
+        """The recorded answer to the request that is being served."""
         return self._answers[request_id()]  # type: ignore[index]
 
     def complete(self, change: Any, answer: Any) -> Any:
-        """Write down a change that completes the request. Redoing it (see `replay`) must give the same answer."""
+        """Record a change that completes the request. Redoing it (see `replay`) must give the same answer."""
         if self._writes:
             self._journal.append(("change", request_id(), change))
             self._records += 1
@@ -70,13 +72,13 @@ class Ledger:
         return self._records
 
     def rebase(self, state: Any, since: int) -> None:
-        """Begin the journal at `state`, which stands for all changes before the point `since` (see `now`); those after
-        it stay."""
+        """Begin the journal at `state`, which replaces all changes before the point `since` (see `now`); those after it
+        stay."""
         if self._writes:
             self._rewrite(state, since)
 
     def replay(self, restore: Callable[[Any], Any], redo: Callable[[Any], Any]) -> None:
-        """Give the recorded state, if any, to `restore`, and each change since to `redo`, which returns its answer.
+        """Pass the recorded state, if any, to `restore`, and each change after it to `redo`, which returns its answer.
 
         Raises:
             Unrecoverable: there is no journal, it is damaged, or what it stands on is gone.

@@ -36,7 +36,9 @@ class ReferenceModel(ForgeActor):
         sharded: bool = False,
         **settings: Any,
     ) -> None:
-        self.model, self.temperature, self.passes = model, temperature, PassSettings(**settings)
+        self.model = model
+        self.temperature = temperature
+        self.passes = PassSettings(**settings)
         self.sharded = sharded
         self.layout = Parallelism(**(parallelism or {}))
 
@@ -55,16 +57,18 @@ class ReferenceModel(ForgeActor):
         from ..training.distributed import join
         from ..training.policy import build, resolve_dtype, round_products
 
-        place = self.context
-        if place.world_size == 1:
-            self.ranks = join(place.replica)  # several may see the devices of all
+        context = self.context
+        if context.world_size == 1:
+            self.ranks = join(context.replica)  # several may see the devices of all
         else:
-            store = process_store(place.rendezvous, place.world_size)
-            self.ranks = join(place.rank, place.world_size, store, self.layout)
+            store = process_store(context.rendezvous, context.world_size)
+            self.ranks = join(context.rank, context.world_size, store, self.layout)
         self.dtype = dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
         self.rounded = self.sharded or self.ranks.mesh is not None
-        held = dtype if self.rounded else getattr(torch, self.passes.weights_dtype)
-        built = build(self.model, "policy", self.ranks, seq_len=self.passes.seq_len, dtype=dtype, weights_dtype=held)
+        weights_dtype = dtype if self.rounded else getattr(torch, self.passes.weights_dtype)
+        built = build(
+            self.model, "policy", self.ranks, seq_len=self.passes.seq_len, dtype=dtype, weights_dtype=weights_dtype
+        )
         self.policy = built.requires_grad_(False).eval()
         if dtype == torch.bfloat16 and not self.rounded:
             round_products(self.policy, dtype)
@@ -85,11 +89,11 @@ class ReferenceModel(ForgeActor):
         with phase("reference") if self.context.rank == 0 else nullcontext():
             batch = replace(batch, experts=None)  # those of another model
             with nullcontext() if self.rounded else precision(self.ranks, self.dtype):
-                found = score(
+                logprobs = score(
                     lambda part: self.policy(part, self.temperature).logprobs,
                     batch,
                     max_tokens=self.passes.seq_len,
                     ranks=self.ranks,
                 )
             reshard(self.policy)
-            return found
+            return logprobs

@@ -1,4 +1,4 @@
-"""Where rollouts wait for the trainer, and what decides how far they may run ahead of it."""
+"""The replay buffer: rollouts wait in it for the trainer, and it bounds how far they may run ahead."""
 
 from __future__ import annotations
 
@@ -60,9 +60,12 @@ class ReplayBuffer(ForgeActor):
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
-        self.capacity, self.order, self.replace = capacity, order, replace
+        self.capacity = capacity
+        self.order = order
+        self.replace = replace
         self.staleness = Staleness(max_policy_age)
-        self.batch_size, self.steps = batch_size, steps
+        self.batch_size = batch_size
+        self.steps = steps
         self.served = start
         self.admitted = start * (batch_size or 0)
         self.items: list[Item] = []
@@ -71,7 +74,8 @@ class ReplayBuffer(ForgeActor):
         self.random = random.Random(seed)
         self.version = 0  # the weights that train next: an item that is too old for them stays too old
         self.replaced = 0
-        self.keep_dropped, self.kept = keep_dropped, list[tuple[str, Group]]()
+        self.keep_dropped = keep_dropped
+        self.kept = list[tuple[str, Group]]()
         self.changed = asyncio.Condition()
 
     def on_respawn(self) -> None:
@@ -127,11 +131,12 @@ class ReplayBuffer(ForgeActor):
                 await self.changed.wait_for(lambda: len(self.items) >= batch_size)
             if self.order == "random":
                 self.random.shuffle(self.items)
-            taken, self.items = self.items[:batch_size], self.items[batch_size:]
+            batch = self.items[:batch_size]
+            self.items = self.items[batch_size:]
             self.replaced = 0
             self.changed.notify_all()
         record_metric("buffer/size", len(self.items))
-        return taken
+        return batch
 
     @endpoint
     async def expire(self, version: int) -> int:
@@ -142,8 +147,9 @@ class ReplayBuffer(ForgeActor):
     @endpoint
     async def take_dropped(self) -> list[tuple[str, Group]]:
         """Groups that were dropped since the last call, each with its reason; at most `keep_dropped`."""
-        taken, self.kept = self.kept, []
-        return taken
+        dropped = self.kept
+        self.kept = []
+        return dropped
 
     @endpoint
     async def handled(self) -> Seen:
@@ -175,8 +181,10 @@ class ReplayBuffer(ForgeActor):
             forgotten: indices of groups that can no longer come in, counted as dropped.
         """
         async with self.changed:
-            self.items, self.dropped = list(state["items"]), dict(state["dropped"])
-            self.version, self.replaced = state["version"], state["replaced"]
+            self.items = list(state["items"])
+            self.dropped = dict(state["dropped"])
+            self.version = state["version"]
+            self.replaced = state["replaced"]
             self.random.setstate(state["random"])
             self.seen = Seen(state["seen"].low, set(state["seen"].above))
             self.admitted = self.served * (self.batch_size or 0) + len(self.items)
@@ -193,8 +201,9 @@ class ReplayBuffer(ForgeActor):
         return self.admitted < self.batch_size * (steps if self.steps is None else min(steps, self.steps))
 
     def _unfit(self, item: Item) -> str | None:
-        """Why `add` would drop an item now; None if it would not."""
-        index, scored = _index(item), _scored(item)
+        """The reason for which `add` would drop an item now; None if it would keep it."""
+        index = _index(item)
+        scored = _scored(item)
         if index is not None and index in self.seen:
             return "repeated"
         if scored is None:

@@ -30,7 +30,8 @@ class RewardActor(ForgeActor):
         verifiers: VerifiersConfig | None = None,
         accuracy: Any = None,
     ) -> None:
-        self.verifiers, self.scorers = verifiers, list[Any]()
+        self.verifiers = verifiers
+        self.scorers = list[Any]()
         for number, item in enumerate(functions or ()):
             made = load_reward(item) if isinstance(item, str) else item
             self.scorers.append(load_plugin(made, f"reward.functions[{number}]") if isinstance(made, Mapping) else made)
@@ -84,7 +85,7 @@ class RewardActor(ForgeActor):
 
     @endpoint
     async def state_dict(self) -> dict[str, Any] | None:
-        """What a scorer that learns has learned in this replica; None if none does."""
+        """The state of the scorer that learns in this replica; None if none does."""
         if self.reward.learner is None:
             return None
         return {"replica": self.context.replica, **await self.reward.learner.state_dict()}
@@ -97,5 +98,5 @@ class RewardActor(ForgeActor):
         """
         if self.reward.learner is None:
             raise ValueError("the run began with a reward that learns, and this one does not: resume with that one")
-        own = [state for state in states if state["replica"] == self.context.replica]
-        await self.reward.learner.load_state_dict((own or states)[0])
+        own_states = [state for state in states if state["replica"] == self.context.replica]
+        await self.reward.learner.load_state_dict((own_states or states)[0])

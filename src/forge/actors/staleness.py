@@ -1,4 +1,4 @@
-"""How old, in policy versions, a token may be when it trains: the one rule that admission, buffer and trainer apply."""
+"""Staleness: the one rule, for admission, buffer and trainer, on how old a token may be when it trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class Staleness:
-    """`max_policy_age` versions at most between the weights that sampled a token and those it trains; None: any.
+    """At most `max_policy_age` versions lie between the weights that sampled a token and those it trains; None: any.
 
     At 0 sampling and training take turns (lock-step). Version -1 means that the sampler is unknown: its age cannot be
     judged, and the trainer takes it as on-policy.
@@ -45,17 +45,18 @@ class Staleness:
         if self.max_policy_age is None:
             return
         versions = batch.versions[batch.mask]
-        known = versions[versions >= 0]
-        if not len(known):
+        known_versions = versions[versions >= 0]
+        if not len(known_versions):
             return
-        oldest, newest = int(known.min()), int(known.max())
-        for extreme, wrong, reason in (
+        oldest = int(known_versions.min())
+        newest = int(known_versions.max())
+        for extreme, is_wrong, reason in (
             (oldest, oldest < version - self.max_policy_age, f"max_policy_age is {self.max_policy_age}"),
             (newest, newest > version, "that is in the future"),
         ):
-            if wrong:
-                by = sorted({origin.sampled_by for origin in batch.origins if origin.version == extreme})
+            if is_wrong:
+                samplers = sorted({origin.sampled_by for origin in batch.origins if origin.version == extreme})
                 raise StaleWeights(
-                    f"step {version} was given tokens that version {extreme} sampled ({', '.join(by) or 'unknown'}): "
-                    f"{reason}"
+                    f"step {version} was given tokens that version {extreme} sampled "
+                    f"({', '.join(samplers) or 'unknown'}): {reason}"
                 )

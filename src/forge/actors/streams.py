@@ -1,4 +1,4 @@
-"""Requests whose tokens are asked for as they come."""
+"""Streaming: requests whose tokens are read while they are generated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..engines.interface import Engine, extend, part
 from ..observability import Reduce, record_metric
 from ..types import Completion, Sampling
 
-WAIT = 1.0  # seconds that a caller waits for something to tell
+WAIT = 1.0  # seconds that a caller waits for new tokens
 MOST = 4096  # log-probabilities that are sent at once: an answer holds up its caller while it is unpacked
 FORGOTTEN = 60.0  # seconds without a request after which a stream is closed
 
@@ -56,9 +56,9 @@ class Streams:
 
     def _look_at(self, number: int) -> None:
         if stream := self.open_ones.get(number):
-            left = stream.asked + FORGOTTEN - time.monotonic()
-            if left > 0:
-                stream.loop.call_later(left, self._look_at, number)
+            remaining = stream.asked + FORGOTTEN - time.monotonic()
+            if remaining > 0:
+                stream.loop.call_later(remaining, self._look_at, number)
             else:
                 self.close(number)
 
@@ -69,17 +69,18 @@ class _Stream:
     future: Future[list[Completion]]
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop, self.asked = loop, time.monotonic()
+        self.loop = loop
+        self.asked = time.monotonic()
         self.pieces: dict[int, Completion] = {}  # by sample
         self.something = asyncio.Event()
         self.done = False
 
     def tell(self, sample: int, piece: Completion) -> None:
-        """In the engine's thread."""
+        """Take new tokens from the engine, in its thread."""
         self.loop.call_soon_threadsafe(self._take, sample, piece)
 
     def ended(self, _: Future[list[Completion]]) -> None:
-        """In whatever thread completed it."""
+        """Note that the request has ended, in the thread that completed it."""
         if not self.loop.is_closed():  # as it may be when the engine is closed last
             self.loop.call_soon_threadsafe(self._end)
 
@@ -99,13 +100,14 @@ class _Stream:
         return list(pieces.items())
 
     def _some(self) -> dict[int, Completion]:
-        """What is sent at once."""
+        """The tokens that one call returns."""
         pieces: dict[int, Completion] = {}
         room = MOST
         while self.pieces and room > 0:
             sample = next(iter(self.pieces))
             piece = self.pieces.pop(sample)
-            size, width = len(piece.token_ids), 1 + max(map(len, piece.top_logprobs), default=0)
+            size = len(piece.token_ids)
+            width = 1 + max(map(len, piece.top_logprobs), default=0)
             count = min(size, max(1, room // width))
             room -= max(1, count) * width
             pieces[sample] = part(piece, 0, count)

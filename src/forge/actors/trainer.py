@@ -82,15 +82,23 @@ class Trainer(ForgeActor):
         **settings: Any,
     ) -> None:
         self.publish_dtype = publish_dtype
-        self.model, self.loss, self.store_ref, self.horizon = model, loss, store, horizon
-        own: Aggregation = getattr(loss, "aggregation", "token_mean")
-        self.aggregation: Aggregation = aggregation or own
-        self.optimizer, self.layout = OptimizerSettings(**(optimizer or {})), Parallelism(**(parallelism or {}))
+        self.model = model
+        self.loss = loss
+        self.store_ref = store
+        self.horizon = horizon
+        loss_aggregation: Aggregation = getattr(loss, "aggregation", "token_mean")
+        self.aggregation: Aggregation = aggregation or loss_aggregation
+        self.optimizer = OptimizerSettings(**(optimizer or {}))
+        self.layout = Parallelism(**(parallelism or {}))
         self.settings = settings
-        self.staleness, self.report, self.colocated = Staleness(max_policy_age), report, colocated
+        self.staleness = Staleness(max_policy_age)
+        self.report = report
+        self.colocated = colocated
         self.unit = getattr(loss, "unit", 1)
-        if self.aggregation != own and getattr(loss, "fixed_aggregation", False):
-            raise ValueError(f"{type(loss).__name__} is only defined under aggregation {own}, not {aggregation}")
+        if self.aggregation != loss_aggregation and getattr(loss, "fixed_aggregation", False):
+            raise ValueError(
+                f"{type(loss).__name__} is only defined under aggregation {loss_aggregation}, not {aggregation}"
+            )
         if (aggregation == "fixed_horizon" or horizon is not None) and not (
             self.aggregation == "fixed_horizon" and (horizon or 0) > 0
         ):
@@ -122,11 +130,11 @@ class Trainer(ForgeActor):
         self.ledger.begin()
         self.store = connect(self.store_ref)
         self.identities = None if self.store is None else Identities(self.store)
-        place = self.context
-        on_host = self.settings.get("cpu_offload", False)
-        half = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
-        store = process_store(place.rendezvous, place.world_size)
-        ranks = join(place.rank, place.world_size, store, self.layout, cpu_offload=on_host, mesh=half)
+        context = self.context
+        cpu_offload = self.settings.get("cpu_offload", False)
+        in_bfloat16 = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
+        store = process_store(context.rendezvous, context.world_size)
+        ranks = join(context.rank, context.world_size, store, self.layout, cpu_offload=cpu_offload, mesh=in_bfloat16)
         with self._on_device():
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
 
@@ -180,7 +188,7 @@ class Trainer(ForgeActor):
         """
         if self.ledger.repeated:
             return self.ledger.answer
-        # The ranks train at the same time: one of them stands for all in the time by phase.
+        # The ranks train at the same time: only rank 0 records the time of the phase.
         with phase(self.report) if self.context.rank == 0 else nullcontext():
             batch = self._pack(batch, targets)
             if batch.unit != self.unit:
@@ -189,17 +197,17 @@ class Trainer(ForgeActor):
             if self.identities is not None:
                 self.identities.check(batch)
             with self._on_device():
-                found = self.trainer.train_step(batch, self.loss)
-        found["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_work(batch))
-        metrics = {f"{self.report}/{name}": value for name, value in found.items()}
+                results = self.trainer.train_step(batch, self.loss)
+        results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_work(batch))
+        metrics = {f"{self.report}/{name}": value for name, value in results.items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
-        answer = metrics if targets is None else found["loss"]
+        answer = metrics if targets is None else results["loss"]
         return self.ledger.complete((batch, answer), answer)
 
     @endpoint
     def recorded(self) -> dict[str, np.ndarray] | None:
-        """What the last step computed of the tokens that its batch numbered in `recorded`, see
-        `forge.training.step.TokenRecord`; None: it numbered none."""
+        """Numbers that the last step computed for the tokens that its batch lists in `recorded`, see
+        `forge.training.step.TokenRecord`; None: it lists none."""
         return self.trainer.recorded if self.context.rank == 0 else None
 
     @endpoint
@@ -213,7 +221,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def predict(self, batch: Batch) -> np.ndarray:
-        """What a value or reward head says of the batch's trained tokens, [tokens], 0 elsewhere.
+        """Predictions of a value or reward head for the batch's trained tokens, [tokens], 0 elsewhere.
 
         ValueError: this trainer has a policy head.
         """
@@ -234,8 +242,8 @@ class Trainer(ForgeActor):
                 "this trainer has no weight store to publish to: start it with store=VersionStore.create()"
             )
         with phase("push_weights") if self.context.rank == 0 else nullcontext():
-            whole = self.trainer.lora is None and self.trainer.ranks.device.type != "cpu"
-            dtype = getattr(torch, self.publish_dtype) if whole and self.publish_dtype else None
+            casts = self.trainer.lora is None and self.trainer.ranks.device.type != "cpu"
+            dtype = getattr(torch, self.publish_dtype) if casts and self.publish_dtype else None
             self.store.put(POLICY, self.trainer.weights(), version, dtype=dtype)
 
     @endpoint
@@ -263,12 +271,12 @@ class Trainer(ForgeActor):
             return self.ledger.answer
         with phase("checkpoint") if self.context.rank == 0 else nullcontext():
             self._settle()
-            known = (
+            identities = (
                 {}
                 if self.identities is None
                 else self.identities.recent(self.trainer.step, self.staleness.max_policy_age)
             )
-            write = Write(folder, {**(extra or {}), IDENTITIES: known}, keep)
+            write = Write(folder, {**(extra or {}), IDENTITIES: identities}, keep)
             if not wait:
                 path = self._begin(write)
                 self.ledger.complete(write, path)
@@ -304,14 +312,16 @@ class Trainer(ForgeActor):
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Leave the device to others afterwards, however it ends."""
+        """Offload to host memory afterwards, also after an error."""
         try:
             yield
         except BaseException as error:
             try:
                 self._leave_device()
-            except Exception as other:  # the first error says what happened
-                error.add_note(f"then the trainer could not leave the device: {type(other).__name__}: {other}")
+            except Exception as second_error:  # the first error says what happened
+                error.add_note(
+                    f"then the trainer could not leave the device: {type(second_error).__name__}: {second_error}"
+                )
             raise
         self._leave_device()
 

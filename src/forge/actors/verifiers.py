@@ -45,7 +45,8 @@ class RemotePanel:
     grouped = True
 
     def __init__(self, service: Service, names: tuple[str, ...]) -> None:
-        self.service, self.names = service, names
+        self.service = service
+        self.names = names
 
     @classmethod
     async def of(cls, service: Service) -> RemotePanel:

@@ -32,7 +32,7 @@ SHARED = ("training", "grpo", "dpo", "dataset", "generator", "async", "eval", "c
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind in `folder`."""
+    """The results of a run, in its `folder`."""
 
     folder: Path
 
@@ -162,7 +162,8 @@ def evaluate(
     from ..models.tokenizer import open_tokenizer
 
     check_family(model)
-    folder, section = resolve_model(model), build(DatasetConfig, _dataset(dataset), "dataset")
+    folder = resolve_model(model)
+    section = build(DatasetConfig, _dataset(dataset), "dataset")
     rows: Any = load_data(open_tokenizer(folder), kind=section.kind, **{**section, "shuffle": False})
     samples = rows.held_out(_count(section.path, problems))
     functions = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else [*reward]
@@ -196,7 +197,8 @@ def generate(
     from ..models.tokenizer import open_tokenizer
 
     check_family(model)
-    folder, texts = resolve_model(model), [prompts] if isinstance(prompts, str) else [*prompts]
+    folder = resolve_model(model)
+    texts = [prompts] if isinstance(prompts, str) else [*prompts]
     inputs: list[Any] = list(texts)
     if chat:
         from ..data.chat import ChatFormat
@@ -211,8 +213,8 @@ def generate(
     async def work(policy: Any) -> list[Any]:
         return await asyncio.gather(*(policy.generate.route(prompt, **sampling) for prompt in inputs))
 
-    found = _with_policy(folder, generator, work)
-    return found[0] if isinstance(prompts, str) else found
+    completions = _with_policy(folder, generator, work)
+    return completions[0] if isinstance(prompts, str) else completions
 
 
 def _run(
@@ -257,22 +259,22 @@ def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) ->
         return {key: value}
     inner = {name: section_in(field.annotation) for name, field in sections.items()}
     # Sections of their own matter, such as `episode` or `critic`, are given whole.
-    known = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}
-    homes = [name for name, keys in known.items() if key in keys]
-    everything = [*sections, *(inner for keys in known.values() for inner in keys)]
-    if not homes and "grpo" in sections:
+    inner_keys = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}
+    owners = [name for name, keys in inner_keys.items() if key in keys]
+    everything = [*sections, *(inner for keys in inner_keys.values() for inner in keys)]
+    if not owners and "grpo" in sections:
         misspelt = difflib.get_close_matches(key, everything, n=1, cutoff=0.8)
         from ..algorithms import setting_names
 
         # A setting of the algorithm, such as beta, before the misspelling of another, such as beta2.
         if key in setting_names(algorithm) or not misspelt:
-            homes = ["grpo"]
-    if len(homes) > 1:
-        choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in homes)
+            owners = ["grpo"]
+    if len(owners) > 1:
+        choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in owners)
         raise ConfigError(f"{key!r} is a key of several sections: write {choices}")
-    if not homes:
+    if not owners:
         raise ConfigError(f"unknown setting {key!r}{nearest(key, everything)}")
-    return {homes[0]: {key: value}}
+    return {owners[0]: {key: value}}
 
 
 def _dataset(dataset: Any) -> dict[str, Any]:
@@ -289,12 +291,12 @@ def _dataset(dataset: Any) -> dict[str, Any]:
     raise ConfigError(f"dataset must be a path, a hub id, rows or a mapping, got {dataset!r:.80}")
 
 
-def _count(rows: Any, asked: int | None, most: int | None = None) -> int:
-    if asked is not None:
-        return asked
+def _count(rows: Any, problems: int | None, limit: int | None = None) -> int:
+    if problems is not None:
+        return problems
     if isinstance(rows, str) or rows is None:
-        return most or 256
-    return len(rows) if most is None else min(most, len(rows))
+        return limit or 256
+    return len(rows) if limit is None else min(limit, len(rows))
 
 
 def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable[[Any], Any]) -> Any:

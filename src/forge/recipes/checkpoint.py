@@ -57,7 +57,7 @@ class RunState:
             await self.trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
 
     async def forget_done(self) -> None:
-        """Let the data set drop the samples whose groups have come in: only those in flight can be needed again."""
+        """Drop the samples whose groups have come in from the data set: only those in flight can be needed again."""
         if self.buffer is not None:
             await self.dataset.forget.route(await self.buffer.handled.route())
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class Job(NamedTuple):
-    """What `launch` prepares for a recipe: the model's local folder to start from, the held-out items to evaluate on,
-    the run's folder, and the store that carries weights from the trainer to generators."""
+    """A prepared run: the model's local folder, the held-out items to evaluate on, the run's folder, and the store that
+    carries weights from the trainer to generators."""
 
     model: str
     held_out: list[Any]
@@ -49,7 +49,7 @@ class Job(NamedTuple):
         step: int,
         metrics: dict[str, float],
         evaluate: Callable[[], Awaitable[dict[str, float]]],
-        done: Callable[[], bool] = lambda: False,
+        is_done: Callable[[], bool] = lambda: False,
     ) -> None:
         """Evaluate, log and write a checkpoint, whichever is due after this step; step 0 is before the first.
 
@@ -65,21 +65,22 @@ class Job(NamedTuple):
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
         self.record.log(step, await drain_metrics(profiles), **metrics)
         await state.forget_done()
-        ending = last or done()
+        ending = last or is_done()
         reason = self.preemption.reason() if self.preemption is not None and not ending else None
         if step and (reason or cfg.checkpoint.due(step, ending)):
-            began, in_background = time.monotonic(), cfg.checkpoint.async_write and reason is None
+            started_at = time.monotonic()
+            in_background = cfg.checkpoint.async_write and reason is None
             await state.save(self.record, keep=cfg.checkpoint.keep, async_write=in_background)
             if self.preemption is not None:
-                self.preemption.saved(time.monotonic() - began)
+                self.preemption.saved(time.monotonic() - started_at)
         if reason:
-            kept = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
-            raise Preempted(f"{reason}: the run ended {kept}")
+            ending_state = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
+            raise Preempted(f"{reason}: the run ended {ending_state}")
 
 
 @dataclass
 class RLComponents:
-    """What the RL recipe works with. `reference` and `critic` are None where the algorithm needs none."""
+    """The components of the RL recipe. `reference` and `critic` are None where the algorithm needs none."""
 
     dataset: Handle
     buffer: Handle
@@ -101,8 +102,10 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         make_env: makes the environment from the configuration; None: the reward of the configuration, or its
             `environment`.
     """
-    temperature, age, frozen_model = cfg.grpo.temperature, cfg.max_policy_age, cfg.starts_reference(algorithm)
-    if algorithm.needs_reference and not frozen_model:
+    temperature = cfg.grpo.temperature
+    age = cfg.max_policy_age
+    has_reference = cfg.starts_reference(algorithm)
+    if algorithm.needs_reference and not has_reference:
         log.warning(
             "services.ref_model is not set: the KL is to the generator's weights, by the log-probabilities recorded "
             "at sampling; set services.ref_model to {} for a frozen reference"
@@ -112,7 +115,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
     single_turn = make_env is None and cfg.environment is None
-    data, buffer, (policy, trained), rewards, frozen, valued = await asyncio.gather(
+    samples, buffer, (policy, policy_trainer), reward_service, reference_model, critic_trainer = await asyncio.gather(
         dataset(cfg, job),
         replay_buffer(cfg, job, algorithm),
         policy_and_trainer(
@@ -121,17 +124,17 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
             partial(trainer, cfg, job, algorithm, store=job.store, temperature=temperature, max_policy_age=age),
         ),
         reward(cfg) if single_turn else nothing(),
-        reference(cfg, cfg.grpo.reference or job.model, temperature) if frozen_model else nothing(),
+        reference(cfg, cfg.grpo.reference or job.model, temperature) if has_reference else nothing(),
         critic(cfg, job) if algorithm.needs_critic else nothing(),
     )
     env: GroupEnv
     if single_turn:
-        env = SingleTurnEnv(rewards, model_tokenizer(job.model) if cfg.reward.gives_steps else None)
+        env = SingleTurnEnv(reward_service, model_tokenizer(job.model) if cfg.reward.gives_steps else None)
     else:
         env = await (make_env or multi_turn_env)(cfg, job)
-    state = RunState(trained, data, buffer, valued, rewards if cfg.reward.learns else None)
+    state = RunState(policy_trainer, samples, buffer, critic_trainer, reward_service if cfg.reward.learns else None)
     await state.resume(job.record)
-    return RLComponents(data, buffer, policy, trained, env, frozen, valued, state)
+    return RLComponents(samples, buffer, policy, policy_trainer, env, reference_model, critic_trainer, state)
 
 
 async def policy_and_trainer(
@@ -151,7 +154,7 @@ async def policy_and_trainer(
 
 
 async def nothing() -> None:
-    """In place of a component that the run does not need."""
+    """Start nothing, in place of a component that the run does not need."""
 
 
 async def multi_turn_env(cfg: RLConfig, job: Job) -> GroupEnv:
@@ -181,7 +184,7 @@ async def dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Ha
 
 
 async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle:
-    """Where rollouts wait, for two batches of each version that may be in flight: in this process, or where
+    """The replay buffer, with room for two batches of each version that may be in flight: in this process, or where
     `services.replay_buffer` places it."""
     batch_size = cfg.training.batch_size
     settings = {
@@ -203,27 +206,29 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
 async def generator(cfg: RecipeConfig, job: Job, **sampling: Any) -> Handle:
     """The policy that samples, with what differs from the defaults of `forge.types.Sampling`; served to others as well
     where `serve` says so."""
-    options, at = Generator.options(**cfg.placement("generator")), cfg.serve.listening()
+    options = Generator.options(**cfg.placement("generator"))
+    listening = cfg.serve.listening()
     if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
         from ..data.prompts import stop_ids
 
         sampling["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(job.model))  # type: ignore
     store = await share(job.store)
     policy = await options.as_service(job.model, store=store, **sampling, **cfg.generator)
-    if at is not None:
+    if listening is not None:
         from ..serve import Server  # its import was checked with the configuration
         from ..system.web import required_key
 
-        tokenizer, own = model_tokenizer(job.model), secrets.token_urlsafe(32)
-        server = Server(policy, tokenizer, cfg.run.name, required_key(cfg.serve.host), own)
-        url = await server.beside(at)
-        write_atomic(job.record.folder / SERVED, json.dumps({"url": url, "key": own}), secret=True)
+        tokenizer = model_tokenizer(job.model)
+        run_key = secrets.token_urlsafe(32)
+        server = Server(policy, tokenizer, cfg.run.name, required_key(cfg.serve.host), run_key)
+        url = await server.beside(listening)
+        write_atomic(job.record.folder / SERVED, json.dumps({"url": url, "key": run_key}), secret=True)
         log.info("%s is served at %s", cfg.run.name, url)
     return policy
 
 
 async def trainer(
-    cfg: TrainingRecipe, job: Job, loss: Callable[..., Any], *, service: str = "trainer", **more: Any
+    cfg: TrainingRecipe, job: Job, loss: Callable[..., Any], *, service: str = "trainer", **overrides: Any
 ) -> Handle:
     """A trainer under `services.<service>`; further settings are those of `forge.actors.Trainer`. A second trainer of
     a run, such as a critic, keeps its checkpoints in a folder of its own."""
@@ -237,13 +242,16 @@ async def trainer(
         "lora": None if cfg.lora is None else {**cfg.lora},
         **cfg.training.trainer(),
     }
-    if "store" in more:
-        more |= {"store": await share(more["store"]), "publish_dtype": None if cfg.engine is None else cfg.engine.dtype}
+    if "store" in overrides:
+        overrides |= {
+            "store": await share(overrides["store"]),
+            "publish_dtype": None if cfg.engine is None else cfg.engine.dtype,
+        }
     options = cfg.placement(service)
     if options["with_gpus"] and not settings["colocated"]:
         # Every pack has another length: segments that grow leave no gaps. vLLM's sleep does not work with them.
         options["env"] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **options["env"]}
-    return await Trainer.options(**options).as_actor(job.model, loss=loss, **(settings | more))
+    return await Trainer.options(**options).as_actor(job.model, loss=loss, **(settings | overrides))
 
 
 async def critic(cfg: RLConfig, job: Job) -> Handle:

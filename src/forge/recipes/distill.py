@@ -24,7 +24,8 @@ from .schema import sample_seed
 
 async def train(cfg: DistillConfig, job: Job) -> None:
     """Sample from the student, score its tokens with the teacher, and train (on-policy distillation)."""
-    settings, record = cfg.distill, job.record
+    settings = cfg.distill
+    record = job.record
     loss = Distill(settings.clip_high, entropy_coef=cfg.training.entropy_coef)
     temperature = settings.temperature
     dataset, (student, trainer), teacher, reward = await asyncio.gather(

@@ -48,12 +48,12 @@ class DistillConfig(RecipeConfig):
         return {"distill.teacher": self.distill.teacher}
 
     def reach(self, config: Any) -> int:
-        """As the base, of what the generator makes."""
+        """The most tokens of a sequence that is trained, which the generator bounds as well."""
         return min(super().reach(config), check_length(config, self.generator.max_seq_len))
 
     @property
     def shares(self) -> dict[str, Any]:
-        """How tokens share the loss, for `forge.data.packing.pack`."""
+        """Settings of `forge.data.packing.pack`: how tokens share the loss."""
         aggregation = self.training.aggregation or "token_mean"
         return {
             "aggregation": aggregation,

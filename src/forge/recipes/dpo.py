@@ -20,7 +20,8 @@ from .dpo_config import DPOConfig
 
 async def train(cfg: DPOConfig, job: Job) -> None:
     """Train on pairs of answers against a frozen reference."""
-    loss, record = DPOLoss(**cfg.dpo), job.record
+    loss = DPOLoss(**cfg.dpo)
+    record = job.record
     dataset, trainer, reference = await asyncio.gather(
         components.dataset(cfg, job, in_turn=True),
         components.trainer(cfg, job, loss),
@@ -34,7 +35,7 @@ async def train(cfg: DPOConfig, job: Job) -> None:
         batch.ref_logprobs = await reference.logprobs.route(batch)
         return batch
 
-    held_out = await compared([answer for pair in job.held_out for answer in pair]) if job.held_out else None
+    held_out = await compared([episode for pair in job.held_out for episode in pair]) if job.held_out else None
 
     async def evaluate() -> dict[str, float]:
         if held_out is None:

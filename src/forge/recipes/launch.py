@@ -1,4 +1,4 @@
-"""What surrounds a recipe's loop: everything is checked before the first process starts, and closed after the last."""
+"""Running a recipe: everything is checked before the first process starts, and closed after the last has ended."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def print_user_frames(error: BaseException) -> bool:
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What Python prints of an exception that ends it, without secrets."""
+    """Print an exception that ends the program, without secrets."""
     print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
@@ -148,19 +148,19 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
         except ValueError as error:
             raise BadInput(str(error)) from error
         closing.enter_context(forked_processes())
-        log_to(internal := record.folder / MONARCH)
-        log.info("Monarch's log is %s", internal)
+        log_to(monarch_log := record.folder / MONARCH)
+        log.info("Monarch's log is %s", monarch_log)
         closing.callback(log_to, None)
         use(store := VersionStore.create())
         closing.callback(store.close)
         try:
-            saved = preemption if cfg.checkpoint.every else None
+            preemption_of_run = preemption if cfg.checkpoint.every else None
             try:
                 run(
-                    recipe(cfg, Job(model, held_out, record, store, saved)),
+                    recipe(cfg, Job(model, held_out, record, store, preemption_of_run)),
                     cfg.cluster.given,
                     cfg.cluster.wait,
-                    on_preemption=None if saved is None else saved.request,
+                    on_preemption=None if preemption_of_run is None else preemption_of_run.request,
                 )
             except SystemExit as error:
                 if error.code:
@@ -169,9 +169,9 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
             finally:  # `run` had handlers of its own, and leaves the default ones
                 signals.enter_context(finishing("the run has ended and is being closed"))
         except BaseException as error:
-            gone = [path for path in (record.folder, store.root) if not path.is_dir()]
-            if gone and isinstance(error, ForgeError | OSError | RuntimeError):
-                raise ForgeError(f"{gone[0]} was removed while the run used it; it ended with: {error}") from error
+            removed = [path for path in (record.folder, store.root) if not path.is_dir()]
+            if removed and isinstance(error, ForgeError | OSError | RuntimeError):
+                raise ForgeError(f"{removed[0]} was removed while the run used it; it ended with: {error}") from error
             write_ending(record, error)
             raise
         record.finish()
@@ -183,7 +183,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
 
 
 def write_ending(record: Run, error: BaseException) -> None:
-    """Have the folder of a run say why it ended, and an exception at which step."""
+    """Record in a run's folder why it ended; an exception gets a note with the step."""
     if isinstance(error, Preempted):
         record.fail(str(error), stopped=True)
     elif isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:

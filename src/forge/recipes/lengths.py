@@ -29,17 +29,18 @@ def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> Datase
         ConfigError: the completions leave no room, or `dataset.max_prompt_tokens` is set to more than they leave.
     """
     sampling = cfg[section]
-    most = longest_sequence(cfg, model)
+    longest = longest_sequence(cfg, model)
     data = cfg.dataset.model_copy()
-    room = most - sampling.max_tokens
+    room = longest - sampling.max_tokens
     completion = f"{section}.max_tokens = {sampling.max_tokens}"
     remedy = "raise generator.max_seq_len as far as the model allows"
     if room < 1 and "max_tokens" in sampling.model_fields_set:
         raise ConfigError(
-            f"{completion} leaves no room for a prompt in the {most} tokens that generators take: lower it, or {remedy}"
+            f"{completion} leaves no room for a prompt in the {longest} tokens that generators take: "
+            f"lower it, or {remedy}"
         )
     # A default that leaves no room is a bound that answers never reach: they end at the model's length.
-    room = room if room > 0 else most - 1
+    room = room if room > 0 else longest - 1
     # The bound that `training.seq_len` has set, where the user set none.
     default_bound = cfg.training.seq_len - sampling.max_tokens
     if data.max_prompt_tokens == default_bound:
@@ -47,7 +48,7 @@ def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> Datase
     data.bound(
         "max_prompt_tokens",
         room,
-        f"dataset.max_prompt_tokens is more than the {room} tokens that {completion} leaves of the {most} that "
+        f"dataset.max_prompt_tokens is more than the {room} tokens that {completion} leaves of the {longest} that "
         f"generators take: lower either, or {remedy}",
     )
     return data

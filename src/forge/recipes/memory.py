@@ -1,4 +1,4 @@
-"""What a configuration needs in memory for the weights of a model and what trains them, before anything starts."""
+"""The memory that a configuration needs for weights, gradients and optimiser state, before anything starts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def count_parameters(model: str, matrices: bool = False, experts: bool = True) -
 
 def state_bytes(training: TrainingConfig, matrices: float) -> float:
     """The optimiser's state, in bytes a parameter, where this share of all parameters are matrices of layers."""
-    held, state = training.weights_dtype, training.optimizer_dtype or training.weights_dtype
+    weights_dtype = training.weights_dtype
+    state_dtype = training.optimizer_dtype or training.weights_dtype
     if training.optimizer == "adamw8bit":
         return 2 * (1 + 4 / 256)  # a scale for each block
     moments = 2 - matrices if training.optimizer == "muon" else 2
-    return moments * BYTES[state] + (2 if (held, state) == ("bfloat16", "float32") else 0)
+    return moments * BYTES[state_dtype] + (2 if (weights_dtype, state_dtype) == ("bfloat16", "float32") else 0)
 
 
 def memory_report(cfg: TrainingRecipe, model: str) -> list[str]:
@@ -80,8 +81,8 @@ def _trainer_line(cfg: TrainingRecipe, model: str, name: str, parameters: int) -
     parts = f"weights {readable(weights)}, gradients {readable(weights)}, {optimizer}: {total}"
     if cfg.lora is not None:
         parts = f"frozen weights {readable(weights)}, and adapters"
-    place = "in host memory, " if training.cpu_offload else ""
-    return f"{name}: {place}{parts} in {dtype} in each of {procs} process(es), which compute in {training.dtype}"
+    location = "in host memory, " if training.cpu_offload else ""
+    return f"{name}: {location}{parts} in {dtype} in each of {procs} process(es), which compute in {training.dtype}"
 
 
 def _reference_line(cfg: TrainingRecipe, model: str, reference: Options, parameters: int) -> str:

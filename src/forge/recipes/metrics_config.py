@@ -70,7 +70,7 @@ class MetricsConfig(Section):
     GPU, measured on a CPU ([watching.md](watching.md))."""
 
     def profiles(self, step: int, folder: Path) -> dict[str, str]:
-        """Where the profiles of a step go, by service; empty if it is not profiled."""
+        """The folders of a step's profiles, by service; empty if it is not profiled."""
         if self.profile is None or step not in self.profile.steps:
             return {}
         return dict.fromkeys(self.profile.services, str((folder / "profile" / f"step_{step:06d}").absolute()))

@@ -32,14 +32,15 @@ def check_hosts(cfg: TrainingRecipe) -> None:
         return check_gpus(cfg)
     if (secret := read_secret()) is None:
         raise NoSecret(f"cluster.hosts is set and {SECRET} is not: set it to the secret of their workers")
-    demands, shares = [], set()
+    demands = []
+    shares = set()
     for name in type(cfg.services).model_fields:
         if cfg.services[name] is None:
             continue
         options = Options(**cfg.placement(name))
         if options.host is not None and joined(*split(options.host)) not in addresses(cfg.cluster.given):
-            known = ", ".join(addresses(cfg.cluster.given))
-            raise ValueError(f"services.{name}.host is {options.host}, which is none of the hosts: {known}")
+            known_hosts = ", ".join(addresses(cfg.cluster.given))
+            raise ValueError(f"services.{name}.host is {options.host}, which is none of the hosts: {known_hosts}")
         if options.share in shares or (options.hosts is None and not options.with_gpus):
             continue
         shares |= {options.share} - {None}
@@ -49,8 +50,8 @@ def check_hosts(cfg: TrainingRecipe) -> None:
         credentials = Credentials.make(secret, Path(folder))
         failures: list[str] = []
         try:
-            found, failures = asyncio.run(survey(cfg.cluster.given, credentials))
-            check(found, demands)
+            machines, failures = asyncio.run(survey(cfg.cluster.given, credentials))
+            check(machines, demands)
         except NoRoom as error:
             raise ValueError("; ".join([str(error), *failures])) from None
 
@@ -62,31 +63,38 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
         ValueError: names the host and the folder.
     """
     placed = {name: cfg.placement(name) for name in type(cfg.services).model_fields if cfg.services[name] is not None}
-    there = {name for name, one in placed.items() if one["host"] or one["hosts"] is not None or one["with_gpus"]}
-    if cfg.cluster.given is None or not there:
+    on_hosts = {
+        name
+        for name, options in placed.items()
+        if options["host"] or options["hosts"] is not None or options["with_gpus"]
+    }
+    if cfg.cluster.given is None or not on_hosts:
         return
-    root, secret = Path(cfg.run.root).absolute(), read_secret()
+    root = Path(cfg.run.root).absolute()
+    secret = read_secret()
     assert secret is not None  # see check_hosts
     root.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=root, prefix=".forge-", suffix=".tmp") as mark, TemporaryDirectory() as folder:
         mark.write(token := token_hex(8))
         mark.flush()
         files = {Path(model) / "config.json": (Path(model) / "config.json").read_text()}
-        if there & {"trainer", "critic"}:
+        if on_hosts & {"trainer", "critic"}:
             files[Path(mark.name)] = token
         credentials = Credentials.make(secret, Path(folder))
         for host in addresses(cfg.cluster.given):
             for path, content in files.items():
-                seen = asyncio.run(seen_by(host, credentials, path.absolute(), content))
-                if not seen:
+                is_seen = asyncio.run(seen_by(host, credentials, path.absolute(), content))
+                if not is_seen:
                     raise ValueError(
                         f"host {host} does not see {path.parent}: share it between the hosts, at the same path"
                     )
 
 
 def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:
-    """How many GPUs each service of a configuration takes. Services that share processes share their GPUs, which count
-    for the first of them. Hosts are simulated on this machine and add none."""
+    """The number of GPUs that each service of a configuration takes.
+
+    Services that share processes share their GPUs, which count for the first of them. Simulated hosts add none.
+    """
     needed: dict[str, int] = {}
     shares: set[str] = set()
     for name in type(cfg.services).model_fields:
@@ -107,12 +115,12 @@ def check_gpus(cfg: TrainingRecipe) -> None:
         ValueError: names the services and the settings to change.
     """
     needed = gpus_needed(cfg)
-    if not needed or (total := sum(needed.values())) <= (there := len(visible_gpus())):
+    if not needed or (total := sum(needed.values())) <= (available := len(visible_gpus())):
         return
-    each = ", ".join(f"services.{name} {count}" for name, count in needed.items())
+    counts = ", ".join(f"services.{name} {count}" for name, count in needed.items())
     limit = next((f" ({name}={os.environ[name]})" for name in VISIBLE if os.environ.get(name)), "")
     colocated = "set colocated to true, " if len(needed) > 1 and "colocated" in type(cfg).model_fields else ""
     raise ValueError(
-        f"{total} GPUs are needed ({each}) and this machine has {there}{limit}: lower procs or num_replicas, "
+        f"{total} GPUs are needed ({counts}) and this machine has {available}{limit}: lower procs or num_replicas, "
         f"{colocated}or set with_gpus to false ({' '.join(f'--services.{name}.with_gpus false' for name in needed)})"
     )

@@ -64,9 +64,10 @@ class Preemption:
         self._saves.append(seconds)
 
     def reason(self) -> str | None:
-        """Why to end now; None: there is none. To be called once after every step. The deadline counts from the second
+        """The reason to stop now, or None. Call it once after every step. The deadline counts from the second
         call on: every start makes progress, and its own duration is not that of a step."""
-        now, before = time.monotonic(), self._before
+        now = time.monotonic()
+        before = self._before
         self._before = now
         if before is not None:
             self._steps.append(now - before)

@@ -1,4 +1,4 @@
-"""What a run is started from: its model, its data and its folder, opened and checked before the first process."""
+"""Preparing a run: its model, data and folder are opened and checked before the first process starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], Run]:
     Raises:
         ValueError, OSError, ImportError: the fault, in one line.
     """
-    folder, initial = Path(cfg.run.root) / cfg.run.name, Path(f"{cfg.run.root}/{cfg.run.name}-initial")
+    folder = Path(cfg.run.root) / cfg.run.name
+    initial = Path(f"{cfg.run.root}/{cfg.run.name}-initial")
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
     settings = to_dict(cfg)  # before the data bounds the steps, in which a resumed run would differ
     # It prints a line for each retry; the error that it raises is enough.
@@ -162,7 +163,8 @@ def check_others(cfg: TrainingRecipe, model: str, others: dict[str, str]) -> Non
         check_vocabulary(key, other, model)
         config = model_config(other)
         check_head(Path(other), config)
-        most, limit = longest(config), rotary_limit(config)
+        most = longest(config)
+        limit = rotary_limit(config)
         if most < reach:
             message = (
                 f"{key}: {other} takes {most} tokens, and sequences may have {reach}: set training.seq_len to {most}"
@@ -175,7 +177,7 @@ def check_others(cfg: TrainingRecipe, model: str, others: dict[str, str]) -> Non
 
 
 def local(paths: list[str]) -> list[str]:
-    """Those paths that are of this machine and no hub ids."""
+    """The paths that exist on this machine; the others are hub ids."""
     return [path for path in paths if "{" not in path and Path(path).exists()]
 
 
@@ -191,14 +193,16 @@ def check_overwrite(cfg: TrainingRecipe, model: str) -> None:
             raise ValueError(f"the new run would remove {name}, which it reads: choose another run.name")
 
 
-def check_vocabulary(key: str, other: str, model: str) -> None:
+def check_vocabulary(key: str, second_model: str, model: str) -> None:
     """Reject a second model with a different vocabulary.
 
     Raises:
         ValueError: the tokenizers differ; names the key.
     """
-    if model_tokenizer(other).get_vocab() != model_tokenizer(model).get_vocab():
-        raise ValueError(f"{key}: the tokens of {other} are not those of {model}: choose a model of the same family")
+    if model_tokenizer(second_model).get_vocab() != model_tokenizer(model).get_vocab():
+        raise ValueError(
+            f"{key}: the tokens of {second_model} are not those of {model}: choose a model of the same family"
+        )
 
 
 def check_data(

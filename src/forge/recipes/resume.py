@@ -1,4 +1,4 @@
-"""Going on with a run: which one, from where, and whether it is still the same run."""
+"""Resuming a run: which one, from which checkpoint, and whether it is still the same run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SAMPLES, SAMPLE = 256, 1 << 16
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: at a checkpoint and its step, or at the beginning.
+    """The start of a run: a checkpoint and its step, or the beginning.
 
     `finished`: there is nothing to do. `restart`: the same run ended before its first checkpoint and is overwritten.
     """
@@ -62,7 +62,7 @@ class Start:
 
 
 def read_config(cls: type[C], arguments: Arguments) -> C:
-    """The configuration of a command line: that of `--config`, else the one that the run to go on with has left.
+    """The configuration of a command line: that of `--config`, otherwise the one saved by the run that is resumed.
 
     Raises:
         ConfigError: as `forge.config.read`; or there is no such run, or another one is configured.
@@ -76,12 +76,13 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: there is no such run")
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"--resume {folder}: it is no run, it has no config.yaml")
+        raise ConfigError(f"--resume {folder}: not a run folder (no config.yaml)")
     _previous(folder)
     cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
     if arguments.config is None and not any(name.startswith("run.") for name, _ in arguments.overrides):
         # It may have been moved since, or be called from elsewhere.
-        cfg.run.root, cfg.run.name = str(folder.parent), folder.name
+        cfg.run.root = str(folder.parent)
+        cfg.run.name = folder.name
     elif (Path(cfg.run.root) / cfg.run.name).resolve() != folder.resolve():
         raise ConfigError(
             f"--resume {folder}, but the configuration is that of {Path(cfg.run.root) / cfg.run.name}: "
@@ -91,7 +92,7 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
 
 
 def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
-    """Where the run of this configuration starts.
+    """The start of the run of this configuration.
 
     Raises:
         ConfigError: there is no undamaged checkpoint to resume from; the folder holds another run, or one beyond
@@ -104,12 +105,13 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         return Start()
     from ..training import checkpoint  # imports all that a trainer does
 
-    there, damaged = checkpoint.checkpoints(folder / "checkpoints"), {}
-    while there and (fault := _damage(there[-1])):
-        damaged[there.pop()] = fault
-    if damaged and not there:
+    checkpoints = checkpoint.checkpoints(folder / "checkpoints")
+    damaged = {}
+    while checkpoints and (fault := _damage(checkpoints[-1])):
+        damaged[checkpoints.pop()] = fault
+    if damaged and not checkpoints:
         raise ConfigError(f"--resume {folder}: {next(iter(damaged.values()))}, and there is no older checkpoint")
-    if not there:
+    if not checkpoints:
         if resume != "auto":
             raise ConfigError(f"--resume {folder}: it has no checkpoint to resume from")
         if not (cfg.run.overwrite or made_no_step(folder) or _ended_early(cfg, folder)):
@@ -130,7 +132,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
             if name.startswith("from_scratch."):  # which a model replaces: the user has set that one
                 name, was, now = next((change for change in changed if change[0] == "model"), (name, was, now))
             raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
-    step = checkpoint.step_of(there[-1])
+    step = checkpoint.step_of(checkpoints[-1])
     if step > cfg.training.steps:
         raise ConfigError(
             f"--resume {folder}: it is at step {step} already, and training.steps is {cfg.training.steps}"
@@ -139,20 +141,21 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     finished = (folder / FINISHED).exists() and not goal and (folder / "model" / "config.json").exists()
     for path, fault in damaged.items():
         aside = checkpoint.set_aside(path)
-        log.warning("--resume %s: %s; it is now %s, resuming from %s", folder, fault, aside.name, there[-1].name)
-    return Start(str(there[-1]), step, finished)
+        log.warning("--resume %s: %s; it is now %s, resuming from %s", folder, fault, aside.name, checkpoints[-1].name)
+    return Start(str(checkpoints[-1]), step, finished)
 
 
 def _damage(checkpoint: Path) -> str | None:
     """The damage of a checkpoint, or of the critic's of its step if the run has one; None if there is none."""
     from ..training.checkpoint import checkpoints, step_of
 
-    step, critic = step_of(checkpoint), checkpoint.parent / "critic"
+    step = step_of(checkpoint)
+    critic = checkpoint.parent / "critic"
     try:
         check_files(checkpoint)
         if critic.is_dir():
-            there = {step_of(path): path for path in checkpoints(critic)}
-            check_files(there.get(step, critic / checkpoint.name))
+            critics = {step_of(path): path for path in checkpoints(critic)}
+            check_files(critics.get(step, critic / checkpoint.name))
     except DamagedFile as error:
         return str(error)
     return None
@@ -170,10 +173,10 @@ def _previous(folder: Path) -> dict[str, Any]:
 
 
 def _ended_early(cfg: TrainingRecipe, folder: Path) -> bool:
-    """It is the same run, and ended before its first checkpoint."""
+    """Whether the folder holds the same run, which ended before its first checkpoint."""
     before = _previous(folder)
-    same = all(name.startswith(MAY_CHANGE) for name, _, _ in changes(before, cfg))
-    return same and before["checkpoint.every"] > 0 and not (folder / FINISHED).exists()
+    is_same_run = all(name.startswith(MAY_CHANGE) for name, _, _ in changes(before, cfg))
+    return is_same_run and before["checkpoint.every"] > 0 and not (folder / FINISHED).exists()
 
 
 def changes(before: dict[str, Any], cfg: TrainingRecipe) -> list[tuple[str, Any, Any]]:
@@ -198,26 +201,27 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
     if not (folder / ORIGIN).exists():
         raise ConfigError(f"--resume {folder}: it has no {ORIGIN}, so its origin is unknown")
     try:
-        before, now = json.loads(read_sealed(folder / ORIGIN)), _origin(models, data)
+        before = json.loads(read_sealed(folder / ORIGIN))
+        now = _origin(models, data)
     except DamagedFile as error:
         raise ConfigError(f"--resume {folder}: {error}") from None
     for name in sorted({**before, **now}):
         if before.get(name) != now.get(name):
             number, _, file = name.partition(" ")
-            place = dict(enumerate([*models, *data])).get(int(number), "a place that is no longer read")
-            raise ConfigError(f"--resume {folder}: {Path(place) / file} has changed since the run began")
+            source = dict(enumerate([*models, *data])).get(int(number), "a place that is no longer read")
+            raise ConfigError(f"--resume {folder}: {Path(source) / file} has changed since the run began")
 
 
 def _origin(models: list[str], data: list[str]) -> dict[str, str]:
     """A digest of every file, by the number of its place and its name there: a folder may move."""
-    found: dict[str, str] = {}
-    for number, place in enumerate(map(Path, [*models, *data])):
-        files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    digests: dict[str, str] = {}
+    for number, source in enumerate(map(Path, [*models, *data])):
+        files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
         if number < len(models):
-            files = [path for path in files if path.parent == place and path.suffix in MODEL_FILES]
+            files = [path for path in files if path.parent == source and path.suffix in MODEL_FILES]
             files = [path for path in files if path.name != CHECKSUMS]
-        found |= {f"{number} {path.relative_to(place) if path != place else ''}": _digest(path) for path in files}
-    return found
+        digests |= {f"{number} {path.relative_to(source) if path != source else ''}": _digest(path) for path in files}
+    return digests
 
 
 def _digest(path: Path) -> str:

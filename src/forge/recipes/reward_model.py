@@ -15,7 +15,8 @@ from .reward_model_config import RewardModelConfig
 
 async def train(cfg: RewardModelConfig, job: Job) -> None:
     """Train a scalar head on pairs of answers."""
-    loss, record = BradleyTerryLoss(**cfg.reward_model), job.record
+    loss = BradleyTerryLoss(**cfg.reward_model)
+    record = job.record
     dataset, trainer = await asyncio.gather(
         components.dataset(cfg, job, in_turn=True), components.trainer(cfg, job, loss, head="reward")
     )
@@ -25,7 +26,7 @@ async def train(cfg: RewardModelConfig, job: Job) -> None:
     async def evaluate() -> dict[str, float]:
         if not job.held_out:
             return {}
-        pairs = pack([answer for pair in job.held_out for answer in pair], aggregation="sequence_mean", unit=2)
+        pairs = pack([episode for pair in job.held_out for episode in pair], aggregation="sequence_mean", unit=2)
         return evaluate_pairs(loss, pairs, values=await trainer.predict.route(pairs))
 
     if record.start == 0:

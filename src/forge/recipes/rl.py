@@ -26,62 +26,65 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> Non
     Args:
         make_env: makes the environment; None: the configuration's reward, or its `environment`.
     """
-    algorithm, record, rollout_settings = cfg.load_algorithm(), job.record, cfg.grpo
-    c = await start_rl(cfg, job, algorithm, make_env)
+    algorithm = cfg.load_algorithm()
+    record = job.record
+    rollout_settings = cfg.grpo
+    parts = await start_rl(cfg, job, algorithm, make_env)
 
     async def rollouts() -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await c.buffer.admit.route()  # waits while max_policy_age versions ahead of the trainer
-                tasks.create_task(rollout(await c.dataset.sample.route()))
+                await parts.buffer.admit.route()  # waits while max_policy_age versions ahead of the trainer
+                tasks.create_task(rollout(await parts.dataset.sample.route()))
 
     async def rollout(sample: Sample) -> None:
         prompt, target = sample
         seed = sample_seed(cfg.seed, prompt.index)
-        episodes = await c.env.rollout(c.policy, sample, n=rollout_settings.n_samples, seed=seed)
-        await c.buffer.add.route(Group(episodes, prompt.index, target, prompt.text))
+        episodes = await parts.env.rollout(parts.policy, sample, n=rollout_settings.n_samples, seed=seed)
+        await parts.buffer.add.route(Group(episodes, prompt.index, target, prompt.text))
 
     async def training() -> None:
         for version in record.steps(cfg.training.steps):
-            groups = await c.buffer.sample.route(version, cfg.training.batch_size)
+            groups = await parts.buffer.sample.route(version, cfg.training.batch_size)
             metrics = await train_step(groups, version)
             step = version + 1
             if step == cfg.training.steps or step % cfg.training.sync_interval == 0:
                 await publish(step)
-            await job.end_step(cfg, c.state, step, metrics, evaluate)
+            await job.end_step(cfg, parts.state, step, metrics, evaluate)
 
     async def train_step(groups: list[Group], version: int) -> dict[str, float]:
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
         overlong_penalty(groups, rollout_settings.max_tokens, rollout_settings.overlong_buffer)
-        kept = record.pick(groups)
-        batch = credit.make_batch(groups, algorithm, version, kept, **cfg.shares(algorithm))  # advantages, packing
+        recorded_groups = record.pick(groups)
+        shares = cfg.shares(algorithm)
+        batch = credit.make_batch(groups, algorithm, version, recorded_groups, **shares)  # advantages, packing
         if cfg.colocated:
-            await c.policy.release.fanout()
-        if c.reference is not None:
-            batch.ref_logprobs = await c.reference.logprobs.route(batch)
+            await parts.policy.release.fanout()
+        if parts.reference is not None:
+            batch.ref_logprobs = await parts.reference.logprobs.route(batch)
         elif algorithm.needs_reference:
             batch.ref_logprobs = batch.logprobs  # of the generator, see services.ref_model
-        if c.critic is not None:
-            batch.values = await c.critic.predict.route(batch)
+        if parts.critic is not None:
+            batch.values = await parts.critic.predict.route(batch)
         credit.assign(batch, algorithm)  # GAE, KL in the reward, whitening
-        metrics = await c.trainer.train_step.route(batch)
-        if c.critic is not None:
-            metrics |= await c.critic.train_step.route(batch)
-        if kept:
-            numbers = await c.trainer.recorded.route()
-            record.log_rollouts(version + 1, kept, batch, numbers, await c.buffer.take_dropped.route())
+        metrics = await parts.trainer.train_step.route(batch)
+        if parts.critic is not None:
+            metrics |= await parts.critic.train_step.route(batch)
+        if recorded_groups:
+            numbers = await parts.trainer.recorded.route()
+            record.log_rollouts(version + 1, recorded_groups, batch, numbers, await parts.buffer.take_dropped.route())
         return metrics
 
     async def publish(version: int) -> None:
-        await c.trainer.push_weights.call(version)
-        await c.policy.update_weights.fanout(version)
-        await c.buffer.advance.route(version)
+        await parts.trainer.push_weights.call(version)
+        await parts.policy.update_weights.fanout(version)
+        await parts.buffer.advance.route(version)
 
     async def evaluate() -> dict[str, float]:
-        return await c.env.evaluate(c.policy, job.held_out, record.keep_evaluation)
+        return await parts.env.evaluate(parts.policy, job.held_out, record.keep_evaluation)
 
     await publish(record.start)
     if record.start == 0:
-        await job.end_step(cfg, c.state, 0, {}, evaluate)
+        await job.end_step(cfg, parts.state, 0, {}, evaluate)
     await first_to_end(training(), rollouts())
-    await c.trainer.export_model.call(record.model)
+    await parts.trainer.export_model.call(record.model)

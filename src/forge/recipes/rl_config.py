@@ -51,7 +51,7 @@ class AlgorithmConfig(Section):
     """Settings of an algorithm of your own whose names are taken here."""
 
     def settings(self) -> dict[str, Any]:
-        """Of the algorithm's constructor, as far as they are set."""
+        """Settings of the algorithm's constructor, as far as they are set."""
         extra = (self.model_extra or {}).items()
         # Null stands for the algorithm's own default, except where a setting can be switched off.
         settings = {name: value for name, value in extra if value is not None or name == "dual_clip"}
@@ -78,7 +78,7 @@ class AsyncConfig(Section):
     """How far sampling runs ahead of training."""
 
     max_policy_age: int | None = Field(None, ge=0)
-    """Versions that a trained token may be old, which the trainer verifies; 0 is lock-step. Null:
+    """Maximum staleness of a trained token, in policy versions, which the trainer verifies; 0 is lock-step. Null:
     `training.sync_interval`, or 0 if `colocated`."""
     order: Literal["fifo", "random"] = "fifo"
     """Of the replay buffer."""
@@ -130,15 +130,15 @@ class RLConfig(RecipeConfig):
 
     def make_environment(self) -> Any:
         """The callable that makes an environment. ConfigError: the name is unknown, or not callable."""
-        found = resolve(self.environment, "environment") if isinstance(self.environment, str) else self.environment
-        if not callable(found):
+        make = resolve(self.environment, "environment") if isinstance(self.environment, str) else self.environment
+        if not callable(make):
             raise ConfigError(f"environment {self.environment!r} is not callable: name what makes one")
-        return found
+        return make
 
     def others(self) -> dict[str, str]:
         """The reference model and the critic's start, where they are set."""
-        named = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
-        return {key: name for key, name in named.items() if name is not None}
+        models = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
+        return {key: name for key, name in models.items() if name is not None}
 
     def scalar(self, model: str) -> list[str]:
         """The critic, where the algorithm has one."""
@@ -178,7 +178,7 @@ class RLConfig(RecipeConfig):
             raise ConfigError(str(error)) from None
 
     def shares(self, algorithm: Algorithm) -> dict[str, Any]:
-        """How tokens share the loss, for `forge.data.packing.pack`."""
+        """Settings of `forge.data.packing.pack`: how tokens share the loss."""
         aggregation = self.training.aggregation or algorithm.aggregation
         horizon = (self.grpo.horizon or self.grpo.max_tokens) if aggregation == "fixed_horizon" else None
         return {"aggregation": aggregation, "horizon": horizon}
@@ -213,26 +213,26 @@ class RLConfig(RecipeConfig):
         preflight.check(preflight.MULTI_TURN_RULES, self)
 
     def limits(self) -> dict[str, Any]:
-        """Of an episode, for `forge.envs.MultiTurnEnv`."""
+        """The limits of an episode, for `forge.envs.MultiTurnEnv`."""
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
     def reach(self, config: Any) -> int:
-        """As the base, of what the generator makes."""
+        """The most tokens of a sequence that is trained, which the generator bounds as well."""
         return min(super().reach(config), check_length(config, self.generator.max_seq_len))
 
     def check_tokenizer(self, model: str) -> None:
         """ConfigError: the chat template does not fit `episode`, or episodes are longer than generators take."""
-        most = longest_sequence(self, model)
+        longest = longest_sequence(self, model)
         if not self.multi_turn:
-            if self.grpo.max_tokens >= most and "max_tokens" not in self.grpo.model_fields_set:
+            if self.grpo.max_tokens >= longest and "max_tokens" not in self.grpo.model_fields_set:
                 log.warning(
-                    "grpo.max_tokens = %d by default: answers end at the model's %d", self.grpo.max_tokens, most
+                    "grpo.max_tokens = %d by default: answers end at the model's %d", self.grpo.max_tokens, longest
                 )
             return
         self.episode.dialogue(model)
-        if self.limits()["max_tokens"] > most:
+        if self.limits()["max_tokens"] > longest:
             raise ConfigError(
-                f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {most} "
+                f"episode.max_tokens = {self.episode.max_tokens} (null: training.seq_len) is more than the {longest} "
                 "tokens that generators take: lower it, or raise generator.max_seq_len as far as the model allows"
             )
 
@@ -241,7 +241,7 @@ class RLConfig(RecipeConfig):
         return self.prompts(model) if self.multi_turn else with_room(self, "grpo", model)
 
     def check_reward(self) -> None:
-        """As the base; an environment scores by itself."""
+        """ValueError: something that the reward names does not exist. An environment scores by itself."""
         if self.multi_turn:
             return
         super().check_reward()

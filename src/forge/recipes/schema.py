@@ -82,7 +82,7 @@ class TrainingConfig(PassSettings, OptimizerSettings):
 
 
 class TrainerConfig(Section):
-    """Whose models and parallelisation train ([parallelism.md](parallelism.md))."""
+    """Training backend: whose models and parallelism are used ([parallelism.md](parallelism.md))."""
 
     backend: Literal["fsdp", "titan"] = "fsdp"
     """`fsdp`: transformers' models, divided by this library; `titan`: TorchTitan's (`torchtitan==0.3.0`)."""
@@ -146,7 +146,7 @@ class RewardConfig(Section):
             raise ValueError("reward.functions: only one of them may learn")
 
     def settings(self) -> dict[str, Any]:
-        """Of `forge.actors.RewardActor`."""
+        """Settings of `forge.actors.RewardActor`."""
         functions = self.functions
         if functions is None:
             functions = ["MathReward"] if self.verifiers is None else []
@@ -162,8 +162,8 @@ class RewardConfig(Section):
     @property
     def decides(self) -> bool:
         """Whether something decides which answers are right."""
-        named = (item for item in self.settings()["functions"] if not isinstance(item, dict))
-        return self.accuracy is not None or any(not hasattr(item, "names") for item in named)
+        scorers = (item for item in self.settings()["functions"] if not isinstance(item, dict))
+        return self.accuracy is not None or any(not hasattr(item, "names") for item in scorers)
 
     @property
     def beyond_accuracy(self) -> bool:
@@ -225,7 +225,7 @@ class CheckpointConfig(Section):
 
     @property
     def remember(self) -> int:
-        """How many samples the data set keeps for a checkpoint, see `forge.actors.DatasetActor`."""
+        """The number of samples that the data set keeps for a checkpoint, see `forge.actors.DatasetActor`."""
         return 1 << 16 if self.every else 0
 
     def due(self, step: int, last: bool) -> bool:
@@ -300,7 +300,7 @@ class TrainingRecipe(Section):
     cluster: ClusterConfig = ClusterConfig()
     services: TrainingServices = TrainingServices()
     seed: int = 0
-    """Of everything that is drawn."""
+    """Random seed."""
 
     def others(self) -> dict[str, str]:
         """Further models that the recipe reads, by the key that names them; they must share the model's tokens."""
@@ -317,7 +317,7 @@ class TrainingRecipe(Section):
 
     @property
     def scorers(self) -> list[Any]:
-        """What scores responses by the targets of the data, constructed but not opened."""
+        """The scorers of responses, constructed but not opened."""
         return []
 
     @property
@@ -358,16 +358,21 @@ class TrainingRecipe(Section):
             raise ConfigError(str(error)) from None
 
     def layout(self, name: str) -> Parallelism:
-        """How service `name` divides its model. Over several hosts, each has a whole copy (HSDP) unless a degree is
-        set: shards travel within hosts, gradients alone between them. The trainer alone divides experts."""
-        own = self.parallelism
+        """The layout in which service `name` divides its model. The trainer alone divides experts.
+
+        Over several hosts, each has a whole copy (HSDP) unless a degree is set: shards travel within hosts, gradients
+        alone between them.
+        """
+        layout = self.parallelism
         if name != "trainer":
-            own = own.model_copy(update={"expert_parallel_degree": 1})
-        placed, inner = self.placement(name), own.tensor_parallel_degree * own.context_parallel_degree
-        hosts, chosen = placed["hosts"] or 1, (own.data_parallel_replicate_degree, own.data_parallel_shard_degree)
-        if hosts == 1 or chosen != (None, -1) or placed["procs"] // hosts % inner:
-            return own
-        return own.model_copy(update={"data_parallel_replicate_degree": hosts})
+            layout = layout.model_copy(update={"expert_parallel_degree": 1})
+        options = self.placement(name)
+        ranks_per_copy = layout.tensor_parallel_degree * layout.context_parallel_degree
+        hosts = options["hosts"] or 1
+        data_degrees = (layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree)
+        if hosts == 1 or data_degrees != (None, -1) or options["procs"] // hosts % ranks_per_copy:
+            return layout
+        return layout.model_copy(update={"data_parallel_replicate_degree": hosts})
 
     @property
     def idle(self) -> frozenset[str]:
@@ -398,8 +403,8 @@ class TrainingRecipe(Section):
         if self.training.aggregation is not None:
             raise ConfigError("training.aggregation does nothing in this recipe: every pair has the same weight")
         half = self.training.seq_len // 2
-        most = f"dataset.max_tokens must not exceed half of training.seq_len, {half}: both answers of a pair go "
-        dataset.bound("max_tokens", half, f"{most}into one micro-batch")
+        message = f"dataset.max_tokens must not exceed half of training.seq_len, {half}: both answers of a pair go "
+        dataset.bound("max_tokens", half, f"{message}into one micro-batch")
 
     def check_offline(self) -> None:
         """ConfigError: a setting that has an effect only where a policy samples as it trains."""
@@ -419,8 +424,8 @@ class RecipeConfig(TrainingRecipe):
 
     def prompts(self, model: str) -> RowsConfig:
         """The dataset, whose prompts leave room for a token of the model in this folder."""
-        most = check_length(model_config(model), self.generator.max_seq_len)
-        return self.dataset.within("max_prompt_tokens", most - 1)
+        longest_prompt = check_length(model_config(model), self.generator.max_seq_len)
+        return self.dataset.within("max_prompt_tokens", longest_prompt - 1)
 
     def placement(self, name: str) -> dict[str, Any]:
         """Options of a service; with `colocated` in the trainer's processes."""

@@ -19,7 +19,8 @@ from .sft_config import SFTConfig
 
 async def train(cfg: SFTConfig, job: Job) -> None:
     """Train on the tokens of demonstrations that the mask selects."""
-    record, held_out = job.record, job.held_out
+    record = job.record
+    held_out = job.held_out
     aggregation = cfg.training.aggregation or "token_mean"
     samples_answers = cfg.eval.accuracy and bool(held_out)
     dataset, trainer, policy, reward = await asyncio.gather(

@@ -18,14 +18,16 @@ REPORT_EVERY = 30.0  # seconds
 
 
 @contextmanager
-def reported(what: str, every: float = REPORT_EVERY) -> Iterator[None]:
+def reported(activity: str, every: float = REPORT_EVERY) -> Iterator[None]:
     """Log how long the block has taken, again and again, with the line of the user's own code that it is in."""
-    ended, begun, caller = threading.Event(), time.monotonic(), threading.get_ident()
+    ended = threading.Event()
+    begun = time.monotonic()
+    caller = threading.get_ident()
 
     def report() -> None:
         while not ended.wait(every):
             stack = traceback.extract_stack(sys._current_frames()[caller])
-            log.warning("%s: %.0f s so far%s", what, time.monotonic() - begun, innermost(stack))
+            log.warning("%s: %.0f s so far%s", activity, time.monotonic() - begun, innermost(stack))
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()

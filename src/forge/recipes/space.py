@@ -1,4 +1,4 @@
-"""What a run is certain to write, against what is free on its disk and in shared memory, before anything starts."""
+"""Free space on disk and in shared memory for what a run is certain to write, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ def check_space(cfg: TrainingRecipe, model: str, start: int, overwrite: bool) ->
     """
     if not (count := count_parameters(model)):
         return
-    folder, size = Path(cfg.run.root) / cfg.run.name, count * BYTES[cfg.training.weights_dtype]
+    folder = Path(cfg.run.root) / cfg.run.name
+    size = count * BYTES[cfg.training.weights_dtype]
     replaced = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if overwrite else []
-    needed, free = _most(cfg, model, size, start), free_bytes(folder) + sum(replaced)
+    needed = _most(cfg, model, size, start)
+    free = free_bytes(folder) + sum(replaced)
     if needed > free:
         raise ValueError(
             f"{folder} needs {needed:,} bytes for checkpoints and the trained model, and its disk has {free:,} free: "
@@ -43,24 +45,26 @@ def check_space(cfg: TrainingRecipe, model: str, start: int, overwrite: bool) ->
     if not samples or cfg.lora is not None or cfg.cluster.given:
         return
     sweep()  # of what dead processes left there, which a start removes
-    place, versions = memory_folder(), 1 + math.ceil((cfg.training.steps - start) / cfg.training.sync_interval)
+    memory = memory_folder()
+    versions = 1 + math.ceil((cfg.training.steps - start) / cfg.training.sync_interval)
     versions = min(VERSIONS, versions)
-    if versions * size > (free := free_bytes(place)):
+    if versions * size > (free := free_bytes(memory)):
         raise ValueError(
-            f"{place} needs {versions * size:,} bytes for {versions} versions of the weights, and has {free:,} free: "
+            f"{memory} needs {versions * size:,} bytes for {versions} versions of the weights, and has {free:,} free: "
             "make it larger (docker run --shm-size), or remove what is in it"
         )
 
 
 def _most(cfg: TrainingRecipe, model: str, size: int, start: int) -> int:
     """Bytes that checkpoints and the trained model take at once; those that a resumed run has are there already."""
-    every, left = cfg.checkpoint.every, cfg.training.steps - start
+    every = cfg.checkpoint.every
+    remaining = cfg.training.steps - start
     if start or not every or cfg.lora is not None:
         return size
     count = count_parameters(model)
     matrices = count_parameters(model, matrices=True) / count
     checkpoint = size + int(count * state_bytes(cfg.training, matrices))
-    saves = 1 if hasattr(cfg.eval, "stop_at") else math.ceil(left / every)  # it may end at its first
+    saves = 1 if hasattr(cfg.eval, "stop_at") else math.ceil(remaining / every)  # it may end at its first
     keep = cfg.checkpoint.keep
     # One more than are kept, while it is written; the model is written beside those that are kept.
     return max(min(keep + 1, saves) * checkpoint, min(keep, saves) * checkpoint + size)
