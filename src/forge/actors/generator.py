@@ -26,6 +26,7 @@ from ..runtime.store import Store, VersionStore
 from ..system.devices import accelerator
 from ..types import Completion, Prompt, Sampling
 from .identity import POLICY, check_current, differing
+from .publication import publish_before_updates
 from .staleness import StaleWeights
 from .store_ref import StoreRef, connect, controller_store
 from .streams import Streams
@@ -85,15 +86,10 @@ class Generator(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
-        """Let an update publish a version first that the store does not have, by its trainer."""
-        if (store := controller_store(kwargs.get("store"))) is None:
-            return
-
-        async def publish(version: int) -> None:
-            if store.publisher is not None and not store.exists(POLICY, version):
-                await store.publisher(version)
-
-        service.before_fanout |= {"update_weights": publish, "update": publish}
+        """Publish a version on demand before an update to it, see `forge.actors.publication`."""
+        store = controller_store(kwargs.get("store"))
+        if store is not None:
+            publish_before_updates(store, service)
 
     def setup(self) -> None:
         """Build the engine and load the newest published weights, or those of the model's folder."""

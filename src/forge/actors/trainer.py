@@ -19,6 +19,7 @@ from ..training.settings import OptimizerSettings, Parallelism
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
 from .ledger import Ledger
+from .publication import publish_by
 from .staleness import Staleness
 from .store_ref import StoreRef, connect, controller_store
 
@@ -115,9 +116,10 @@ class Trainer(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
-        """Let the weight store publish a step of this trainer whose weights it does not have."""
-        if (store := controller_store(kwargs.get("store"))) is not None:
-            store.publisher = service.publish_step.call
+        """Let the store publish this trainer's step on demand, see `forge.actors.publication`."""
+        store = controller_store(kwargs.get("store"))
+        if store is not None:
+            publish_by(store, service)
 
     def setup(self) -> None:
         """Join the ranks, and load model, optimiser and loss."""
