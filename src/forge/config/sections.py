@@ -73,6 +73,7 @@ class Section(BaseModel, metaclass=_OneLine):
     def _over_defaults(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        values = cls.canonical(values)
         parts: dict[str, Any] = {}
         for key, field in keys_of(cls).items():
             default = field.get_default(call_default_factory=True)
@@ -87,6 +88,16 @@ class Section(BaseModel, metaclass=_OneLine):
 
     def _check(self) -> None:
         """ValueError: fields that do not go together; says which and what to do."""
+
+    @classmethod
+    def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values by the section's own keys, where it can be written in another way too. ConfigError: see there."""
+        return values
+
+    @classmethod
+    def canonical_path(cls, path: list[str]) -> list[str]:
+        """The path of a setting by the section's own keys, as `canonical`."""
+        return path
 
     def keys(self) -> Iterator[str]:
         """Names of the fields, for unpacking with `**`."""
@@ -174,6 +185,8 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     """
     values = read_file(path)
     warn_of_code(path, values)
+    if issubclass(cls, Section):
+        values = cls.canonical(values)
     for name, text in overrides:
         _set(values, cls, name, text)
     if names := [*masked_names(values)]:
@@ -284,6 +297,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _set(values: dict[str, Any], cls: type, name: str, text: str) -> None:
     path = name.split(".")
+    if issubclass(cls, Section):
+        path = cls.canonical_path(path)
     if _hint(cls, path) is None and _hint(cls, ["services", *path]) is not None:
         path = ["services", *path]
     for key in path[:-1]:

@@ -83,7 +83,8 @@ def train(
         dataset: a path, a hub id, rows (a list of dicts, a `datasets.Dataset`), or the keys of the section `dataset`.
         reward: a function `f(prompt, response, target) -> float | None`, a verifier, a name, or a list of these.
         environment: what makes an environment for each episode, in place of `reward`.
-        algorithm: a name ("grpo", "dapo", ...), an `Algorithm`, a loss function or `nn.Module` over named tensors.
+        algorithm: a name ("grpo", "dapo", ...), a mapping of the name and settings, an `Algorithm`, a loss function or
+            `nn.Module` over named tensors.
         eval_dataset: held-out rows or a path of them; None: no evaluation, unless `eval={...}` says otherwise.
         name: of the run's folder below runs/; None makes one from the time.
         resume: "auto" resumes the run of this name if there is something to resume.
@@ -255,7 +256,7 @@ def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) ->
         ConfigError: no section has it, or several do.
     """
     sections = keys_of(config_type)
-    if key in sections:
+    if key in sections or (key == "rollout" and "grpo" in sections):  # see RLConfig.canonical
         return {key: value}
     inner = {name: section_in(field.annotation) for name, field in sections.items()}
     # Sections of their own matter, such as `episode` or `critic`, are given whole.
@@ -267,7 +268,8 @@ def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) ->
         from ..algorithms import setting_names
 
         # A setting of the algorithm, such as beta, before the misspelling of another, such as beta2.
-        if key in setting_names(algorithm) or not misspelt:
+        name = algorithm.get("name", "grpo") if isinstance(algorithm, Mapping) else algorithm
+        if key in setting_names(name) or not misspelt:
             owners = ["grpo"]
     if len(owners) > 1:
         choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in owners)

@@ -19,10 +19,16 @@ from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
 from .schema import RecipeConfig, SamplingServices
 
+# What `rollout` holds where it is written in place of `grpo`; `algorithm` holds all else.
+ROLLOUT_KEYS = frozenset({"n_samples", "temperature", "max_tokens", "overlong_buffer"})
+
 
 class AlgorithmConfig(Section):
     """Sampling, and the settings of the algorithm: every field of its class is a key here, such as `clip_high` or
-    `beta` ([algorithms.md](algorithms.md)). A setting that the algorithm does not have is an error."""
+    `beta` ([algorithms.md](algorithms.md)). A setting that the algorithm does not have is an error.
+
+    It may be written as two sections: `rollout` with `n_samples`, `temperature`, `max_tokens` and `overlong_buffer`,
+    and `algorithm` with its `name` and all else."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -122,6 +128,40 @@ class RLConfig(RecipeConfig):
     episode: EpisodeConfig = EpisodeConfig()
     services: Services = Services()
     metrics: RolloutMetrics = RolloutMetrics()
+
+    @classmethod
+    def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """`grpo` from `rollout` and from an `algorithm` that is a mapping with a `name`, which may be written instead.
+
+        Raises:
+            ConfigError: a key that belongs to the other of them, or one that is also set in `grpo`.
+        """
+        rollout = values.get("rollout")
+        algorithm = values.get("algorithm")
+        if not isinstance(rollout, dict) and not isinstance(algorithm, dict):
+            return values
+        values = {key: value for key, value in values.items() if key != "rollout"}
+        settings = dict(values.get("grpo") or {})
+        parts = {"rollout": dict(rollout or {})}
+        if isinstance(algorithm, dict):
+            parts["algorithm"] = {key: value for key, value in algorithm.items() if key != "name"}
+            values["algorithm"] = algorithm.get("name", "grpo")
+        for section, part in parts.items():
+            for key, value in part.items():
+                if (key in ROLLOUT_KEYS) != (section == "rollout"):
+                    owner = "rollout" if key in ROLLOUT_KEYS else "algorithm"
+                    raise ConfigError(f"{section}.{key} is a key of {owner}: write it there")
+                if key in settings:
+                    raise ConfigError(f"grpo.{key} and {section}.{key} are the same setting: keep one")
+                settings[key] = value
+        return {**values, "grpo": settings}
+
+    @classmethod
+    def canonical_path(cls, path: list[str]) -> list[str]:
+        """The path of a setting of `rollout` or `algorithm` in `grpo`."""
+        if path == ["algorithm", "name"]:
+            return ["algorithm"]
+        return ["grpo", *path[1:]] if path[0] in ("rollout", "algorithm") and len(path) > 1 else path
 
     @property
     def multi_turn(self) -> bool:
