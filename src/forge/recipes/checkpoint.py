@@ -39,6 +39,7 @@ class RunState:
         Raises:
             CheckpointFailed: this one, or the one before it that was not waited for, could not be written.
         """
+        # The time is the run's, not a component's: all of them are asked.
         with on_the_clock("checkpoint"):
             await asyncio.to_thread(record.sync)
             state: dict[str, Any] = {}

@@ -62,9 +62,11 @@ class Job(NamedTuple):
         last = step == cfg.training.steps
         if last or step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
             metrics = metrics | await evaluate()
+        # The profile of the next step begins with it, so it is asked for at the end of this one.
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
         self.record.log(step, await drain_metrics(profiles), **metrics)
         await state.forget_done()
+        # A run that ends here anyway needs no early end.
         ending = last or is_done()
         reason = self.preemption.reason() if self.preemption is not None and not ending else None
         if step and (reason or cfg.checkpoint.due(step, ending)):
@@ -115,6 +117,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
     single_turn = make_env is None and cfg.environment is None
+    # All at once: each starts processes, loads a model or opens data, which takes seconds.
     samples, buffer, (policy, policy_trainer), reward_service, reference_model, critic_trainer = await asyncio.gather(
         dataset(cfg, job),
         replay_buffer(cfg, job, algorithm),

@@ -54,6 +54,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     end_at_signals()
     sys.excepthook = _print_error
     try:
+        # From here on every way to end is one line and an exit code.
         arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
         execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
     except Preempted as preempted:
@@ -77,6 +78,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
         from ..rewards.reward import BadScore
         from ..training.checkpoint import CheckpointFailed
 
+        # What the machine or a file is to blame for needs no traceback; what user code raised shows their frames alone.
         full = isinstance(error, OSError) and error.errno in FULL
         if isinstance(error, CheckpointFailed | DamagedFile | NoAccelerator) or full:
             raise SystemExit(masked(f"error: {error}")) from error
@@ -87,7 +89,8 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
 
 def print_user_frames(error: BaseException) -> bool:
     """Print the traceback of an exception as far as it is in the user's own code; whether there was any."""
-    if frames := user_frames(error):
+    frames = user_frames(error)
+    if frames:
         print(masked("\n".join(["Traceback in your code (most recent call last):", *frames])), file=sys.stderr)
     return bool(frames)
 
@@ -122,6 +125,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
         raise BadInput(f"the locale's encoding is {locale.getencoding()}, and files are in UTF-8: set PYTHONUTF8=1")
     if sys.flags.optimize > 1:
         raise BadInput("transformers needs docstrings, which PYTHONOPTIMIZE=2 (-OO) removes: set PYTHONOPTIMIZE=1")
+    # A process of a run has connections to all others: the usual soft limit of 1,024 suits many, some shells have less.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     if hard < OPEN_FILES // 4:
@@ -134,6 +138,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
             before = signal.signal(signal.SIGUSR1, lambda *_: preemption.request("SIGUSR1"))
             closing.callback(signal.signal, signal.SIGUSR1, before)
         try:
+            # The lock comes before the folder is read: two starts at once must not both resume it.
             closing.callback(RunLock(folder).close)
             start = find_start(cfg, resume)
             if start.finished:
@@ -147,11 +152,14 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
             try_tokenizer(Path(model))
         except ValueError as error:
             raise BadInput(str(error)) from error
+        # Everything was checked. From here on processes and shared memory exist, and are closed in reverse order.
         closing.enter_context(forked_processes())
-        log_to(monarch_log := record.folder / MONARCH)
+        monarch_log = record.folder / MONARCH
+        log_to(monarch_log)
         log.info("Monarch's log is %s", monarch_log)
         closing.callback(log_to, None)
-        use(store := VersionStore.create())
+        store = VersionStore.create()
+        use(store)
         closing.callback(store.close)
         try:
             preemption_of_run = preemption if cfg.checkpoint.every else None
@@ -163,19 +171,22 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
                     on_preemption=None if preemption_of_run is None else preemption_of_run.request,
                 )
             except SystemExit as error:
+                # A reward that calls exit(0) must not end the run as if it had finished.
                 if error.code:
                     raise
                 raise RuntimeError(f"code of the run raised {error!r} before its end") from error
             finally:  # `run` had handlers of its own, and leaves the default ones
                 signals.enter_context(finishing("the run has ended and is being closed"))
         except BaseException as error:
+            # Errors about files that are gone say little; that the folder was removed says all.
             removed = [path for path in (record.folder, store.root) if not path.is_dir()]
             if removed and isinstance(error, ForgeError | OSError | RuntimeError):
                 raise ForgeError(f"{removed[0]} was removed while the run used it; it ended with: {error}") from error
             write_ending(record, error)
             raise
         record.finish()
-        if (exported := Path(record.model)).is_dir():
+        exported = Path(record.model)
+        if exported.is_dir():
             write_card(exported, recipe.__module__.rpartition(".")[2], to_dict(cfg), record.history)
             if cfg.checkpoint.push_to_hub:
                 publish(exported, cfg.checkpoint.push_to_hub)

@@ -30,7 +30,8 @@ def check_hosts(cfg: TrainingRecipe) -> None:
     """
     if cfg.cluster.given is None:
         return check_gpus(cfg)
-    if (secret := read_secret()) is None:
+    secret = read_secret()
+    if secret is None:
         raise NoSecret(f"cluster.hosts is set and {SECRET} is not: set it to the secret of their workers")
     demands = []
     shares = set()
@@ -41,6 +42,7 @@ def check_hosts(cfg: TrainingRecipe) -> None:
         if options.host is not None and joined(*split(options.host)) not in addresses(cfg.cluster.given):
             known_hosts = ", ".join(addresses(cfg.cluster.given))
             raise ValueError(f"services.{name}.host is {options.host}, which is none of the hosts: {known_hosts}")
+        # Services that share processes need room once; those without hosts or GPUs stay with the controller.
         if options.share in shares or (options.hosts is None and not options.with_gpus):
             continue
         shares |= {options.share} - {None}
@@ -74,8 +76,10 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
     secret = read_secret()
     assert secret is not None  # see check_hosts
     root.mkdir(parents=True, exist_ok=True)
+    # A file with a random text says whether a host sees this folder, and not another one of that name.
     with NamedTemporaryFile("w", dir=root, prefix=".forge-", suffix=".tmp") as mark, TemporaryDirectory() as folder:
-        mark.write(token := token_hex(8))
+        token = token_hex(8)
+        mark.write(token)
         mark.flush()
         files = {Path(model) / "config.json": (Path(model) / "config.json").read_text()}
         if on_hosts & {"trainer", "critic"}:
@@ -98,13 +102,17 @@ def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:
     needed: dict[str, int] = {}
     shares: set[str] = set()
     for name in type(cfg.services).model_fields:
-        if cfg.services[name] is None or not (placed := cfg.placement(name))["with_gpus"]:
+        if cfg.services[name] is None:
             continue
-        if (share := placed["share"]) is None:
-            needed[name] = placed["procs"] * placed["num_replicas"] * placed["gpus_per_proc"]
+        options = cfg.placement(name)
+        share = options["share"]
+        if not options["with_gpus"]:
+            continue
+        if share is None:
+            needed[name] = options["procs"] * options["num_replicas"] * options["gpus_per_proc"]
         elif share not in shares:
             shares.add(share)
-            needed[name] = placed["share_procs"] * placed["gpus_per_proc"]
+            needed[name] = options["share_procs"] * options["gpus_per_proc"]
     return needed
 
 
@@ -115,7 +123,9 @@ def check_gpus(cfg: TrainingRecipe) -> None:
         ValueError: names the services and the settings to change.
     """
     needed = gpus_needed(cfg)
-    if not needed or (total := sum(needed.values())) <= (available := len(visible_gpus())):
+    total = sum(needed.values())
+    available = len(visible_gpus()) if needed else 0
+    if total <= available:
         return
     counts = ", ".join(f"services.{name} {count}" for name, count in needed.items())
     limit = next((f" ({name}={os.environ[name]})" for name in VISIBLE if os.environ.get(name)), "")

@@ -44,14 +44,16 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], Run]:
     settings = to_dict(cfg)  # before the data bounds the steps, in which a resumed run would differ
     # It prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
+    # What needs the configuration alone comes first: a mistake there is an answer within a second.
     check_trackers(to_dict(cfg.metrics))
     if cfg.checkpoint.push_to_hub is not None:
         check_upload(cfg.checkpoint.push_to_hub)
     check_hosts(cfg)
     cfg.check_address()
+    # Architectures are checked before weights are downloaded.
     for name in filter(None, (cfg.model, *cfg.others().values())):
         check_family(name)
-    others = [resolve_model(name) for name in cfg.others().values()]
+    further_models = [resolve_model(name) for name in cfg.others().values()]
     if start.checkpoint is None:
         check_free(folder, overwrite)
         if cfg.from_scratch is not None:
@@ -59,44 +61,36 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], Run]:
         else:
             model = resolve_model(str(cfg.model))
     else:
+        # A resumed run continues with the model and data that it began with, wherever they are now.
         model = resolve_model(cfg.model or str(initial))
-        check_origin(folder, [model, *others], local(cfg.files))
+        check_origin(folder, [model, *further_models], local(cfg.files))
+    # Models before data: reading all rows may take minutes.
     check_model(cfg, model)
     check_shared(cfg, model)
-    check_others(cfg, model, dict(zip(cfg.others(), others, strict=True)))
+    check_others(cfg, model, dict(zip(cfg.others(), further_models, strict=True)))
     cfg.check_tokenizer(model)
     cfg.check_reward()
     with reported("reading and checking the data"):
         items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
-    if items is not None and (steps := -(-items // cfg.training.batch_size)) < cfg.training.steps:
+    steps = cfg.training.steps if items is None else -(-items // cfg.training.batch_size)
+    if steps < cfg.training.steps:
         log.info(
             "the data ends after its epochs, %d %ss or %d steps of %d: so does the run, before training.steps = %d",
             *(items, NOUNS[cfg.dataset.kind], steps, cfg.training.batch_size, cfg.training.steps),
         )
         cfg.training.steps = steps
-    if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
-        solutions = [sample.target for sample in held_out if re.search(r"####|\\boxed\{", sample.target or "")]
-        if 2 * len(solutions) > len(held_out):
-            log.warning(
-                "dataset.target_field %s looks like a whole solution (%.60r): set dataset.target_pattern to the "
-                "part that responses are compared with",
-                cfg.dataset.target_field,
-                solutions[0][-60:],
-            )
-    if cfg.eval.every and not cfg.eval.problems:
-        log.warning(
-            "eval.every = %d does nothing, for eval.problems is 0: set it to a number of held-out problems (in Python "
-            "give eval_dataset)",
-            cfg.eval.every,
-        )
-    if needs := memory_report(cfg, model):
+    warn_of_settings(cfg, held_out)
+    needs = memory_report(cfg, model)
+    if needs:
         log.info("memory, without activations and caches: %s", "; ".join(needs))
+    # Last, what is free on this machine; then the folder, the first thing that is written.
     check_space(cfg, model, start.step, overwrite)
     if os.environ.get("TORCHSTORE_USE_RDMA"):
         log.info(
             "TORCHSTORE_USE_RDMA: processes on one host share weights in memory, without RDMA; between hosts weights "
             "go through Monarch's RDMABuffer wherever it finds RDMA, set or not"
         )
+    # A folder that is cleared must not hold what the new run reads.
     if overwrite or (start.checkpoint is None and (folder / MARK).exists()):
         check_overwrite(cfg, model)
     record = Run(
@@ -111,10 +105,30 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], Run]:
         report=write_report,
     )
     if start.checkpoint is None:
-        write_origin(folder, [model, *others], local(cfg.files))
+        write_origin(folder, [model, *further_models], local(cfg.files))
     else:
         log.info("resuming from %s", start.checkpoint)
     return model, held_out, record
+
+
+def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:
+    """Warn of settings that are allowed, and rarely meant."""
+    if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
+        # The marks of a final answer in GSM8K and MATH: responses would be compared with the whole solution.
+        solutions = [sample.target for sample in held_out if re.search(r"####|\\boxed\{", sample.target or "")]
+        if 2 * len(solutions) > len(held_out):
+            log.warning(
+                "dataset.target_field %s looks like a whole solution (%.60r): set dataset.target_pattern to the "
+                "part that responses are compared with",
+                cfg.dataset.target_field,
+                solutions[0][-60:],
+            )
+    if cfg.eval.every and not cfg.eval.problems:
+        log.warning(
+            "eval.every = %d does nothing, for eval.problems is 0: set it to a number of held-out problems (in Python "
+            "give eval_dataset)",
+            cfg.eval.every,
+        )
 
 
 def check_model(cfg: TrainingRecipe, model: str) -> None:
@@ -146,11 +160,11 @@ def check_model(cfg: TrainingRecipe, model: str) -> None:
         cfg.parallelism.check(config)
 
 
-def check_others(cfg: TrainingRecipe, model: str, others: dict[str, str]) -> None:
+def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> None:
     """Reject further models that do not go with the one that is trained.
 
     Args:
-        others: folders, by the key that names them.
+        models: folders, by the key that names them.
 
     Raises:
         ValueError: names what does not fit.
@@ -159,19 +173,20 @@ def check_others(cfg: TrainingRecipe, model: str, others: dict[str, str]) -> Non
 
     reach = cfg.reach(model_config(model))
     reference = cfg.service("ref_model")
-    for key, other in others.items():
-        check_vocabulary(key, other, model)
-        config = model_config(other)
-        check_head(Path(other), config)
-        most = longest(config)
-        limit = rotary_limit(config)
-        if most < reach:
+    for key, folder in models.items():
+        check_vocabulary(key, folder, model)
+        config = model_config(folder)
+        check_head(Path(folder), config)
+        limit = longest(config)
+        rotary = rotary_limit(config)
+        if limit < reach:
             message = (
-                f"{key}: {other} takes {most} tokens, and sequences may have {reach}: set training.seq_len to {most}"
+                f"{key}: {folder} takes {limit} tokens, and sequences may have {reach}: set training.seq_len to {limit}"
             )
-            if limit is not None and limit[0] < reach:
+            # Beyond what its rotary embeddings extend to, transformers computes something without meaning.
+            if rotary is not None and rotary[0] < reach:
                 raise ValueError(message)
-            log.warning("%s", message)  # transformers computes what its rotary embeddings extend to
+            log.warning("%s", message)
         if reference is not None and reference.procs > 1:
             cfg.parallelism.check(config)
 
@@ -227,8 +242,10 @@ def check_data(
     training = load_data(tokenizer, kind=dataset.kind, seed=seed, **dataset)
     if isinstance(training, PromptDataset | Mixture):
         for scorer in scorers:
-            if hasattr(scorer, "warning") and (text := scorer.warning(training.targets())):
-                log.warning("%s", text)
+            warning = scorer.warning(training.targets()) if hasattr(scorer, "warning") else None
+            if warning:
+                log.warning("%s", warning)
+    # Epochs count items, and a stream does not say how many it has.
     streams = training.sources if isinstance(training, Mixture) else [training]
     if any(stream.epochs is not None and stream.size is None for stream in streams):
         raise ValueError(
@@ -237,6 +254,7 @@ def check_data(
         )
     if not evaluation.problems:
         return training.size, []
+    # A procedural task holds problems out by itself; rows need a split or a file.
     if dataset.procedural and evaluation.path is None:
         return training.size, training.held_out(evaluation.problems)
     if evaluation.path is None:
@@ -254,6 +272,7 @@ def check_data(
     if "epochs" in settings:
         settings["epochs"] = None
     held_out = load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
+    # Held-out rows that training sees as well measure memory.
     shared = sum(training.has(item) for item in held_out)
     if shared:
         log.warning(

@@ -16,6 +16,9 @@ from ..observability.folder import FINISHED, MARK, made_no_step
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, read_sealed, write_sealed
 from ..system.masking import MASK, without_secrets
 
+if TYPE_CHECKING:
+    from .schema import TrainingRecipe
+
 C = TypeVar("C", bound="TrainingRecipe")
 
 # All else would make it another run. `model` may move: its content is compared.
@@ -38,8 +41,6 @@ MAY_CHANGE = (
     "run.",
 )
 
-if TYPE_CHECKING:
-    from .schema import TrainingRecipe
 # What gives a finished run something to do again.
 GOALS = ("training.steps", "eval.stop_at")
 ORIGIN = "origin.json"
@@ -105,10 +106,14 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         return Start()
     from ..training import checkpoint  # imports all that a trainer does
 
+    # The newest checkpoint that is whole; damaged ones are renamed once it is clear that the run resumes.
     checkpoints = checkpoint.checkpoints(folder / "checkpoints")
     damaged = {}
-    while checkpoints and (fault := _damage(checkpoints[-1])):
-        damaged[checkpoints.pop()] = fault
+    while checkpoints:
+        damage = _damage(checkpoints[-1])
+        if damage is None:
+            break
+        damaged[checkpoints.pop()] = damage
     if damaged and not checkpoints:
         raise ConfigError(f"--resume {folder}: {next(iter(damaged.values()))}, and there is no older checkpoint")
     if not checkpoints:
@@ -125,6 +130,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         raise ConfigError(
             f"--resume {folder} needs checkpoint.every: without checkpoints it could not be resumed again"
         )
+    # Settings that would make it another run are an error; the others take effect from here on.
     before = _previous(folder)
     changed = changes(before, cfg)
     for name, was, now in changed:
@@ -137,6 +143,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         raise ConfigError(
             f"--resume {folder}: it is at step {step} already, and training.steps is {cfg.training.steps}"
         )
+    # A finished run resumes only where it has been given more to do.
     goal = [name for name, _, _ in changes(before, cfg) if name in GOALS]
     finished = (folder / FINISHED).exists() and not goal and (folder / "model" / "config.json").exists()
     for path, fault in damaged.items():
@@ -218,6 +225,7 @@ def _origin(models: list[str], data: list[str]) -> dict[str, str]:
     for number, source in enumerate(map(Path, [*models, *data])):
         files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
         if number < len(models):
+            # Of a model folder only what a model is made of: caches and notes in it may change.
             files = [path for path in files if path.parent == source and path.suffix in MODEL_FILES]
             files = [path for path in files if path.name != CHECKSUMS]
         digests |= {f"{number} {path.relative_to(source) if path != source else ''}": _digest(path) for path in files}
@@ -228,6 +236,7 @@ def _digest(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
+        # Evenly spread, first and last bytes included.
         for number in range(SAMPLES):
             file.seek(max(0, size - SAMPLE) * number // (SAMPLES - 1))
             digest.update(file.read(SAMPLE))

@@ -29,6 +29,7 @@ def reported(activity: str, every: float = REPORT_EVERY) -> Iterator[None]:
             stack = traceback.extract_stack(sys._current_frames()[caller])
             log.warning("%s: %.0f s so far%s", activity, time.monotonic() - begun, innermost(stack))
 
+    # A thread: what blocks may be a system call of the data, which no event loop interrupts.
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:

@@ -28,10 +28,12 @@ def check_space(cfg: TrainingRecipe, model: str, start: int, overwrite: bool) ->
     Raises:
         ValueError: names the path, the bytes that are needed and those that are free.
     """
-    if not (count := count_parameters(model)):
+    count = count_parameters(model)
+    if not count:
         return
     folder = Path(cfg.run.root) / cfg.run.name
     size = count * BYTES[cfg.training.weights_dtype]
+    # What is overwritten is removed first, and counts as free.
     replaced = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if overwrite else []
     needed = _most(cfg, model, size, start)
     free = free_bytes(folder) + sum(replaced)
@@ -48,7 +50,8 @@ def check_space(cfg: TrainingRecipe, model: str, start: int, overwrite: bool) ->
     memory = memory_folder()
     versions = 1 + math.ceil((cfg.training.steps - start) / cfg.training.sync_interval)
     versions = min(VERSIONS, versions)
-    if versions * size > (free := free_bytes(memory)):
+    free = free_bytes(memory)
+    if versions * size > free:
         raise ValueError(
             f"{memory} needs {versions * size:,} bytes for {versions} versions of the weights, and has {free:,} free: "
             "make it larger (docker run --shm-size), or remove what is in it"
