@@ -62,21 +62,13 @@ class AliasFinder(MetaPathFinder, InspectLoader):
         spec = find_spec(str(renamed(fullname)))
         return spec is not None and spec.submodule_search_locations is not None
 
-    def get_code(self, fullname: str) -> CodeType | None:
-        """What `python -m` runs."""
-        name = str(renamed(fullname))
-        spec = find_spec(name)
-        assert spec is not None
-        assert isinstance(spec.loader, InspectLoader)
-        return spec.loader.get_code(name)
+    def get_source(self, fullname: str) -> str:
+        """The program that `python -m` runs: the module under its name of today, for its relative imports."""
+        return f"import runpy\nrunpy.run_module({renamed(fullname)!r}, run_name='__main__', alter_sys=True)\n"
 
-    def get_source(self, fullname: str) -> str | None:
-        """The text of the module, for tracebacks."""
-        name = str(renamed(fullname))
-        spec = find_spec(name)
-        assert spec is not None
-        assert isinstance(spec.loader, InspectLoader)
-        return spec.loader.get_source(name)
+    def get_code(self, fullname: str) -> CodeType:
+        """`get_source`, compiled."""
+        return compile(self.get_source(fullname), f"<{fullname}>", "exec")
 
 
 def install() -> None:
