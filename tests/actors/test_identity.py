@@ -95,6 +95,7 @@ async def step(policy, trainer, version: int) -> None:
     await policy.update_weights.fanout(version + 1)
 
 
+@pytest.mark.full
 def test_what_is_well_goes_well(model, store):
     async def main():
         policy, trainer = await start(model, store, age=0)

@@ -221,6 +221,7 @@ def test_a_killed_controller_leaves_no_process_and_no_temporary_file(tmp_path: P
     assert end.exit_code == 1
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @needs("mlflow")
 def test_a_tracker_that_fails_is_a_warning_and_can_be_fed_later(tmp_path: Path, monkeypatch, capfd):

@@ -145,6 +145,7 @@ class Breaks(Environment):
         raise LookupError(f"no move for {action.text[:3]!r}")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_an_environment_that_raises_in_python(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -52,7 +52,7 @@ async def start(model, store):
     )
 
 
-@pytest.mark.parametrize("name", [printed.FRONT, printed.TALK])
+@pytest.mark.parametrize("name", [printed.FRONT, pytest.param(printed.TALK, marks=pytest.mark.full)])
 def test_an_episode(model, store, name):
     code = "\n".join(
         printed.block(
@@ -73,6 +73,7 @@ def test_an_episode(model, store, name):
     run(main())
 
 
+@pytest.mark.full
 def test_synchronous_rl(model, store):
     """As printed: nothing but the trainer's step comes before the fanout of its version."""
     episode = "\n".join(printed.block(printed.TALK, "async def generate_episode(", "Episode(response, reward_value)"))

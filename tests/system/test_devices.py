@@ -40,6 +40,7 @@ def test_a_gpu_that_was_promised_and_is_not_there(monkeypatch: pytest.MonkeyPatc
         accelerator()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_a_run_that_a_scheduler_promised_a_gpu_ends_in_one_line(tmp_path):

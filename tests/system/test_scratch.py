@@ -157,6 +157,7 @@ def test_a_folder_that_was_closed_is_not_removed_again(base: Path):
     assert Path(done.stdout.strip()).is_dir()
 
 
+@pytest.mark.full
 def test_a_left_folder_of_thousands_of_levels_is_removed(base: Path, caplog: pytest.LogCaptureFixture):
     deep = base / f"forge-weights-1-{MACHINE}-x"
     deep.mkdir()

@@ -85,7 +85,9 @@ def test_a_model_that_cannot_be_divided(model: Path):
         ({"tensor_parallel_degree": 4}, "num_key_value_heads = 2 is no multiple of tensor_parallel_degree = 4"),
         ({"context_parallel_degree": 3}, r"num_attention_heads = 4 is no multiple of .* \* .* = 3"),
     ):
-        cfg = SimpleNamespace(trainer=TrainerConfig(), training=TrainingConfig(), parallelism=Parallelism(**degrees), engine=None)
+        cfg = SimpleNamespace(
+            trainer=TrainerConfig(), training=TrainingConfig(), parallelism=Parallelism(**degrees), engine=None
+        )
         with pytest.raises(ValueError, match=message):
             check_model(cfg, str(model))
     with pytest.raises(ValueError, match="intermediate_size = 47"):

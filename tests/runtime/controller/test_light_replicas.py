@@ -175,6 +175,7 @@ def test_routes_and_fanouts_of_a_component_run_in_one_event_loop():
     run(main())
 
 
+@pytest.mark.full
 def test_a_process_with_thousands_of_calls_before_a_ping_is_no_hang():
     async def main():
         service = await Light.options(num_replicas=4, per_process=4, ping_timeout=1.0).as_service()

@@ -163,6 +163,7 @@ def test_a_signal_reaches_the_process(tmp_path: Path, server: ForkServer):
     assert process.wait(60) == 5
 
 
+@pytest.mark.full
 def test_what_a_server_forked_outlives_it_and_another_server_forks(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     server = ForkServer(tmp_path, {})
     process, *_ = launch(tmp_path, server)
@@ -207,6 +208,7 @@ with forked_processes():
 """
 
 
+@pytest.mark.full
 def test_a_run_whose_server_is_killed_loses_nothing_and_has_another_at_once():
     done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -217,6 +219,7 @@ def test_a_run_whose_server_is_killed_loses_nothing_and_has_another_at_once():
     assert [line for line in rest if "is dead" not in line and "serves again" not in line] == []
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_live_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "transformers.py").write_text("import os\nos._exit(9)\n")
     server = ForkServer(tmp_path, {"PYTHONPATH": str(tmp_path)})

@@ -58,6 +58,7 @@ def test_a_rank_that_is_killed_in_a_put_leaves_no_version_and_is_named(store: Ve
     assert len(store.get("policy")) == 5
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_once_it_has_published(store: VersionStore):
     first, second = start("killed_settling", store, 2)
     output, _ = first.communicate(timeout=60)
@@ -68,6 +69,7 @@ def test_a_rank_that_is_killed_once_it_has_published(store: VersionStore):
     assert len(store.get("policy")) == 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "says"),
     [
