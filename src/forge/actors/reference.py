@@ -52,8 +52,8 @@ class ReferenceModel(ForgeActor):
         import torch
 
         from ..runtime.cluster.rendezvous import process_store
+        from ..training.build import build, resolve_dtype, round_products
         from ..training.distributed import join
-        from ..training.policy import build, resolve_dtype, round_products
 
         place = self.context
         if place.world_size == 1:
@@ -79,7 +79,8 @@ class ReferenceModel(ForgeActor):
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
-        from ..training.policy import precision, reshard
+        from ..training.build import precision
+        from ..training.fsdp import reshard
         from ..training.step import score
 
         with phase("reference") if self.context.rank == 0 else nullcontext():

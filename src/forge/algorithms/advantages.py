@@ -73,7 +73,7 @@ def _centred(rewards: Sequence[float]) -> list[float]:
 
 
 def _mean(rewards: Sequence[float]) -> float:
-    """Of equal rewards that reward itself, without rounding: they have no advantage over one another."""
+    """The mean; of equal rewards without rounding, so that they have no advantage over one another."""
     if not all(map(math.isfinite, rewards)):
         raise ValueError(f"rewards must be finite, got {list(rewards)}: an unscored episode has the reward None")
     return min(max(math.fsum(rewards) / len(rewards), min(rewards)), max(rewards))

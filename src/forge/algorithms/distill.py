@@ -87,7 +87,7 @@ class Distill(Algorithm):
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Per token, as every policy's, and `reverse_kl`: the student's log-probability less the teacher's (k1)."""
+        """Metrics of `Algorithm`, and per token `reverse_kl`: the student's log-probability less the teacher's (k1)."""
         reward = log_ratio(ref_logprobs, logprobs)
-        found = super().metrics(logprobs, behaviour_logprobs, reward, weights, proximal_logprobs, sequences)
-        return found | {"reverse_kl": -reward}
+        metrics = super().metrics(logprobs, behaviour_logprobs, reward, weights, proximal_logprobs, sequences)
+        return metrics | {"reverse_kl": -reward}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from .advantages import leave_one_out
-from .base import Aggregation, Algorithm
+from .base import Aggregation
+from .clipped import Clipped
 from .terms import (
     BOUND,
-    beyond_clip,
-    check_clip,
-    clipped_surrogate,
     log_ratio,
     over_tokens,
     sequence_sums,
@@ -23,7 +21,7 @@ from .terms import (
 
 
 @dataclass(eq=False)
-class RLOO(Algorithm):
+class RLOO(Clipped):
     """REINFORCE leave-one-out (Ahmadian et al. 2024, "Back to basics", eq. 7), clipped for samples that are not fresh.
 
         A_i = r_i - mean of the prompt's other rewards
@@ -39,20 +37,14 @@ class RLOO(Algorithm):
     Args:
         clip_low, clip_high: of the sequence's ratio. A product over tokens leaves the bounds sooner the longer it is:
             raise them for long answers, and watch `clip_fraction`.
-        dual_clip: as of `GRPO`.
+        dual_clip: as in `GRPO`.
     """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    _: KW_ONLY
-    dual_clip: float | None = None
 
     aggregation: ClassVar[Aggregation] = "sequence_mean"
     fixed_aggregation: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_clip(self.clip_low, self.clip_high, self.dual_clip)
         if self.kl_in == "reward":
             # The KL of a whole sequence would have to be known before the leave-one-out.
             raise ValueError("RLOO has its KL in the loss: leave kl_in out")
@@ -84,11 +76,3 @@ class RLOO(Algorithm):
         return super().__call__(
             logprobs, behaviour_logprobs, advantages, weights, ref_logprobs, entropy, proximal_logprobs, sequences
         )
-
-    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
-        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-
-    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the clip removes the gradient."""
-        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

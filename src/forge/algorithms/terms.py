@@ -14,7 +14,7 @@ from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 
-# Beyond this a logarithm of a ratio is cut off: no ratio overflows, and its gradient is 0 there.
+# Beyond this a logarithm of a ratio is cut off: exp(20) = 5e8 and its square fit into float32, and the gradient is 0.
 BOUND = 20.0
 
 
@@ -120,12 +120,12 @@ def sequence_sums(values: Tensor, sequences: Tensor | None) -> Tensor:
         count = int(sequences.max()) + 1 if sequences.numel() else 0
         return values.new_zeros(count).index_add(0, sequences, values)
     if values.dim() != 2:
-        raise ValueError(f"tokens of shape {tuple(values.shape)} need `sequences`: which token is of which sequence")
+        raise ValueError(f"tokens of shape {tuple(values.shape)} need `sequences`: the sequence of each token")
     return values.sum(-1)
 
 
 def over_tokens(values: Tensor, like: Tensor, sequences: Tensor | None) -> Tensor:
-    """One value a sequence, [sequences], for each of its tokens: of the shape of `like`."""
+    """Repeat one value of each sequence, [sequences], for its tokens, in the shape of `like`."""
     return values[sequences] if sequences is not None else values[:, None].expand_as(like)
 
 
@@ -148,7 +148,7 @@ def pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def in_order(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where the preferred one is ahead, 0 where it is behind; a tie is half right. All [pairs]."""
+    """1 where the preferred answer scores higher, 0 where lower, 0.5 at a tie. All [pairs]."""
     return (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
 
 

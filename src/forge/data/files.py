@@ -70,23 +70,23 @@ def _present(value: Any) -> Any:
     return [_present(item) for item in value] if isinstance(value, list) else value
 
 
-def check_values(value: Any, where: str) -> None:
+def check_values(value: Any, location: str) -> None:
     """ValueError: something in a value, however deep, is a missing number (nan, inf) or half a character (a lone
     surrogate), which no tokenizer reads."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{where} holds half a character, {value[error.start]!a}: repair the text") from None
+            raise ValueError(f"{location} holds half a character, {value[error.start]!a}: repair the text") from None
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where} is {value}: fill in the missing value, or leave the row out")
+        raise ValueError(f"{location} is {value}: fill in the missing value, or leave the row out")
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            check_values(str(name), where)
-            check_values(item, f"{where}.{name}")
+            check_values(str(name), location)
+            check_values(item, f"{location}.{name}")
     elif isinstance(value, list | tuple):
         for item in value:
-            check_values(item, where)
+            check_values(item, location)
 
 
 def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Sequence[Row]:
@@ -99,21 +99,21 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
     """
     if isinstance(path, Rows):
         return list(path)
-    place = _local(path)
+    file = _local(path)
     rows: Sequence[Row]
-    if place is None or place.is_dir():
-        rows = StoredColumns(_load(path, place, split=split, subset=subset, streaming=False))
-    elif place.suffix == ".parquet":
+    if file is None or file.is_dir():
+        rows = StoredColumns(_load(path, file, split=split, subset=subset, streaming=False))
+    elif file.suffix == ".parquet":
         _datasets("a parquet file")
         import pyarrow.parquet as parquet
 
-        check_parquet(place)
+        check_parquet(file)
         try:
-            rows = list(map(from_columns, parquet.read_table(place).to_pylist()))
+            rows = list(map(from_columns, parquet.read_table(file).to_pylist()))
         except (ValueError, OSError) as error:
-            raise ValueError(f"{place} is not a parquet file: {error}") from error
+            raise ValueError(f"{file} is not a parquet file: {error}") from error
     else:
-        rows = _read_json(place)
+        rows = _read_json(file)
     if not len(rows):
         raise ValueError(f"{path} is empty: it has no rows")
     return rows
@@ -121,76 +121,76 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
 
 def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
     """As `open_rows`, but rows are read, and their errors raised, as they are needed."""
-    place = _local(path)
-    if place is None or place.is_dir():
-        return _load(path, place, split=split, subset=subset, streaming=True)
-    if place.suffix == ".parquet":
+    file = _local(path)
+    if file is None or file.is_dir():
+        return _load(path, file, split=split, subset=subset, streaming=True)
+    if file.suffix == ".parquet":
         _datasets("a parquet file")
-        check_parquet(place)
-    builder, encoding = _BUILDERS[place.suffix], {"encoding": "utf-8-sig"} if place.suffix != ".parquet" else {}
+        check_parquet(file)
+    builder, encoding = _BUILDERS[file.suffix], {"encoding": "utf-8-sig"} if file.suffix != ".parquet" else {}
     datasets = _datasets("streaming")
     return datasets.load_dataset(
-        builder, data_files=str(place), split="train", streaming=True, trust_remote_code=False, **encoding
+        builder, data_files=str(file), split="train", streaming=True, trust_remote_code=False, **encoding
     )
 
 
 def _local(path: str) -> Path | None:
     """The file or folder of a path, or None if it is a hub id."""
-    place = Path(path).expanduser()
-    if place.is_dir():
-        return place
-    if place.is_file():
-        if place.suffix not in _BUILDERS:
-            raise ValueError(f"{place} has the unknown extension {place.suffix!r}: use {', '.join(_BUILDERS)}")
-        return place
-    if place.exists():
-        raise ValueError(f"{place} is neither a file nor a folder, but a pipe or a device: write its rows to a file")
-    if place.suffix in _FILE_SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path:
-        siblings = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
-        near = difflib.get_close_matches(place.name, siblings, n=1)
-        hint = f"; did you mean {place.parent / near[0]}?" if near else ""
-        raise FileNotFoundError(f"no such file: {place} (in {Path.cwd()}){hint}")
+    file = Path(path).expanduser()
+    if file.is_dir():
+        return file
+    if file.is_file():
+        if file.suffix not in _BUILDERS:
+            raise ValueError(f"{file} has the unknown extension {file.suffix!r}: use {', '.join(_BUILDERS)}")
+        return file
+    if file.exists():
+        raise ValueError(f"{file} is neither a file nor a folder, but a pipe or a device: write its rows to a file")
+    if file.suffix in _FILE_SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path:
+        siblings = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+        similar = difflib.get_close_matches(file.name, siblings, n=1)
+        hint = f"; did you mean {file.parent / similar[0]}?" if similar else ""
+        raise FileNotFoundError(f"no such file: {file} (in {Path.cwd()}){hint}")
     return None
 
 
-def _read_json(place: Path) -> list[Row]:
+def _read_json(file: Path) -> list[Row]:
     """The rows of a .jsonl file, one object a line, or of a .json file, a list of objects."""
-    if place.suffix == ".jsonl":
+    if file.suffix == ".jsonl":
         numbered: list[tuple[str, Any]] = []
-        with place.open(encoding="utf-8-sig") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             try:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         numbered.append((f"line {number}", json.loads(line)))
             except UnicodeDecodeError:
-                read_text(place)  # names the line, which buffering hides here
+                read_text(file)  # names the line, which buffering hides here
                 raise
             except RecursionError:
-                raise ValueError(f"{place}, line {number}: it is nested too deeply") from None
+                raise ValueError(f"{file}, line {number}: it is nested too deeply") from None
             except ValueError as error:  # also of a number with thousands of digits
-                raise ValueError(f"{place}, line {number}: not JSON: {error}") from error
+                raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
     else:
-        text = read_text(place)
+        text = read_text(file)
         try:
             listed = json.loads(text)
         except RecursionError:
-            raise ValueError(f"{place} is nested too deeply") from None
+            raise ValueError(f"{file} is nested too deeply") from None
         except ValueError as error:
-            raise ValueError(f"{place}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
+            raise ValueError(f"{file}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
         if not isinstance(listed, list):
-            raise ValueError(f"{place} must hold a list of objects, not {type(listed).__name__}")
+            raise ValueError(f"{file} must hold a list of objects, not {type(listed).__name__}")
         numbered = [(f"row {number}", row) for number, row in enumerate(listed, 1)]
-    for where, row in numbered:
+    for location, row in numbered:
         if not isinstance(row, dict):
-            raise ValueError(f"{place}, {where}: a row must be an object, not {type(row).__name__}")
+            raise ValueError(f"{file}, {location}: a row must be an object, not {type(row).__name__}")
     return [row for _, row in numbered]
 
 
-def _datasets(what: str) -> Any:
+def _datasets(subject: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"{what} needs the datasets package: pip install datasets") from error
+        raise ImportError(f"{subject} needs the datasets package: pip install datasets") from error
     return datasets
 
 

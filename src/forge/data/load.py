@@ -37,14 +37,14 @@ class Mixture(Generic[T]):
     """
 
     def __init__(self, sources: Sequence[RowStream[T, Any]], weights: Sequence[float] | None = None) -> None:
-        given = [1.0] * len(sources) if weights is None else list(weights)
-        if not sources or len(given) != len(sources):
-            raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(given)}")
-        for number, weight in enumerate(given, 1):
+        numbers = [1.0] * len(sources) if weights is None else list(weights)
+        if not sources or len(numbers) != len(sources):
+            raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(numbers)}")
+        for number, weight in enumerate(numbers, 1):
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ValueError(f"source {number}: weight must be a finite number above 0, got {weight!r}")
-        total = sum(Fraction(str(weight)) for weight in given)
-        self.sources, self.shares = list(sources), [Fraction(str(weight)) / total for weight in given]
+        total = sum(Fraction(str(weight)) for weight in numbers)
+        self.sources, self.shares = list(sources), [Fraction(str(weight)) / total for weight in numbers]
         self.counts = [0] * len(sources)
 
     @property
@@ -75,9 +75,9 @@ class Mixture(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        chosen = self._next_source(self.counts)
-        item = _numbered(next(self.sources[chosen]), self.served)
-        self.counts[chosen] += 1
+        source = self._next_source(self.counts)
+        item = _numbered(next(self.sources[source]), self.served)
+        self.counts[source] += 1
         return item
 
     def held_out(self, n: int) -> list[T]:
@@ -86,8 +86,8 @@ class Mixture(Generic[T]):
         for _ in range(n):
             order.append(self._next_source(counts))
             counts[order[-1]] += 1
-        held = [iter(source.held_out(count)) for source, count in zip(self.sources, counts, strict=True)]
-        return [_numbered(next(held[chosen]), index) for index, chosen in enumerate(order)]
+        streams = [iter(source.held_out(count)) for source, count in zip(self.sources, counts, strict=True)]
+        return [_numbered(next(streams[chosen]), index) for index, chosen in enumerate(order)]
 
     def targets(self) -> Iterator[str]:
         """Of all sources that have targets."""
@@ -148,16 +148,16 @@ def load_data(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
-    made: Any = KINDS[kind]
+    dataset_class: Any = KINDS[kind]
     if sources is None:
-        return made(tokenizer=tokenizer, **settings)
+        return dataset_class(tokenizer=tokenizer, **settings)
     if settings.get("path") is not None or settings.get("task") is not None:
         raise ValueError("with sources, path and task belong to each of them")
     opened: list[Any] = []
     for number, source in enumerate(sources, 1):
-        own = {name: value for name, value in {**settings, **source}.items() if name != "weight"}
+        source_settings = {name: value for name, value in {**settings, **source}.items() if name != "weight"}
         try:
-            opened.append(made(tokenizer=tokenizer, **own))
+            opened.append(dataset_class(tokenizer=tokenizer, **source_settings))
         except (ValueError, TypeError) as error:
             raise ValueError(f"source {number}: {error}") from error
         except (FileNotFoundError, ImportError) as error:

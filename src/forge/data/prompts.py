@@ -85,18 +85,23 @@ class PromptFormat:
         """The row's field for every name in the template. ValueError: one is missing; lists the existing ones."""
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
-        wanted = {name: question if name == "question" else name for name in self._names() - {"choices"}}
+        template_fields = {name: question if name == "question" else name for name in self._names() - {"choices"}}
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
-        needed = [*([self.prompt_field] if self.prompt_field else []), *wanted.values(), *options, self.target_field]
+        needed = [
+            *([self.prompt_field] if self.prompt_field else []),
+            *template_fields.values(),
+            *options,
+            self.target_field,
+        ]
         for name in needed:
             if name is not None and name not in has:
                 hint = "; set target_field to null for prompts without a target" if name == self.target_field else ""
                 raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
-        return wanted
+        return template_fields
 
     def render(self, row: Mapping[str, Any]) -> tuple[str, str]:
         """The user's text and the target of a row. ValueError: a missing or empty field, or no match."""
-        values = {name: plain(row, behind) for name, behind in self.fields(row).items()}
+        values = {name: plain(row, column) for name, column in self.fields(row).items()}
         options = self._options(row)
         values["choices"] = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
         text = self.prompt_template.format(**values)
@@ -106,10 +111,10 @@ class PromptFormat:
             return text, ""
         target = plain(row, self.target_field)
         if self.target_pattern is not None:
-            found = re.search(self.target_pattern, target)
-            if found is None or found[1] is None:
+            match = re.search(self.target_pattern, target)
+            if match is None or match[1] is None:
                 raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
-            target = found[1].strip()
+            target = match[1].strip()
         if not target.strip():
             raise ValueError(f"field {self.target_field!r}, the target, is empty")
         return text, self._letter(row[self.target_field], target, options) if options else target
@@ -202,14 +207,14 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end answers to prompts of these settings: those that end a turn in their chat templates. Empty
     without one, where eos alone ends an answer."""
-    found: dict[int, None] = {}
+    ids: dict[int, None] = {}
     for source in settings.sources or [{}]:
         template = source.get("chat_template", settings.chat_template)
         if template:
             options = source.get("chat_options", settings.chat_options)
             with suppress(ValueError):  # it renders prompts only
-                found |= dict.fromkeys(ChatFormat(tokenizer, template, options).stop_ids)
-    return tuple(found)
+                ids |= dict.fromkeys(ChatFormat(tokenizer, template, options).stop_ids)
+    return tuple(ids)
 
 
 def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

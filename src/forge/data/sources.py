@@ -25,7 +25,9 @@ class StoredRows:
     """Rows with random access; (seed, epoch) determines the order of an epoch."""
 
     def __init__(self, rows: Sequence[Row], *, shuffle: bool, seed: int) -> None:
-        self.rows, self._shuffle, self._seed = rows, shuffle, seed
+        self.rows = rows
+        self._shuffle = shuffle
+        self._seed = seed
         self.load({"epoch": 0, "position": 0})
 
     def read(self) -> Numbered | None:
@@ -47,7 +49,8 @@ class StoredRows:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue at a position; the order of an epoch follows from its seed."""
-        self.epoch, self._position = state["epoch"], state["position"]
+        self.epoch = state["epoch"]
+        self._position = state["position"]
         self._order: Sequence[int] = range(len(self.rows))
         if self._shuffle:
             self._order = list(self._order)
@@ -61,17 +64,22 @@ class StreamedRows:
     read again from the state at its start.
     """
 
-    def __init__(self, opened: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000) -> None:
-        self._opened, self._shuffle, self._seed, self._size = opened, shuffle, seed, block
+    def __init__(
+        self, open_dataset: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000
+    ) -> None:
+        self._open_dataset, self._shuffle, self._seed, self._size = open_dataset, shuffle, seed, block
         self._open(0, 0, None)
 
     def _open(self, epoch: int, number: int, start: dict[str, Any] | None) -> None:
-        self.epoch, self._number = epoch, number
-        self._stream = self._opened()
+        self.epoch = epoch
+        self._number = number
+        self._stream = self._open_dataset()
         if start is not None:
             self._stream.load_state_dict(start)
         self._rows = iter(self._stream)
-        self._start, self._block, self._offset = start, self._fill(), 0
+        self._start = start
+        self._block = self._fill()
+        self._offset = 0
 
     def _fill(self) -> list[Numbered]:
         rows = map(from_columns, itertools.islice(self._rows, self._size))
@@ -85,7 +93,8 @@ class StreamedRows:
         if self._offset == len(self._block):
             self._start = self._stream.state_dict()
             self._number += 1
-            self._block, self._offset = self._fill(), 0
+            self._block = self._fill()
+            self._offset = 0
             if not self._block:
                 self._open(self.epoch + 1, 0, None)
                 return None
@@ -94,7 +103,7 @@ class StreamedRows:
 
     def scan(self) -> Iterator[Numbered]:
         """All rows in order, with their numbers from 1."""
-        return enumerate(map(from_columns, self._opened()), 1)
+        return enumerate(map(from_columns, self._open_dataset()), 1)
 
     def state(self) -> dict[str, Any]:
         """The position, for a checkpoint: the block and the offset in it."""
@@ -141,10 +150,10 @@ def load_task(name: str) -> Task:
     """The task `package.module:Name`. ValueError: it does not exist or is not a task."""
     if name in _MOVED:
         raise ValueError(f"task {name!r} is now {_MOVED[name]!r}")
-    found = resolve(name, "task")
-    if missing := [method for method in ("name", "row", "take") if not hasattr(found, method)]:
+    plugin = resolve(name, "task")
+    if missing := [method for method in ("name", "row", "take") if not hasattr(plugin, method)]:
         raise ValueError(f"task {name!r} has no {', '.join(missing)}, see forge.data.sources.Task")
-    return construct(found, {}, f"task {name}") if isinstance(found, type) else found
+    return construct(plugin, {}, f"task {name}") if isinstance(plugin, type) else plugin
 
 
 class TaskRows:
@@ -153,13 +162,16 @@ class TaskRows:
     epoch = 0
 
     def __init__(self, task: str, *, split: str, seed: int, difficulty: int | Sequence[int]) -> None:
-        self.task, self.seed, self.difficulty = load_task(task), seed, difficulty
-        self._split, self._index = split, 0
-        self._row(0)
+        self.task = load_task(task)
+        self.seed = seed
+        self.difficulty = difficulty
+        self._split = split
+        self._index = 0
+        self._row(0)  # an invalid split or difficulty is an error here
 
     def _row(self, index: int) -> Numbered:
-        drawn = self.task.row(index, split=self._split, seed=self.seed, difficulty=self.difficulty)
-        return index + 1, _as_dict(drawn)
+        row = self.task.row(index, split=self._split, seed=self.seed, difficulty=self.difficulty)
+        return index + 1, _as_dict(row)
 
     def read(self) -> Numbered | None:
         """The next row with its number; never None."""

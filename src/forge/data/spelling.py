@@ -7,9 +7,9 @@ from typing import Any
 
 UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 # Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on.
-SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTES = dict(zip(map(chr, SEEN), SEEN, strict=True))
-BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in SEEN)}
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = dict(zip(map(chr, PRINTABLE), PRINTABLE, strict=True))
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)}
 
 
 def spelled(tokenizer: Any, token: int) -> tuple[str, bytes]:

@@ -16,9 +16,9 @@ from .sources import StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
 C = TypeVar("C", bound=RowsConfig)
-_PROBE = 1000
+_PROBE = 1000  # rows of a stream that are read until one is usable; so many bad ones in a row are no accident
 _CHECKED = 20_000  # stored rows that are made before a run: 3 s for prompts, 130 s for conversations of six messages
-_NAMED = 10  # invalid rows that are logged one by one
+_LOGGED = 10  # invalid rows that are logged one by one
 
 log = logging.getLogger(__name__)
 
@@ -70,41 +70,49 @@ class RowStream(ABC, Generic[T, C]):
     ) -> None:
         if isinstance(settings.get("difficulty"), tuple):
             settings["difficulty"] = list(settings["difficulty"])
-        self.settings = how = self.SECTION(path=path, **settings)
-        if how.sources is not None:
+        self.settings = section = self.SECTION(path=path, **settings)
+        if section.sources is not None:
             raise ValueError("several sources are a Mixture: open them with load_data")
-        if epochs is not None and (epochs < 1 or how.task is not None):
+        if epochs is not None and (epochs < 1 or section.task is not None):
             raise ValueError(
                 f"epochs must be at least 1, got {epochs}" if epochs < 1 else "a task is endless: unset epochs"
             )
         self.tokenizer, self.seed, self.epochs = tokenizer, seed, epochs
-        self._limit: int | None = how[self.LIMIT]
-        self._too_long: str = how["too_long"]
-        self._name = how.task or (path if isinstance(path, str) else "dataset")
+        self._limit: int | None = section[self.LIMIT]
+        self._too_long: str = section["too_long"]
+        self._name = section.task or (path if isinstance(path, str) else "dataset")
         self._source: StoredRows | StreamedRows | TaskRows
-        self._identity: dict[str, Any] = {"task": how.task, "split": how.split, "seed": seed, "shuffle": how.shuffle}
-        if how.task is not None:
-            self._source = TaskRows(how.task, split=how.split, seed=seed, difficulty=how.difficulty)
-            self._identity["difficulty"] = how.difficulty
-        elif how.streaming and isinstance(path, str):
+        self._identity: dict[str, Any] = {
+            "task": section.task,
+            "split": section.split,
+            "seed": seed,
+            "shuffle": section.shuffle,
+        }
+        if section.task is not None:
+            self._source = TaskRows(section.task, split=section.split, seed=seed, difficulty=section.difficulty)
+            self._identity["difficulty"] = section.difficulty
+        elif section.streaming and isinstance(path, str):
             self._source = StreamedRows(
-                lambda: open_stream(path, split=how.split, subset=how.subset), shuffle=how.shuffle, seed=seed
+                lambda: open_stream(path, split=section.split, subset=section.subset),
+                shuffle=section.shuffle,
+                seed=seed,
             )
         else:
             assert path is not None
-            rows = open_rows(path, split=how.split, subset=how.subset)
-            self._source = StoredRows(rows, shuffle=how.shuffle, seed=seed)
+            rows = open_rows(path, split=section.split, subset=section.subset)
+            self._source = StoredRows(rows, shuffle=section.shuffle, seed=seed)
             self._identity["rows"] = len(rows)
         self.served = 0
         self.skipped = 0
         self.size: int | None = None
         self._checked = checked
-        self._bad, self._named = 0, 0  # invalid rows since the last item, and in all
+        self._bad = 0  # invalid rows since the last item
+        self._logged = 0
         self._reasons: list[str] = []
         self._items: set[int] = set()  # digests of those that were checked
 
     def begin(self, row: Row) -> None:
-        """Decide by the first stored row; called before `make`."""
+        """Choose the form of rows by the first stored one; called before `make`."""
 
     @abstractmethod
     def make(self, number: int, row: Row, index: int) -> T | None:
@@ -137,30 +145,30 @@ class RowStream(ABC, Generic[T, C]):
         raise StopIteration
 
     def _leave_out_bad(self, error: BadRow) -> None:
-        """BadRow: so many rows in a row are bad that the data or the settings are wrong."""
+        """Count and log a bad row. BadRow: so many in a row that the data or the settings are wrong."""
         self._bad += 1
-        self._named += 1
+        self._logged += 1
         if self._bad >= _PROBE:
             raise error
-        if self._named <= _NAMED:
-            log.warning("left out: %s%s", error, "; further ones are only counted" if self._named == _NAMED else "")
+        if self._logged <= _LOGGED:
+            log.warning("left out: %s%s", error, "; further ones are only counted" if self._logged == _LOGGED else "")
 
     def held_out(self, n: int) -> list[T]:
         """A list for evaluation, the same at every call: the first n rows of the split in stored order, or n distinct
         questions of a task's test split. ValueError: there are fewer that fit."""
         source = self._source
         rows = source.held_out(n) if isinstance(source, TaskRows) else source.scan()
-        found: list[T] = []
-        while len(found) < n and (numbered := next(rows, None)) is not None:
-            item = self._made(*numbered, index=len(found))
+        items: list[T] = []
+        while len(items) < n and (numbered := next(rows, None)) is not None:
+            item = self._made(*numbered, index=len(items))
             if item is not None:
-                found.append(item)
-        if len(found) < n:
+                items.append(item)
+        if len(items) < n:
             raise ValueError(
-                f"{self._name}: {n} samples asked for, but only {len(found)} {self.NOUN}s are there"
+                f"{self._name}: {n} samples asked for, but only {len(items)} {self.NOUN}s are there"
                 + (f" that are not {' or '.join(self._reasons)}" if self._reasons else "")
             )
-        return found
+        return items
 
     def rows(self) -> Iterator[Row]:
         """All stored rows in order; of streams and tasks the first 1000."""
@@ -179,11 +187,14 @@ class RowStream(ABC, Generic[T, C]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where `state_dict` was called. ValueError: the data or the order differ."""
         for name in {**self._identity, **state["identity"]}:
-            was, now = state["identity"].get(name), self._identity.get(name)
-            if was != now:
-                raise ValueError(f"{self._name}: the saved position does not fit: {name} was {was!r} and is {now!r}")
+            saved, current = state["identity"].get(name), self._identity.get(name)
+            if saved != current:
+                raise ValueError(
+                    f"{self._name}: the saved position does not fit: {name} was {saved!r} and is {current!r}"
+                )
         self._source.load(state["source"])
-        self.served, self.skipped = state["served"], state["skipped"]
+        self.served = state["served"]
+        self.skipped = state["skipped"]
 
     def fits(self, tokens: int) -> bool:
         """Whether an item of so many tokens is kept; ValueError if it is not and `too_long` is "error"."""
@@ -218,8 +229,12 @@ class RowStream(ABC, Generic[T, C]):
             self.begin(row)
         if self._checked:
             return
+        # All rows where the number of items matters or a long one is an error; else enough to find a wrong setting.
         stored = isinstance(self._source, StoredRows)
-        rows, items, left_out, unknown = 0, 0, list[int](), list[tuple[int, str]]()
+        rows = 0
+        items = 0
+        left_out = list[int]()
+        unknown = list[tuple[int, str]]()
         fault: BadRow | None = None
         enough: float = _PROBE // 10
         if stored:
@@ -243,6 +258,7 @@ class RowStream(ABC, Generic[T, C]):
             self._items.add(hash(content_of(item)))
             if letters := self._unknown(item, row):
                 unknown.append((number, letters))
+        # Nothing to train on is an error; less than there seemed to be is a warning.
         if not rows:
             raise ValueError(f"{self._name} is empty: it has no rows")
         reasons = " or ".join(self._reasons)

@@ -15,7 +15,7 @@ from ..models.weight_layouts import head_size
 from ..types import UNKNOWN_EXPERT
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PreTrainedConfig
 
 BLOCK = 128  # the cache has room for a multiple of this many positions
 WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
@@ -39,7 +39,7 @@ class KeyValueCache:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: PreTrainedConfig,
         rows: int,
         max_seq_len: int,
         dtype: torch.dtype,
@@ -168,7 +168,7 @@ class KeyValueCache:
             start = end
 
 
-def token_bytes(config: PretrainedConfig, dtype: torch.dtype, record: bool = False) -> int:
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, record: bool = False) -> int:
     """Bytes of a token in the cache of a model."""
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
     return numbers * dtype.itemsize + (len(sparse_layers(config)) * config.num_experts_per_tok if record else 0)

@@ -21,7 +21,7 @@ from .experts import Experts
 from .weights import Layer, Weights
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PreTrainedConfig
 
 # Prompt tokens in one attention call: a multiple of the kernels' blocks, and few enough that masked scores cost little.
 QUERIES = 64
@@ -37,7 +37,7 @@ class Decoder:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: PreTrainedConfig,
         weights: Weights,
         rows: int,
         max_seq_len: int,
@@ -326,7 +326,7 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_tables(
-    config: PretrainedConfig, key: str, length: int, dtype: torch.dtype, device: torch.device
+    config: PreTrainedConfig, key: str, length: int, dtype: torch.dtype, device: torch.device
 ) -> RotaryTables:
     """The tables of one entry of `rotary_parameters`, with transformers' own frequencies for scaled variants."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

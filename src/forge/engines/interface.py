@@ -13,7 +13,7 @@ from ..types import Completion, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PretrainedConfig
+    from transformers import PreTrainedConfig
 
 
 class EngineFailed(RuntimeError):
@@ -110,7 +110,7 @@ def part(piece: Completion, start: int, end: int) -> Completion:
     )
 
 
-def check_length(config: PretrainedConfig, max_seq_len: int | None) -> int:
+def check_length(config: PreTrainedConfig, max_seq_len: int | None) -> int:
     """Maximum tokens of prompt and completion: `max_seq_len`, by default the model's limit or 4096 if that is less.
 
     Raises:

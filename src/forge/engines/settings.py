@@ -10,7 +10,7 @@ from ..config.sections import Section
 from ..models.architecture import sparse_layers
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PreTrainedConfig
 
 
 class EngineSettings(Section):
@@ -58,7 +58,7 @@ class EngineSettings(Section):
                 f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"
             )
 
-    def check(self, config: PretrainedConfig) -> None:
+    def check(self, config: PreTrainedConfig) -> None:
         """ValueError: a setting that a model of this transformers config does not have."""
         if self.router_replay and not sparse_layers(config):
             raise ValueError(f"generator.router_replay needs a mixture of experts, this is {config.model_type}")

@@ -21,7 +21,7 @@ from ..types import Completion, Sampling
 from .interface import Listener
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PreTrainedConfig
     from vllm import AsyncEngineArgs, SamplingParams
 
 # Fields of AsyncEngineArgs that are set by the engine's own settings, and those that must not change.
@@ -73,7 +73,7 @@ def import_args() -> type[AsyncEngineArgs]:
     return AsyncEngineArgs
 
 
-def check_keys(config: PretrainedConfig) -> None:
+def check_keys(config: PreTrainedConfig) -> None:
     """ValueError: config.json has a key that vLLM computes, and transformers' code of this family does not read."""
     declared = {field.name for field in dataclasses.fields(type(config))}
     undeclared = {name: neutral for name, neutral in NEUTRAL_VALUES.items() if name not in declared}
@@ -102,7 +102,7 @@ def check_options(options: Iterable[str]) -> None:
 
 
 def engine_args(
-    folder: Path, config: PretrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
+    folder: Path, config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
 ) -> tuple[AsyncEngineArgs, bool]:
     """The AsyncEngineArgs, and whether vLLM runs on a CPU. ValueError: an unsupported model or option."""
     check_options(options)
@@ -131,7 +131,7 @@ def engine_args(
 
 
 def _on_cpu(
-    config: PretrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
+    config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Defaults of vLLM's arguments on a CPU. ValueError: an unsupported head size."""
     size = head_size(config)

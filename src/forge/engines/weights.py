@@ -20,7 +20,7 @@ from .experts import Experts
 from .linear import Linear, pack
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PreTrainedConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of other families: silu
@@ -30,7 +30,7 @@ ALIGNMENT = 64  # bytes: a cache line, and what vectorised kernels load
 TensorLocation = tuple[str, tuple[int, ...], int]  # name, shape, first byte
 
 
-def load_config(folder: Path) -> PretrainedConfig:
+def load_config(folder: Path) -> PreTrainedConfig:
     """The transformers config of a checkpoint folder, for the embedded engine.
 
     Raises:
@@ -62,7 +62,7 @@ def load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def read_config(folder: Path) -> PretrainedConfig:
+def read_config(folder: Path) -> PreTrainedConfig:
     """The transformers config of a checkpoint folder.
 
     Raises:
@@ -83,7 +83,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def check_head(folder: Path, config: PretrainedConfig) -> None:
+def check_head(folder: Path, config: PreTrainedConfig) -> None:
     """ValueError: the config ties embeddings and head, and the checkpoint has two different ones: transformers takes
     both, an engine the embeddings alone."""
     if not config.tie_word_embeddings:
@@ -106,7 +106,7 @@ def check_head(folder: Path, config: PretrainedConfig) -> None:
         )
 
 
-def load_eos(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+def load_eos(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
     """The end-of-sequence ids of generation_config.json, or else of the model config."""
     path = folder / "generation_config.json"
     eos = read_json(path).get("eos_token_id") if path.is_file() else None
@@ -172,7 +172,7 @@ class Weights:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: PreTrainedConfig,
         named_tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype,
         device: torch.device,
@@ -241,7 +241,7 @@ class Weights:
         ]
 
 
-def by_group(heads: Tensor, config: PretrainedConfig) -> Tensor:
+def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
     """Heads (H + K, ...) or (H + 2K, ...), queries first, then keys and values, as (K, H / K + 1 or 2, ...): the heads
     of a group are adjacent, so that decoding needs no copy of them."""
     H = config.num_attention_heads
@@ -283,7 +283,7 @@ class Handover:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: PreTrainedConfig,
         named_tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype,
         version: int,
