@@ -184,9 +184,8 @@ class ChatFormat:
                 spans = [self._answer(conversation, turn, text, closers) for turn in turns]
             except Rewritten as error:
                 rewritten = error
-            if self.thoughts == "keep" and (
-                rewritten or any(thought_of(conversation[i])[0] not in text for i in turns)
-            ):
+            omitted = any(thought_of(conversation[i])[0] not in text for i in turns)
+            if self.thoughts == "keep" and (rewritten or omitted):
                 try:
                     text, turn_spans = self.turns.kept(conversation)
                 except Rewritten as error:

@@ -43,15 +43,13 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         super().__init__(path, **settings)
         section = self.settings
         self._as_scores = as_scores
-        self._fields = (settings_section.chosen_field, settings_section.rejected_field)
-        self._set_fields = differing(settings_section)
-        self._task = None if settings_section.task is None else load_task(settings_section.task)
+        self._fields = (section.chosen_field, section.rejected_field)
+        self._set_fields = differing(section)
+        self._task = None if section.task is None else load_task(section.task)
         if self._task is not None and self._fields != ("chosen", "rejected"):
             raise ValueError("a task makes its answers itself: leave chosen_field and rejected_field out")
         if self._task is not None and not hasattr(self._task, "wrong"):
-            raise ValueError(
-                f"task {settings_section.task!r} has no wrong(answer, rng), which makes the rejected answers"
-            )
+            raise ValueError(f"task {section.task!r} has no wrong(answer, rng), which makes the rejected answers")
         self.check()
 
     def begin(self, row: Row) -> None:

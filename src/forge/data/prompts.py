@@ -87,12 +87,7 @@ class PromptFormat:
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
         template_fields = {name: question if name == "question" else name for name in self._names() - {"choices"}}
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
-        needed = [
-            *([self.prompt_field] if self.prompt_field else []),
-            *template_fields.values(),
-            *options,
-            self.target_field,
-        ]
+        needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         for name in needed:
             if name is not None and name not in has:
                 hint = "; set target_field to null for prompts without a target" if name == self.target_field else ""

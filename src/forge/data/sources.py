@@ -67,7 +67,10 @@ class StreamedRows:
     def __init__(
         self, open_dataset: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000
     ) -> None:
-        self._open_dataset, self._shuffle, self._seed, self._size = open_dataset, shuffle, seed, block
+        self._open_dataset = open_dataset
+        self._shuffle = shuffle
+        self._seed = seed
+        self._size = block
         self._open(0, 0, None)
 
     def _open(self, epoch: int, number: int, start: dict[str, Any] | None) -> None:

@@ -41,9 +41,8 @@ class SpecialTokens:
         case = re.IGNORECASE if any(token.normalized for token in added.values()) else 0
         self._special = re.compile("|".join(words) or r"(?!)", case)
         # DeepSeek's tokens of roles are not marked as special, and begin a turn all the same.
-        control_tokens = {
-            str(token) for token in tokenizer.added_tokens_decoder.values() if _CONTROL.fullmatch(str(token))
-        }
+        texts = map(str, tokenizer.added_tokens_decoder.values())
+        control_tokens = {text for text in texts if _CONTROL.fullmatch(text)}
         words = sorted({*words, *map(re.escape, control_tokens)}, key=len, reverse=True)
         self._pattern = re.compile("|".join(words) or r"(?!)", case)
 

@@ -82,6 +82,7 @@ class RowStream(ABC, Generic[T, C]):
         self._too_long: str = section["too_long"]
         self._name = section.task or (path if isinstance(path, str) else "dataset")
         self._source: StoredRows | StreamedRows | TaskRows
+        # Decides about the rows and their order: a saved position fits no other.
         self._identity: dict[str, Any] = {
             "task": section.task,
             "split": section.split,
@@ -95,7 +96,7 @@ class RowStream(ABC, Generic[T, C]):
             self._source = StreamedRows(
                 lambda: open_stream(path, split=section.split, subset=section.subset),
                 shuffle=section.shuffle,
-                seed=seed,
+                seed=seed,,
             )
         else:
             assert path is not None
@@ -187,7 +188,8 @@ class RowStream(ABC, Generic[T, C]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where `state_dict` was called. ValueError: the data or the order differ."""
         for name in {**self._identity, **state["identity"]}:
-            saved, current = state["identity"].get(name), self._identity.get(name)
+            saved = state["identity"].get(name)
+            current = self._identity.get(name)
             if saved != current:
                 raise ValueError(
                     f"{self._name}: the saved position does not fit: {name} was {saved!r} and is {current!r}"

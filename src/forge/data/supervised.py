@@ -47,10 +47,8 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         """Choose the format from the first row: conversation, prompt with answer, or text."""
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
-        set_fields = {
-            **self._set_fields,
-            **{n: self.settings[n] for n, default in _TURNS.items() if self.settings[n] != default},
-        }
+        of_turns = {n: self.settings[n] for n, default in _TURNS.items() if self.settings[n] != default}
+        set_fields = {**self._set_fields, **of_turns}
         if self._messages_field is None and self._text_field is None and "prompt_field" not in self._set_fields:
             self._messages_field = next((name for name in MESSAGE_FIELDS if name in row), None)
         if self._text_field is not None:

@@ -297,10 +297,9 @@ class Turns:
     def _compare(self, conversation: Sequence[Message], turns: list[int], pieces: list[str]) -> None:
         """Compare the pieces with the texts between the turns of the whole conversation. Rewritten: they differ."""
         marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
-        conversation_marked = [
-            self._writer.marked(m, marks[i]) if i in marks else m for i, m in enumerate(conversation)
-        ]
-        remaining = self._render(conversation_marked)
+        marked = [self._writer.marked(m, marks[i]) if i in marks else m for i, m in enumerate(conversation)]
+        # The text of the whole conversation, piece by piece between its marks.
+        remaining = self._render(marked)
         for turn, piece in zip(turns, pieces, strict=False):
             words, present, remaining = remaining.partition(marks[turn])
             if not present or not words.startswith(_OPENING.sub("", piece)):
