@@ -132,18 +132,18 @@ def distil(
         with quiet_loading():
             reader = RewardModel(aside, **reading)
         rows = reader.rows([(table.prompts[i], table.responses[i][j]) for i, j in where])
-        fits = np.array([0 < len(row.ids) <= reader.of.max_tokens for row in rows])
+        fits = np.array([0 < len(row.ids) <= reader.model.max_tokens for row in rows])
         where, rows = where[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
         train, calibrate, test = _divide([table.prompts[i] for i in where[:, 0]], seed)
         targets = probabilities[tuple(where.T)]
         _train(reader, rows, targets, train, epochs, batch_size, learning_rate, seed, say)
         with quiet_loading():
-            reader.of.model.save_pretrained(aside)
+            reader.model.model.save_pretrained(aside)
 
         started = time.process_time()
         logits = np.full(len(rows), np.nan)
         held = np.concatenate([calibrate, test])
-        logits[held] = reader.of.run([rows[i] for i in held], lambda batch: reader.logits(batch).tolist())
+        logits[held] = reader.model.run([rows[i] for i in held], lambda batch: reader.logits(batch).tolist())
         spent = (time.process_time() - started) / len(held)
         scale = Recalibration()
         if np.ptp(targets[calibrate]) > 0:
@@ -151,7 +151,7 @@ def distil(
         student = scale(sigmoid(logits[test]))
         sides = (targets[test] > 0.5).astype(float)
         found = DistilReport(
-            parameters=sum(weights.numel() for weights in reader.of.model.parameters()),
+            parameters=sum(weights.numel() for weights in reader.model.model.parameters()),
             trained=len(train),
             tested=len(test),
             left_out=int((~fits).sum()),
@@ -217,8 +217,8 @@ def _train(
     say: Callable[[str], None],
 ) -> None:
     """AdamW with linear warmup and decay on the rows `train`."""
-    model, rng = reader.of.model.train().requires_grad_(True), np.random.default_rng(seed)
-    goal = torch.tensor(targets, dtype=torch.float32, device=reader.of.device)
+    model, rng = reader.model.model.train().requires_grad_(True), np.random.default_rng(seed)
+    goal = torch.tensor(targets, dtype=torch.float32, device=reader.model.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     steps = epochs * math.ceil(len(train) / batch_size)
     warmup = max(1, steps // 20)
@@ -230,7 +230,7 @@ def _train(
         order, total = rng.permutation(train), 0.0
         for at in range(0, len(order), batch_size):
             chosen = order[at : at + batch_size].tolist()
-            loss = binary_cross_entropy_with_logits(reader.logits(reader.of.pad(chosen, rows)), goal[chosen])
+            loss = binary_cross_entropy_with_logits(reader.logits(reader.model.pad(chosen, rows)), goal[chosen])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

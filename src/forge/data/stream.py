@@ -96,7 +96,7 @@ class RowStream(ABC, Generic[T, C]):
             self._source = StreamedRows(
                 lambda: open_stream(path, split=section.split, subset=section.subset),
                 shuffle=section.shuffle,
-                seed=seed,,
+                seed=seed,
             )
         else:
             assert path is not None

@@ -53,11 +53,11 @@ class Dialogue:
     ) -> None:
         if syntax is not None and syntax not in SYNTAXES:
             raise ValueError(f"the syntax of tool calls must be one of {', '.join(SYNTAXES)}, not {syntax!r}")
-        chosen = built_in(template, tokenizer) if isinstance(template, str) and template in TEMPLATES else template
+        template_text = built_in(template, tokenizer) if isinstance(template, str) and template in TEMPLATES else template
         self._tokenizer, self._options = tokenizer, dict(options or {})
         self._chat = lru_cache(16)(
             lambda tools: ChatFormat(
-                tokenizer, chosen, {**self._options, **({"tools": json.loads(tools)} if tools else {})}
+                tokenizer, template_text, {**self._options, **({"tools": json.loads(tools)} if tools else {})}
             )
         )
         self._rewriting = thoughts == "template"

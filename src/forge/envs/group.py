@@ -151,8 +151,8 @@ class MultiTurnEnv(GroupEnv):
         self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """Play n episodes concurrently, each in an environment of its own."""
-        how = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
-        plays = (play_episode(policy, self.environment(), sample, sample=number, **how) for number in range(n))
+        options = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
+        plays = (play_episode(policy, self.environment(), sample, sample=number, **options) for number in range(n))
         episodes = await asyncio.gather(*plays)
         for episode in episodes:
             outcome = episode.outcome

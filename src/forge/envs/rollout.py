@@ -124,8 +124,8 @@ class _Branch:
             if self.experts is not None:  # all but its last token's, which is known only now
                 experts[: len(self.experts) - 1] = self.experts[:-1]
             self.experts = experts
-        known = completion.identities
-        self.origins |= {Origin(v, known.get(v, ""), completion.sampled_by) for v in {*completion.versions}}
+        identities = completion.identities
+        self.origins |= {Origin(v, identities.get(v, ""), completion.sampled_by) for v in {*completion.versions}}
 
     @property
     def reward(self) -> float:
@@ -205,20 +205,20 @@ class _Played:
                 branch.observe(self.dialogue.extend(branch.tokens, step.messages, tools))
         return "max_turns"
 
-    async def _answer(self, asked: Awaitable[Step], what: str) -> Step:
+    async def _answer(self, call: Awaitable[Step], method: str) -> Step:
         """The environment's answer. InfrastructureError: there was none in time."""
         try:
             async with asyncio.timeout(self.step_timeout) as limit:
-                return await asked
+                return await call
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise InfrastructureError(f"{what} gave no answer within {self.step_timeout:g} s") from None
+            raise InfrastructureError(f"{method} gave no answer within {self.step_timeout:g} s") from None
 
     def episode(self) -> Episode:
         """The last branch, with the earlier ones. The reward of a branch is the sum from its beginning on."""
         scored = self.scored and self.stop != "infrastructure"
-        to_come = sum(branch.reward for branch in self.branches)
+        remaining_reward = sum(branch.reward for branch in self.branches)
         info: dict[str, Any] = {"stop": self.stop, "turns": sum(len(branch.turns) for branch in self.branches)}
         info |= {"messages": self.messages, "calls": self.calls, "unread_calls": self.unread_calls}
         info |= {"attempts": self.attempts}
@@ -235,14 +235,14 @@ class _Played:
                     branch.logprobs[:end],
                     branch.versions[:end],
                     turns=branch.turns,
-                    reward=to_come if scored and branch.turns else None,
+                    reward=remaining_reward if scored and branch.turns else None,
                     origins=branch.origins,
                     text=text,
                     info=dict(info),
                     experts=branch.experts,
                 )
             )
-            to_come -= branch.reward
+            remaining_reward -= branch.reward
         *earlier, last = episodes
         last.branches = tuple(earlier)
         return last

@@ -138,19 +138,19 @@ def _read(text: str, python: bool) -> Any:
 
 def _line(error: ValidationError) -> str:
     """An error for the policy: where, what is wanted, and what it wrote."""
-    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
     types = error.validator_value if error.validator == "type" else None
     if error.validator in ("anyOf", "oneOf") and error.context:
         types = [part.validator_value for part in error.context if part.validator == "type" and not part.path]
         types = types if len(types) == len(error.context) else None
-    wanted = ""
+    expectation = ""
     if types:
-        wanted = f"of type {types if isinstance(types, str) else ' or '.join(map(str, types))}"
+        expectation = f"of type {types if isinstance(types, str) else ' or '.join(map(str, types))}"
     elif error.validator == "enum":
-        wanted = f"one of {', '.join(map(repr, error.validator_value))}"
-    if wanted and place:
-        return f"{place} must be {wanted}, got {reprlib.repr(error.instance)}"
-    return f"{place}: {_cut(error)}" if place else _cut(error)
+        expectation = f"one of {', '.join(map(repr, error.validator_value))}"
+    if expectation and path:
+        return f"{path} must be {expectation}, got {reprlib.repr(error.instance)}"
+    return f"{path}: {_cut(error)}" if path else _cut(error)
 
 
 def _cut(error: Exception) -> str:

@@ -71,17 +71,17 @@ class Toolbox:
         self._timeout, self._max_chars, self._max_calls = timeout, max_chars, max_calls
         self._functions = {tool.__name__: tool for tool in tools}
         self._servers: dict[str, ToolServer] = {}
-        named: dict[str, Schema] = {}
+        schemas: dict[str, Schema] = {}
         offered = [schema_of(tool) for tool in tools]
         for server in servers:
-            theirs = [dict(schema) for schema in server.schemas()]
-            self._servers |= {schema["function"]["name"]: server for schema in theirs}
-            offered += theirs
+            server_schemas = [dict(schema) for schema in server.schemas()]
+            self._servers |= {schema["function"]["name"]: server for schema in server_schemas}
+            offered += server_schemas
         for schema in offered:
-            if named.setdefault(schema["function"]["name"], schema) is not schema:
+            if schemas.setdefault(schema["function"]["name"], schema) is not schema:
                 raise ValueError(f"two tools have the name {schema['function']['name']}")
-        self._schemas = named
-        self._parameters = {name: Parameters(schema["function"]) for name, schema in named.items()}
+        self._schemas = schemas
+        self._parameters = {name: Parameters(schema["function"]) for name, schema in schemas.items()}
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
@@ -121,7 +121,7 @@ class Toolbox:
                 result = await within(self._timeout, function(**self._integers(call)), call.name)
             else:
                 work = functools.partial(function, **self._integers(call))
-                result = await in_own_thread(work, limit=self._timeout, what=call.name)
+                result = await in_own_thread(work, limit=self._timeout, name=call.name)
             try:
                 text = result if isinstance(result, str) else json.dumps(result)
             except (TypeError, ValueError, RecursionError):

@@ -61,13 +61,13 @@ class ModelSettings(Section):
             chat_options=self.chat_options if plain else None,
         ).fields(["question"])
 
-    def check_sources(self, where: str) -> None:
+    def check_sources(self, location: str) -> None:
         """ValueError: the folder does not exist or has no model."""
         folder = Path(self.path)
         is_local = self.path.startswith((".", "/", "~")) or folder.exists() or len(folder.parts) > 2
         is_local = is_local or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
         if is_local and not (folder / "config.json").is_file():
-            raise ValueError(f"{where}.path: {self.path} is not a folder with a model (no config.json)")
+            raise ValueError(f"{location}.path: {self.path} is not a folder with a model (no config.json)")
 
 
 class RewardModelSettings(ModelSettings):
@@ -234,7 +234,7 @@ class VerifiersConfig(Section):
     cache: str | None = None
     """A file for scores, which runs may share; null: none."""
 
-    def check_sources(self, where: str = "verifiers") -> None:
+    def check_sources(self, location: str = "verifiers") -> None:
         """Check everything that needs no model and no connection.
 
         Raises:
@@ -243,25 +243,25 @@ class VerifiersConfig(Section):
         try:
             for kind in ("reward_models", "process_reward_models"):
                 for number, spec in enumerate(self[kind]):
-                    spec.check_sources(f"{where}.{kind}[{number}]")
+                    spec.check_sources(f"{location}.{kind}[{number}]")
         except ValueError as error:
             raise ConfigError(str(error)) from None
         try:
-            for plugin in self._plugins(where):
+            for plugin in self._plugins(location):
                 if hasattr(plugin, "check"):
                     plugin.check()
             names = self.names
             if self.judges:
                 from .judge import LMJudge as _  # noqa: F401
         except (ValueError, OSError, ImportError) as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{location}: {error}") from None
         if not names:
-            raise ConfigError(f"{where} has none: set rules, reward_models, judges, math or another")
+            raise ConfigError(f"{location} has none: set rules, reward_models, judges, math or another")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             rename = "give one another name (a rule has that of its function)"
-            raise ConfigError(f"{where}: two are called {', '.join(repeated)}: {rename}")
+            raise ConfigError(f"{location}: two are called {', '.join(repeated)}: {rename}")
         if self.cache is not None and not Path(self.cache).parent.is_dir():
-            raise ConfigError(f"{where}.cache: the folder of {self.cache} does not exist")
+            raise ConfigError(f"{location}.cache: the folder of {self.cache} does not exist")
 
     @property
     def names(self) -> list[str]:
@@ -276,33 +276,33 @@ class VerifiersConfig(Section):
     def panel(self) -> Panel:
         """Load all verifiers. ValueError, OSError: a model or plugin cannot be loaded."""
         # Imported where needed: torch takes seconds, judges need an extra.
-        others: list[Verifier] = []
+        verifiers: list[Verifier] = []
         if self.reward_models:
             from .reward_model import RewardModel
 
-            others += [RewardModel(**spec) for spec in self.reward_models]
+            verifiers += [RewardModel(**spec) for spec in self.reward_models]
         if self.process_reward_models:
             from .process import ProcessRewardModel
 
-            others += [ProcessRewardModel(**spec) for spec in self.process_reward_models]
+            verifiers += [ProcessRewardModel(**spec) for spec in self.process_reward_models]
         if self.judges:
             from .judge import LMJudge
 
-            others += [LMJudge(**spec) for spec in self.judges]
+            verifiers += [LMJudge(**spec) for spec in self.judges]
         for plugin in self._plugins("verifiers"):
             if hasattr(plugin, "setup"):
                 plugin.setup()
-            others.append(plugin)
+            verifiers.append(plugin)
         cache = Cache(self.cache) if self.cache is not None else None
-        return Panel([*self._functions(), *others], timeout=self.timeout, cache=cache)
+        return Panel([*self._functions(), *verifiers], timeout=self.timeout, cache=cache)
 
     def _functions(self) -> list[Verifier]:
-        found: list[Verifier] = [Rule(load_reward(name), time_limit=self.rule_timeout) for name in self.rules]
+        verifiers: list[Verifier] = [Rule(load_reward(name), time_limit=self.rule_timeout) for name in self.rules]
         if self.math:
-            found.append(MathVerifier(time_limit=self.rule_timeout))
+            verifiers.append(MathVerifier(time_limit=self.rule_timeout))
         if self.answer_frequency is not None:
-            found.append(AnswerFrequency(load_reward(self.answer_frequency, "answer function")))
-        return found
+            verifiers.append(AnswerFrequency(load_reward(self.answer_frequency, "answer function")))
+        return verifiers
 
-    def _plugins(self, where: str) -> list[Any]:
-        return [load_plugin(item, f"{where}.plugins[{number}]") for number, item in enumerate(self.plugins)]
+    def _plugins(self, location: str) -> list[Any]:
+        return [load_plugin(item, f"{location}.plugins[{number}]") for number, item in enumerate(self.plugins)]

@@ -67,8 +67,8 @@ class BatchedModel:
                 positions -= padding + 1  # RoBERTa's positions start after the padding index
                 break
         limits = (self.tokenizer.model_max_length, positions)
-        known = [limit for limit in limits if limit and limit < NO_LIMIT]
-        self.max_tokens = min(*known, max_tokens or NO_LIMIT, NO_LIMIT)
+        finite = [limit for limit in limits if limit and limit < NO_LIMIT]
+        self.max_tokens = min(*finite, max_tokens or NO_LIMIT, NO_LIMIT)
         pads = (self.model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id, 0)
         self._pad = next(pad for pad in pads if pad is not None and pad >= 0)  # some configurations have -1
 
@@ -95,32 +95,32 @@ class BatchedModel:
     def class_index(self, label: str | int | None) -> int:
         """The index of a class. ValueError: no such class, or the model has several and `label` is None."""
         names = {int(number): name for number, name in (self.model.config.id2label or {}).items()}
-        known = ", ".join(f"{name!r}" for name in names.values())
+        listed = ", ".join(f"{name!r}" for name in names.values())
         if label is None:
             if len(names) > 1:
-                raise ValueError(f"the model has {len(names)} classes: set label to one of {known}")
+                raise ValueError(f"the model has {len(names)} classes: set label to one of {listed}")
             return 0
         for number, name in names.items():
             if label in (name, number):
                 return number
-        raise ValueError(f"the model has no class {label!r}: it has {known}")
+        raise ValueError(f"the model has no class {label!r}: it has {listed}")
 
     def run(self, rows: Sequence[Row], read: Callable[[Inputs], Sequence[Any]]) -> list[Any]:
         """The outcome of `read` for each row, in order: Unscored for a row that is empty or too long, and the
         exception of `read` for a row that fails even alone."""
-        found = dict(self.stream(rows, read))
-        return [found[index] for index in range(len(rows))]
+        outcomes = dict(self.stream(rows, read))
+        return [outcomes[index] for index in range(len(rows))]
 
     @torch.inference_mode()
     def stream(
         self,
         rows: Sequence[Row | Exception],
         read: Callable[[Inputs], Sequence[Any]],
-        wanted: Callable[[int], bool] = lambda index: True,
+        is_pending: Callable[[int], bool] = lambda index: True,
     ) -> Iterator[tuple[int, Any]]:
         """As `run`, yielding (index, outcome) batch by batch; exceptions among `rows` are yielded as they are. Rows
         that are no longer `wanted` at the time of their batch are left out."""
-        fit: dict[int, Row] = {}
+        readable: dict[int, Row] = {}
         for index, row in enumerate(rows):
             if isinstance(row, Exception):
                 yield index, row
@@ -129,18 +129,18 @@ class BatchedModel:
             elif len(row.ids) > self.max_tokens:
                 yield index, Unscored(f"it has {len(row.ids)} tokens, and the model reads {self.max_tokens}")
             else:
-                fit[index] = row
+                readable[index] = row
         # Batches of rows of similar length, of at most `batch_tokens` with padding.
         batches: list[list[int]] = []
-        for index in sorted(fit, key=lambda index: len(fit[index].ids)):
-            if not batches or (len(batches[-1]) + 1) * len(fit[index].ids) > self.batch_tokens:
+        for index in sorted(readable, key=lambda index: len(readable[index].ids)):
+            if not batches or (len(batches[-1]) + 1) * len(readable[index].ids) > self.batch_tokens:
                 batches.append([])
             batches[-1].append(index)
 
         def read_halving(indices: list[int]) -> Sequence[Any]:
             # A failed batch is split: it may need too much memory, or one row is at fault.
             try:
-                return read(self.pad(indices, fit))
+                return read(self.pad(indices, readable))
             except Exception as error:
                 if len(indices) == 1:
                     return [error]
@@ -148,7 +148,7 @@ class BatchedModel:
             return [*read_halving(indices[:half]), *read_halving(indices[half:])]
 
         for batch in batches:
-            if indices := [index for index in batch if wanted(index)]:
+            if indices := [index for index in batch if is_pending(index)]:
                 yield from zip(indices, read_halving(indices), strict=True)
 
     def pad(self, indices: list[int], rows: Sequence[Row] | Mapping[int, Row]) -> Inputs:

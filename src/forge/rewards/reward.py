@@ -18,9 +18,9 @@ from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
 REASONS = 10  # logged per verifier
-ENDS = (SystemExit, KeyboardInterrupt)  # raised by a reward, they would end the program, as if nothing were wrong
-STUCK = (StopIteration, asyncio.CancelledError, GeneratorExit)  # of a thread, a future carries none: a wait for ever
-SLOW = 30.0  # seconds of a call, as of reading data, after which a line says what is waited for
+EXIT_ERRORS = (SystemExit, KeyboardInterrupt)  # raised by a reward, they would end the program, as if nothing were wrong
+FUTURE_ERRORS = (StopIteration, asyncio.CancelledError, GeneratorExit)  # of a thread, a future carries none: a wait for ever
+REPORT_INTERVAL = 30.0  # seconds of a call, as of reading data, after which a line says what is waited for
 
 
 class BadScore(ValueError):
@@ -59,8 +59,8 @@ class FunctionVerifier:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1]."""
         with self._timed(prompt):
-            found = await self._scored(prompt, responses, target)
-        return self._checked(found, prompt, responses, target)
+            returned = await self._scored(prompt, responses, target)
+        return self._checked(returned, prompt, responses, target)
 
     async def _scored(self, prompt: str, responses: Sequence[str], target: str | None) -> Any:
         function = self.function
@@ -69,14 +69,14 @@ class FunctionVerifier:
             with self._named(prompt, target, response):
                 try:
                     return function(prompt, response, target)
-                except (*ENDS, *STUCK) as error:
+                except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
                     raise self._contained(error) from error
 
         async def awaited(response: str | None, call: Any, *args: Any) -> Any:
             with self._named(prompt, target, response):
                 try:
                     return await call(*args)
-                except ENDS as error:
+                except EXIT_ERRORS as error:
                     raise self._contained(error) from error
 
         if hasattr(function, "score_group"):
@@ -85,12 +85,12 @@ class FunctionVerifier:
             return await asyncio.gather(*(awaited(one, function, prompt, one, target) for one in responses))
         return await asyncio.to_thread(lambda: [called(response) for response in responses])
 
-    def _checked(self, found: Any, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
+    def _checked(self, returned: Any, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
         name = self.names[0]
-        if len(found) != len(responses):
-            raise BadScore(f"the reward {name} gave {len(found)} scores for {len(responses)} responses")
+        if len(returned) != len(responses):
+            raise BadScore(f"the reward {name} gave {len(returned)} scores for {len(responses)} responses")
         scores = Scores(np.full((len(responses), 1), np.nan))
-        for i, score in enumerate(found):
+        for i, score in enumerate(returned):
             try:
                 if score is None or math.isnan(score):
                     scores.reasons[i, 0] = f"it gave {score}"
@@ -98,9 +98,9 @@ class FunctionVerifier:
                 if math.isinf(score):
                     raise OverflowError
             except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several numbers
-                wanted = "give a finite number, or None for no score"
+                remedy = "give a finite number, or None for no score"
                 with self._named(prompt, target, responses[i]):
-                    raise BadScore(f"the reward {name} gave {score!r:.80}: {wanted}") from None
+                    raise BadScore(f"the reward {name} gave {score!r:.80}: {remedy}") from None
             scores.values[i, 0] = score
         return scores
 
@@ -116,14 +116,14 @@ class FunctionVerifier:
 
         def report() -> None:
             now = time.monotonic()
-            timers[:] = [loop.call_later(SLOW, report)]
-            if now - self._reported >= SLOW:
+            timers[:] = [loop.call_later(REPORT_INTERVAL, report)]
+            if now - self._reported >= REPORT_INTERVAL:
                 self._reported = now
                 log.warning(
                     "the reward %s has scored prompt %.100r for %.0f s so far", self.names[0], prompt, now - begun
                 )
 
-        timers.append(loop.call_later(SLOW, report))
+        timers.append(loop.call_later(REPORT_INTERVAL, report))
         try:
             yield
         finally:
@@ -193,10 +193,10 @@ class Reward:
             raise ValueError("a reward needs at least one function, or verifiers")
         self.verifiers = [as_verifier(scorer) for scorer in scorers]
         functions = [verifier for verifier in self.verifiers if isinstance(verifier, FunctionVerifier)]
-        same = [verifier for verifier in functions if verifier.function is accuracy]
+        matching = [verifier for verifier in functions if verifier.function is accuracy]
         self.accuracy: Verifier | None = (functions or [None])[0]  # type: ignore[list-item]
         if accuracy is not None:
-            self.accuracy = same[0] if same else as_verifier(accuracy)
+            self.accuracy = matching[0] if matching else as_verifier(accuracy)
         learning = [verifier for verifier in self.verifiers if getattr(verifier, "learns", False)]
         if len(learning) > 1:
             raise ValueError("only one of a reward's functions may learn")
@@ -224,8 +224,8 @@ class Reward:
             if not is_function:
                 report_missing(verifier, scores, self._logged)
             total += part
-            for own, found in zip(steps, scores.steps or (), strict=False):
-                own += found
+            for response_steps, scored_steps in zip(steps, scores.steps or (), strict=False):
+                response_steps += scored_steps
             if verifier is self.accuracy:
                 correct = _correct(scores)
         if self.accuracy is not None and self.accuracy not in self.verifiers:
@@ -266,9 +266,9 @@ def report_missing(verifier: Verifier, scores: Scores, logged: dict[str, set[str
     for name, missing in zip(verifier.names, np.isnan(scores.values).mean(0), strict=True):
         record_metric(f"missing/{name}", float(missing))
     for (_, column), reason in scores.reasons.items():
-        known = logged.setdefault(name := verifier.names[column], set())
-        if reason not in known and len(known) < REASONS:
-            known.add(reason)
+        reasons = logged.setdefault(name := verifier.names[column], set())
+        if reason not in reasons and len(reasons) < REASONS:
+            reasons.add(reason)
             log.warning("verifier %s did not score a response: %s", name, reason)
 
 

@@ -47,24 +47,24 @@ class RewardModel:
     """
 
     def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
-        how = RewardModelSettings(path=str(path), name=name, **settings)
-        self.of = BatchedModel(how, AutoModelForSequenceClassification)
+        section = RewardModelSettings(path=str(path), name=name, **settings)
+        self.model = BatchedModel(section, AutoModelForSequenceClassification)
         self.names: tuple[str, ...] = (name or Path(path).name,)
-        tokenizer, append_eos, chat = self.of.tokenizer, how.append_eos, bool(how.chat_template)
-        if append_eos is None and not how.as_pair:
+        tokenizer, append_eos, chat = self.model.tokenizer, section.append_eos, bool(section.chat_template)
+        if append_eos is None and not section.as_pair:
             ids = tokenizer("a")["input_ids"]
             ends = bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
             append_eos = chat or not ends  # some tokenizers end every text with a special token
-            if how.truncate and not append_eos:
+            if section.truncate and not append_eos:
                 raise ValueError(TRUNCATE)
         if append_eos and not chat and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
-        self._as_pair, self._append_eos, self._truncate = how.as_pair, append_eos, how.truncate
-        self._label = self.of.class_index(how.label)
-        self._scale, self._slope, self._intercept = how.scale, how.slope, how.intercept
-        head = getattr(self.of.model, "score", None)
+        self._as_pair, self._append_eos, self._truncate = section.as_pair, append_eos, section.truncate
+        self._label = self.model.class_index(section.label)
+        self._scale, self._slope, self._intercept = section.scale, section.slope, section.intercept
+        head = getattr(self.model.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
-        self._settings = (*self.of.texts.values(), how.as_pair, append_eos, how.label)
+        self._settings = (*self.model.texts.values(), section.as_pair, append_eos, section.label)
         self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, self.names[0])
 
     @property
@@ -75,8 +75,8 @@ class RewardModel:
     @cached_property
     def fingerprint(self) -> str:
         """Reads all weights, once."""
-        numbers = (self._scale, self._slope, self._intercept, self._truncate, self.of.max_tokens)
-        return f"reward model {self.of.identity} {self._settings} {numbers}"
+        numbers = (self._scale, self._slope, self._intercept, self._truncate, self.model.max_tokens)
+        return f"reward model {self.model.identity} {self._settings} {numbers}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
@@ -90,26 +90,26 @@ class RewardModel:
         """The model's input tokens. ValueError: the texts cannot be encoded."""
         return self.rows([(prompt, response)])[0].ids
 
-    def _compute(self, texts: list[tuple[str, str]], wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+    def _compute(self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
         try:
             rows: Sequence[Row | Exception] = self.rows(texts)
         except Exception:  # one by one, so that only those at fault are unscored
             rows = [row_or_error(lambda *text: self.rows([text])[0], *text) for text in texts]
-        return self.of.stream(rows, self._read, wanted)
+        return self.model.stream(rows, self._read, is_pending)
 
     def rows(self, texts: Sequence[tuple[str, str]]) -> list[Row]:
         """The model's input of each (prompt, response). Special tokens that a response spells are broken by a space."""
-        texts = [(prompt, self.of.special.inert(response)) for prompt, response in texts]
-        tokenizer, limit, form = self.of.tokenizer, self.of.max_tokens, self.of.format
+        texts = [(prompt, self.model.special.inert(response)) for prompt, response in texts]
+        tokenizer, limit, form = self.model.tokenizer, self.model.max_tokens, self.model.format
         prompts = {prompt: form.render({"question": prompt})[0] for prompt, _ in texts}
         responses = [response for _, response in texts]
         if self._as_pair:
-            cut: dict[str, Any] = {"truncation": "longest_first", "max_length": limit} if self._truncate else {}
-            return _read_rows(tokenizer([prompts[prompt] for prompt, _ in texts], responses, **cut))
+            truncation: dict[str, Any] = {"truncation": "longest_first", "max_length": limit} if self._truncate else {}
+            return _read_rows(tokenizer([prompts[prompt] for prompt, _ in texts], responses, **truncation))
         if form.chat is not None and self._append_eos:
             return [Row(closed(*form.answered(prompts[prompt], response))[0]) for prompt, response in texts]
         if not self._append_eos:
-            joined = [self.of.full_text(prompt, response) for prompt, response in texts]
+            joined = [self.model.full_text(prompt, response) for prompt, response in texts]
             return _read_rows(tokenizer(joined, add_special_tokens=form.chat is None))
         # The tokens of `PromptFormat.answered`, with all responses tokenized in one call.
         before = {prompt: list(form.encode(text)[1]) for prompt, text in prompts.items()}
@@ -125,7 +125,7 @@ class RewardModel:
 
     def logits(self, inputs: Inputs) -> Tensor:
         """[rows] before calibration, float32."""
-        model: Any = self.of.model
+        model: Any = self.model.model
         if self._at_last_token is None:
             logits = model(**inputs).logits.float()
         else:
@@ -136,8 +136,8 @@ class RewardModel:
             logits = F.linear(last, self._at_last_token.weight.float(), None if bias is None else bias.float())
         if logits.shape[1] == 1 or model.config.problem_type in NOT_EXCLUSIVE:
             return logits[:, self._label]
-        others = [i for i in range(logits.shape[1]) if i != self._label]
-        return logits[:, self._label] - logits[:, others].logsumexp(1)
+        other_classes = [i for i in range(logits.shape[1]) if i != self._label]
+        return logits[:, self._label] - logits[:, other_classes].logsumexp(1)
 
     def _read(self, inputs: Inputs) -> list[float]:
         x = self._slope * self.logits(inputs) + self._intercept
@@ -146,4 +146,4 @@ class RewardModel:
 
 def _read_rows(encoded: Any) -> list[Row]:
     ids = encoded["input_ids"]
-    return [Row(*both) for both in zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)]
+    return [Row(*row) for row in zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)]

@@ -14,7 +14,7 @@ from .threads import Turns, within
 from .verifier import Scores, Unscored, collect
 
 TOLERANCE = 1e-6
-MOST_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second
+MAX_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second
 
 
 class Rule:
@@ -67,7 +67,7 @@ class Rule:
         for response in responses:
             try:
                 call = partial(self.function, prompt, response, target)
-                outcomes.append(await self._turns(call, limit=self.time_limit, what=self.names[0]))
+                outcomes.append(await self._turns(call, limit=self.time_limit, name=self.names[0]))
             except Exception as error:
                 outcomes.append(error)
         return Scores.of(outcomes, 1)
@@ -104,7 +104,7 @@ class AnswerFrequency:
         extract: the answer of a response, or None. If it raises, the response is unscored and not counted.
         same: whether two answers are the same. By default final answers are compared as text, numbers and symbolically
             (see `forge.rewards.rules`), and answers of another `extract` as text. Each answer is compared with the
-            first of each of the first MOST_KINDS kinds before it.
+            first of each of the first MAX_KINDS kinds before it.
         time_limit: seconds for all responses of a prompt.
         version: of the two functions, see `Rule`; not needed for the defaults.
     """
@@ -124,8 +124,8 @@ class AnswerFrequency:
         by_default = (lambda a, b: bool(equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
         self.same: Callable[[str, str], bool] = same or by_default
         self.names: tuple[str, ...] = (name,)
-        known = version or ("default 3" if extract is final_answer and same is None else None)
-        self.fingerprint = None if known is None else f"answer frequency {known}"
+        stated_version = version or ("default 3" if extract is final_answer and same is None else None)
+        self.fingerprint = None if stated_version is None else f"answer frequency {stated_version}"
         self._turns = Turns()
 
     @property
@@ -149,7 +149,7 @@ class AnswerFrequency:
                         raise Unscored("no time was left to compare its answer")
                     answer = self.extract(response)
                     if answer is not None and answer not in same_as:
-                        kinds_so_far = list(dict.fromkeys(same_as.values()))[:MOST_KINDS]
+                        kinds_so_far = list(dict.fromkeys(same_as.values()))[:MAX_KINDS]
                         first = (kind for kind in kinds_so_far if monotonic() < end and self.same(answer, kind))
                         same_as[answer] = next(first, answer)
                     kinds.append(None if answer is None else same_as[answer])
@@ -157,7 +157,7 @@ class AnswerFrequency:
                     kinds.append(error)
             return kinds
 
-        kinds = await self._turns(kinds_of_answers, limit=self.time_limit, what=self.names[0])
+        kinds = await self._turns(kinds_of_answers, limit=self.time_limit, name=self.names[0])
         read = [kind for kind in kinds if not isinstance(kind, Exception)]
         outcomes: list[float | Exception] = []
         for kind in kinds:

@@ -47,13 +47,13 @@ class StepRewards:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1], with the reward of each step in `Scores.steps`."""
-        found = await self._model.read(prompt, responses)
-        sums = [one if isinstance(one, Exception) else self.weight * float(np.mean(one)) for one in found]
+        probabilities = await self._model.read(prompt, responses)
+        sums = [step_probabilities if isinstance(step_probabilities, Exception) else self.weight * float(np.mean(step_probabilities)) for step_probabilities in probabilities]
         steps = [
             []
-            if isinstance(one, Exception)
-            else [(end, self.weight * p / len(one)) for (_, end), p in zip(self._model.cut(text), one, strict=True)]
-            for text, one in zip(responses, found, strict=True)
+            if isinstance(step_probabilities, Exception)
+            else [(end, self.weight * p / len(step_probabilities)) for (_, end), p in zip(self._model.cut(text), step_probabilities, strict=True)]
+            for text, step_probabilities in zip(responses, probabilities, strict=True)
         ]
         scores = Scores.of(sums, 1)
         scores.steps = steps

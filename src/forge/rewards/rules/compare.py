@@ -49,14 +49,14 @@ def equal(answer: str, target: str, tolerance: float) -> bool | None:
         return True
     if max(len(answer), len(target)) > LONGEST:
         return False
-    label, rest = choice(answer)
-    wanted, _ = choice(target)
-    if wanted and label:
-        both_have_text = rest and choice(target)[1]
-        return label == wanted and (not both_have_text or spelling(rest) == spelling(choice(target)[1]))
+    label, text = choice(answer)
+    target_label, _ = choice(target)
+    if target_label and label:
+        both_have_text = text and choice(target)[1]
+        return label == target_label and (not both_have_text or spelling(text) == spelling(choice(target)[1]))
     verdict = _same(read(answer), read(target), tolerance)
-    if verdict is False and label and rest:
-        return _same(value_of(rest), read(target), tolerance)
+    if verdict is False and label and text:
+        return _same(value_of(text), read(target), tolerance)
     return verdict
 
 
@@ -69,17 +69,17 @@ def choice(text: str) -> tuple[str, Sequence[Token]]:
     letter = parts[1 if bracketed else 0] if parts else None
     if letter is None or len(letter.text) != 1 or not letter.text.isalpha():
         return "", ()
-    rest = parts[3:] if bracketed else parts[2:]
+    following = parts[3:] if bracketed else parts[2:]
     if not bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
         return "", ()
-    labels = (token.text for token, after in pairwise(rest) if after.text in (")", ".", ":"))
+    labels = (token.text for token, after in pairwise(following) if after.text in (")", ".", ":"))
     if (
         any(len(label) == 1 and label.isupper() for label in labels)
-        or (rest and rest[0].text.lower() in ("or", "and"))
-        or (rest and rest[0].text in _CONTINUED)
+        or (following and following[0].text.lower() in ("or", "and"))
+        or (following and following[0].text in _CONTINUED)
     ):
         return "", ()
-    return letter.text, rest
+    return letter.text, following
 
 
 def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
@@ -87,8 +87,8 @@ def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
     if same_spelling(answer, target):
         return True
     if answer.kind == "where" or target.kind == "where":
-        ours, theirs = (value.items if value.kind == "where" else (value,) for value in (answer, target))
-        return _all(_same(one, other, tolerance) for one, other in zip(ours, theirs, strict=False))
+        answer_values, target_values = (value.items if value.kind == "where" else (value,) for value in (answer, target))
+        return _all(_same(answer_item, target_item, tolerance) for answer_item, target_item in zip(answer_values, target_values, strict=False))
     if "relation" in (answer.kind, target.kind):
         return _same_relation(answer, target, tolerance)
     if target.kind in ("tuple", "union") and answer.kind in ("list", "such"):
@@ -141,22 +141,22 @@ def _all(verdicts: Iterable[bool | None]) -> bool | None:
     return None if unknown else True
 
 
-def _all_same(ours: Sequence[Value], theirs: Sequence[Value], tolerance: float) -> bool | None:
-    if len(ours) != len(theirs):
+def _all_same(answers: Sequence[Value], targets: Sequence[Value], tolerance: float) -> bool | None:
+    if len(answers) != len(targets):
         return False
-    return _all(_same(one, other, tolerance) for one, other in zip(ours, theirs, strict=True))
+    return _all(_same(answer, target, tolerance) for answer, target in zip(answers, targets, strict=True))
 
 
-def _same_members(ours: Sequence[Value], theirs: Sequence[Value], tolerance: float) -> bool | None:
+def _same_members(answers: Sequence[Value], targets: Sequence[Value], tolerance: float) -> bool | None:
     """Whether two collections hold the same values in any order."""
-    if len(ours) != len(theirs) or len(ours) > _MOST_ITEMS:
+    if len(answers) != len(targets) or len(answers) > _MOST_ITEMS:
         return False
-    left = list(theirs)
-    for one in ours:
-        verdicts = [_same(one, other, tolerance) for other in left]
+    unmatched = list(targets)
+    for answer in answers:
+        verdicts = [_same(answer, target, tolerance) for target in unmatched]
         if True not in verdicts:
             return None if None in verdicts else False
-        del left[verdicts.index(True)]
+        del unmatched[verdicts.index(True)]
     return True
 
 
@@ -246,20 +246,20 @@ def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | N
         return False
     assert answer.tree is not None
     assert target.tree is not None
-    left, right = _number(answer), _number(target)
+    answer_number, target_number = _number(answer), _number(target)
     # A calculation is not its result, and letters are variables.
     is_value = is_numeric(answer.tree) or (target.tree[0] == "decimal" and not has_names(answer.tree))
-    if right is not None and (answer.computed or not is_value):
+    if target_number is not None and (answer.computed or not is_value):
         return False
-    if left is not None and right is not None:
-        return _same_number(*left, *right, Fraction(str(tolerance)))
+    if answer_number is not None and target_number is not None:
+        return _same_number(*answer_number, *target_number, Fraction(str(tolerance)))
     return answer.tree == target.tree or equivalent("expression", answer.tree, target.tree, tolerance)
 
 
-def _same_number(value: Fraction, percent: bool, wanted: Fraction, percent_wanted: bool, tolerance: Fraction) -> bool:
-    if abs(value - wanted) <= tolerance * min(Fraction(1), abs(wanted)):
+def _same_number(value: Fraction, percent: bool, target: Fraction, target_percent: bool, tolerance: Fraction) -> bool:
+    if abs(value - target) <= tolerance * min(Fraction(1), abs(target)):
         return True
-    if percent == percent_wanted:
+    if percent == target_percent:
         return False
-    value, wanted = (value / 100, wanted) if percent else (value, wanted / 100)
-    return abs(value - wanted) <= tolerance * min(Fraction(1), abs(wanted))
+    value, target = (value / 100, target) if percent else (value, target / 100)
+    return abs(value - target) <= tolerance * min(Fraction(1), abs(target))

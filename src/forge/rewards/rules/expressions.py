@@ -111,9 +111,9 @@ class Parser:
             else:
                 factors.append(factor)
 
-    def _mixed(self, whole: Tree) -> Tree | None:
+    def _mixed(self, integer: Tree) -> Tree | None:
         """A whole number with the proper fraction that comes next, 1\\frac{1}{2} or 1 1/2; None if they are none."""
-        if whole[0] != "number" or self._parts[self._at - 1].text != whole[1]:
+        if integer[0] != "number" or self._parts[self._at - 1].text != integer[1]:
             return None
         next_parts = self._parts[self._at : self._at + 3]
         texts = [part.text for part in next_parts]
@@ -126,7 +126,7 @@ class Parser:
         if not (top.isdigit() and bottom.isdigit()) or int(top) >= int(bottom) or self._peek(3) in ("^", "!"):
             return None
         self._at += 3
-        return ["number", str(Fraction(whole[1]) + Fraction(int(top), int(bottom)))]
+        return ["number", str(Fraction(integer[1]) + Fraction(int(top), int(bottom)))]
 
     def _starts_factor(self) -> bool:
         if self._at >= len(self._parts):
@@ -315,9 +315,9 @@ def _multiplied(factors: list[Tree]) -> Tree:
 def _number(text: str) -> Tree:
     if text.endswith(")"):
         digits, period = text[:-1].split("(")
-        whole, fixed = digits.split(".")
+        integer, fixed = digits.split(".")
         value = Fraction(
-            int(whole + fixed + period) - int(whole + fixed or "0"), 10 ** len(fixed) * (10 ** len(period) - 1)
+            int(integer + fixed + period) - int(integer + fixed or "0"), 10 ** len(fixed) * (10 ** len(period) - 1)
         )
         return ["number", str(value)]
     if len(text.lower().partition("e")[2]) > 4:
@@ -376,20 +376,20 @@ def arithmetic(tree: Tree) -> Fraction | None:
     values = [arithmetic(argument) for argument in arguments]
     if any(value is None for value in values):
         return None
-    first, *others = [value for value in values if value is not None]
+    first, *operands = [value for value in values if value is not None]
     if kind == "negate":
         return -first
     if kind == "add":
-        return first + sum(others)
+        return first + sum(operands)
     if kind == "multiply":
-        return prod(others, start=first)
+        return prod(operands, start=first)
     if kind == "divide":
-        return first / others[0] if others[0] else None
+        return first / operands[0] if operands[0] else None
     if (
-        others[0].denominator != 1
-        or abs(others[0]) > 999
-        or (not first and others[0] < 0)
+        operands[0].denominator != 1
+        or abs(operands[0]) > 999
+        or (not first and operands[0] < 0)
         or abs(first.numerator) > 10**60
     ):
         return None
-    return first ** int(others[0])
+    return first ** int(operands[0])

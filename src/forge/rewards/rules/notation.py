@@ -81,7 +81,7 @@ _SAME = {
     ":": "colon",
     " ": "quad qquad",
 }
-_KEPT = {f"\\{command}": kept for kept, commands in _SAME.items() for command in commands.split()}
+_CANONICAL = {f"\\{command}": canonical for canonical, commands in _SAME.items() for command in commands.split()}
 
 _TEXTS = r"text|textrm|textit|textbf|texttt|textsf|textnormal|mbox|hbox"
 _COLOURS = r"textcolor|color"
@@ -290,20 +290,20 @@ def _group_end(text: str, start: int) -> int:
 def _split(text: str) -> Iterator[Token]:
     """Tokens of text in one notation. In brackets a comma always separates; elsewhere it may group digits."""
     spaced = False
-    depth = at = 0
+    depth = position = 0
     last: Token | None = None
-    while at < len(text):
-        match = (not depth and _GROUPED.match(text, at)) or _TOKEN.match(text, at)
+    while position < len(text):
+        match = (not depth and _GROUPED.match(text, position)) or _TOKEN.match(text, position)
         assert match
-        piece, at = match[0], match.end()
+        piece, position = match[0], match.end()
         kind = match.lastgroup or "number"
-        piece = _KEPT.get(piece, piece)
+        piece = _CANONICAL.get(piece, piece)
         if kind == "space" or not piece.strip():
             spaced = spaced or bool(piece)
             continue
         if kind == "letters":
             parts = list(
-                _letters(piece, spaced, last, text[at : at + 1] in ("^", "_", "(") or text[at : at + 1].isdigit())
+                _letters(piece, spaced, last, text[position : position + 1] in ("^", "_", "(") or text[position : position + 1].isdigit())
             )
         elif kind == "word":
             parts = [Token(piece.strip("\x00"), "word", spaced, True)]
@@ -355,14 +355,14 @@ def is_word(run: str) -> bool:
 
 def _unbraced(parts: list[Token]) -> list[Token]:
     """Without braces around a single token: x^{2} is x^2."""
-    kept: list[Token] = []
+    tokens_left: list[Token] = []
     for token in parts:
-        if token.text == "}" and len(kept) > 1 and kept[-2].text == "{" and kept[-1].text not in "{}":
-            inner = kept.pop()
-            kept[-1] = inner._replace(spaced=kept[-1].spaced)
+        if token.text == "}" and len(tokens_left) > 1 and tokens_left[-2].text == "{" and tokens_left[-1].text not in "{}":
+            inner = tokens_left.pop()
+            tokens_left[-1] = inner._replace(spaced=tokens_left[-1].spaced)
         else:
-            kept.append(token)
-    return kept
+            tokens_left.append(token)
+    return tokens_left
 
 
 def _trimmed(parts: list[Token]) -> list[Token]:

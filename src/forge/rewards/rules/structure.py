@@ -177,8 +177,8 @@ def _set(parts: tuple[Token, ...], inner: tuple[Token, ...]) -> Value:
     pieces, bars = split(inner, ("|", ":"))
     if len(bars) == 1:
         name = value_of(split(pieces[0], (r"\in",))[0][0])
-        such = Value("such", parts, (name, value_of(pieces[1])))
-        return as_interval(such) or such
+        condition_set = Value("such", parts, (name, value_of(pieces[1])))
+        return as_interval(condition_set) or condition_set
     if not inner:
         return Value("expression", parts, tree=["name", r"\emptyset"])
     members = value_of(inner)
@@ -268,8 +268,8 @@ def is_name(value: Value) -> bool:
     inverse = texts[1:6] == ["^", "{", "-", "1", "}"]  # of a function or a matrix
     if inverse and (texts[0].isupper() or texts[6:7] == ["("]):
         return True
-    called = re.fullmatch(r"([A-Z]\w*)\((.*)\)", "".join(texts))  # E(X), Var(X), S(n)
-    return tree[0] == "name" or (called is not None and called[1] not in called[2])
+    call = re.fullmatch(r"([A-Z]\w*)\((.*)\)", "".join(texts))  # E(X), Var(X), S(n)
+    return tree[0] == "name" or (call is not None and call[1] not in call[2])
 
 
 def as_interval(value: Value) -> Value | None:
@@ -328,6 +328,6 @@ def _text(value: Value) -> str:
     return " ".join(token.text for token in value.parts)
 
 
-def same_spelling(one: Value, other: Value) -> bool:
+def same_spelling(first: Value, second: Value) -> bool:
     """Whether two values have the same tokens."""
-    return spelling(one.parts) == spelling(other.parts)
+    return spelling(first.parts) == spelling(second.parts)

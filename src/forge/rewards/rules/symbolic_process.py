@@ -114,39 +114,39 @@ def _has_decimal(tree: list[Any]) -> bool:
 
 def _equal(kind: str, answer: list[Any], target: list[Any], tolerance: float) -> bool:
     try:
-        ours, theirs = _built(answer), _built(target)
+        answer_value, target_value = _built(answer), _built(target)
     except _Different:
         return False
-    if ours.has(sympy.nan, sympy.zoo) or theirs.has(sympy.nan, sympy.zoo):
+    if answer_value.has(sympy.nan, sympy.zoo) or target_value.has(sympy.nan, sympy.zoo):
         return False
-    if kind == "expression" and (ours == theirs or (ours.is_Rational and theirs.is_Rational)):
-        return bool(ours == theirs) or (
-            _has_decimal(answer) != _has_decimal(target) and abs(ours - theirs) <= tolerance
+    if kind == "expression" and (answer_value == target_value or (answer_value.is_Rational and target_value.is_Rational)):
+        return bool(answer_value == target_value) or (
+            _has_decimal(answer) != _has_decimal(target) and abs(answer_value - target_value) <= tolerance
         )
     exact = _has_decimal(answer) == _has_decimal(target)
-    return _agree(kind, ours, theirs, EXACT if exact else max(EXACT, tolerance))
+    return _agree(kind, answer_value, target_value, EXACT if exact else max(EXACT, tolerance))
 
 
-def _agree(kind: str, ours: Any, theirs: Any, margin: float) -> bool:
+def _agree(kind: str, answer: Any, target: Any, margin: float) -> bool:
     """Whether values agree at all points, or by one factor at all of them."""
     # A function without a definition has a value of its own for each of its arguments.
-    calls = sorted(ours.atoms(AppliedUndef) | theirs.atoms(AppliedUndef), key=str)
+    calls = sorted(answer.atoms(AppliedUndef) | target.atoms(AppliedUndef), key=str)
     names = {call: sympy.Symbol(f"value of {call}") for call in calls}
-    ours, theirs = ours.subs(names), theirs.subs(names)
-    symbols = sorted(ours.free_symbols | theirs.free_symbols, key=str)
-    real = bool(symbols) and not (ours.has(sympy.I) or theirs.has(sympy.I))
+    answer, target = answer.subs(names), target.subs(names)
+    symbols = sorted(answer.free_symbols | target.free_symbols, key=str)
+    real = bool(symbols) and not (answer.has(sympy.I) or target.has(sympy.I))
     factors = []
     for point in range(POINTS if symbols else 1):
         values = {symbol: _coordinate(index, point) for index, symbol in enumerate(symbols)}
-        left, right = (side.subs(values).evalf(DIGITS + 15) for side in (ours, theirs))
-        if not (left.is_finite and right.is_finite) or (real and not (left.is_real or right.is_real)):
+        answer_at, target_at = (side.subs(values).evalf(DIGITS + 15) for side in (answer, target))
+        if not (answer_at.is_finite and target_at.is_finite) or (real and not (answer_at.is_real or target_at.is_real)):
             continue  # a pole, or outside where both are defined
-        if kind == "expression" and abs(left - right) > margin * min(1, abs(right)):
+        if kind == "expression" and abs(answer_at - target_at) > margin * min(1, abs(target_at)):
             return False
         if kind != "expression":
-            if min(abs(left), abs(right)) < EXACT:
+            if min(abs(answer_at), abs(target_at)) < EXACT:
                 return False
-            factors.append(left / right)
+            factors.append(answer_at / target_at)
         else:
             factors.append(sympy.Integer(1))
     if not factors or max(abs(factor - factors[0]) for factor in factors) > margin * abs(factors[0]):
