@@ -55,6 +55,7 @@ class Sampling:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
+        # A bool passes as an int.
         flags = [name for name in self.__slots__ if isinstance(getattr(self, name), bool)]
         for ok, message in (
             (not flags, f"{', '.join(flags)} must be a number, not true or false"),
@@ -130,8 +131,8 @@ class Completion:
 
 
 class Origin(NamedTuple):
-    """Where tokens come from: the policy version, the identity of its weights ("" where it is not stated) and who
-    sampled them."""
+    """Origin of tokens: the policy version, the identity of its weights ("" where it is not stated) and the replica
+    that sampled them."""
 
     version: int
     identity: str = ""
@@ -139,10 +140,9 @@ class Origin(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What the policy wrote in one go: the tokens from `start` to `end` of an episode.
+    """One turn of the policy: the tokens from `start` to `end` of an episode.
 
-    `version` is the oldest that drew one of them, `finish` that of the completion, `reward` what the environment gave
-    for it.
+    `version` is the oldest that drew one of them, `finish` the completion's, `reward` the environment's for the turn.
     """
 
     start: int
@@ -201,6 +201,7 @@ class Episode:
     ) -> None:
         if (completion is None) == (response_ids is None):
             raise ValueError("an Episode is made from a completion or from prompt_ids and response_ids")
+        # A completion has all that the other form states.
         if completion is not None:
             prompt_ids, response_ids = completion.prompt_ids, completion.token_ids
             logprobs, versions = completion.logprobs, completion.versions
@@ -211,6 +212,7 @@ class Episode:
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != len(response):
                 raise ValueError(f"{name} has {len(values)} entries for {len(response)} response tokens")
+        # The prompt is context: not trained, without a sampler.
         context = len(prompt_ids)
         self.tokens = [*prompt_ids, *response]
         self.mask = [False] * context + [True] * len(response)
@@ -221,8 +223,9 @@ class Episode:
         self.weight = weight
         self.text = completion.text if completion is not None else ""
         self.info = dict(info or {})
-        stated, sampled_by = ({}, "") if completion is None else (completion.identities, completion.sampled_by)
-        self.origins = frozenset(Origin(v, stated.get(v, ""), sampled_by) for v in {*(versions or ())})
+        identities = {} if completion is None else completion.identities
+        sampled_by = "" if completion is None else completion.sampled_by
+        self.origins = frozenset(Origin(v, identities.get(v, ""), sampled_by) for v in {*(versions or ())})
         self.turns = self.branches = self.steps = ()
         self.experts = None if completion is None else completion.experts
         if completion is not None:
@@ -269,10 +272,11 @@ class Episode:
         if not len(tokens) == len(mask) == len(logprobs) == len(versions):
             lengths = [len(array) for array in (tokens, mask, logprobs, versions)]
             raise ValueError(f"tokens, mask, logprobs and versions must have one length, not {lengths}")
-        if any((version < 0) == own for version, own in zip(versions, mask, strict=True)):
+        if any((version < 0) == trained for version, trained in zip(versions, mask, strict=True)):
             raise ValueError("mask and versions differ about which tokens the policy wrote")
-        if any(logprob and not own for logprob, own in zip(logprobs, mask, strict=True)):
+        if any(logprob and not trained for logprob, trained in zip(logprobs, mask, strict=True)):
             raise ValueError("a token that the policy did not write has a logprob")
+        # The constructor is for episodes of one turn.
         episode = cls.__new__(cls)
         episode.tokens, episode.mask, episode.logprobs, episode.versions = tokens, mask, logprobs, versions
         episode.turns, episode.branches, episode.steps = tuple(turns), (), ()
@@ -287,8 +291,8 @@ class Episode:
     @property
     def version(self) -> int:
         """The oldest known version among the tokens the policy wrote, in all branches; -1 where none is known."""
-        own = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
-        return oldest([*own, *(branch.version for branch in self.branches)])
+        known_versions = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
+        return oldest([*known_versions, *(branch.version for branch in self.branches)])
 
     @property
     def outcome(self) -> float | None:
@@ -378,12 +382,12 @@ class Batch:
         """The batch of these sequences only (indices into `lengths`), in this order."""
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
-        of_tokens = {name: values[index] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}
-        of_sequences = {
+        per_token = {name: values[index] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}
+        per_sequence = {
             name: values[sequences] for name in self.PER_SEQUENCE if (values := getattr(self, name)) is not None
         }
         lengths = self.lengths[sequences]
-        return Batch(lengths=lengths, origins=self.origins, unit=self.unit, **of_tokens, **of_sequences)
+        return Batch(lengths=lengths, origins=self.origins, unit=self.unit, **per_token, **per_sequence)
 
     def trained_counts(self) -> np.ndarray:
         """[episodes]: the trained tokens of each episode, over all of its branches that are in the batch."""
@@ -403,7 +407,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Seen:
-    """A set of stream indices that is nearly all of them from 0 on: all below `low`, and those `above`."""
+    """A set of stream indices that has nearly all of them from 0 on: all below `low`, and those `above`."""
 
     low: int = 0
     above: set[int] = field(default_factory=set)

@@ -68,11 +68,11 @@ def add_to(commands: Any) -> None:
     distil.add_argument("--seed", type=int, default=0, help="of the division of problems and of training")
 
 
-def _step(steps: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
+def _step(steps: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
     parser = steps.add_parser(
         name,
-        help=what,
-        description=f"{what.capitalize()}.",
+        help=summary,
+        description=f"{summary.capitalize()}.",
         epilog=f"example: forge weaver {name} {EXAMPLES[name]}",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -181,7 +181,7 @@ def _distil(args: argparse.Namespace) -> None:
     from .distil import distil
 
     table, aggregator = ScoreTable.load(args.scores), load(args.aggregator)
-    found = distil(
+    report = distil(
         table,
         aggregator.predict_proba(table.select(aggregator.verifiers)),
         resolve_model(args.model),
@@ -194,4 +194,4 @@ def _distil(args: argparse.Namespace) -> None:
         max_tokens=args.max_tokens,
         as_pair=not args.joined,
     )
-    print(found)
+    print(report)

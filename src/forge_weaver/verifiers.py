@@ -29,7 +29,7 @@ from .table import ScoreTable
 VERIFIERS = "verifiers.yaml"
 DISTILLED = "distilled.json"
 Form = Literal["probability", "logit", "threshold"]
-CLIP = 4.0
+CLIP = 4.0  # nats, odds of 55 to 1: beyond them the ensemble's calibration is not tested
 
 
 def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Aggregator) -> None:
@@ -56,7 +56,7 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     values = read_yaml(file) or {}
     warn_of_code(file, values)
     if isinstance(values, dict):  # migrate keys of earlier versions
-        plugins = [{"use": "forge_weaver:Distilled", **one} for one in values.pop("distilled", None) or ()]
+        plugins = [{"use": "forge_weaver:Distilled", **settings} for settings in values.pop("distilled", None) or ()]
         if (code := values.pop("code", None)) is not None:
             plugins.append({"use": "forge_sandbox:CodeVerifier", **code})
         if plugins:
@@ -125,9 +125,9 @@ class Ensemble:
     @classmethod
     def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
         """From a panel and a fitted aggregator in memory. ValueError: the panel lacks some of the verifiers."""
-        made = cls("", **settings)
-        made._open(panel, aggregator)
-        return made
+        ensemble = cls("", **settings)
+        ensemble._open(panel, aggregator)
+        return ensemble
 
     @property
     def files(self) -> list[str]:
@@ -147,8 +147,8 @@ class Ensemble:
         if self.learns and not isinstance(aggregator, Online):
             raise ValueError(f"follow needs an ensemble of method online: this is {aggregator.report.method}")
         names = verifiers.names
-        for key, wanted in (("path", aggregator.verifiers), ("veto", self._veto), ("decide", self._decide)):
-            if missing := [name for name in wanted if name not in names]:
+        for key, needed in (("path", aggregator.verifiers), ("veto", self._veto), ("decide", self._decide)):
+            if missing := [name for name in needed if name not in names]:
                 raise ValueError(f"{key}: {', '.join(missing)} is none of its verifiers: {', '.join(names)}")
 
     def setup(self) -> None:
@@ -164,7 +164,7 @@ class Ensemble:
             raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
         self.panel, self.aggregator = panel, aggregator
         groups = (aggregator.verifiers, self._veto, self._decide)
-        self._columns, self._vetoing, self._deciding = ([panel.names.index(name) for name in one] for one in groups)
+        self._columns, self._vetoing, self._deciding = ([panel.names.index(name) for name in names] for names in groups)
 
     @property
     def progress(self) -> float:
@@ -186,7 +186,7 @@ class Ensemble:
         values = np.where(np.isnan(p), np.nan, values)
         if self.learns:
             await self._learn(scores.values[:, self._columns])
-        first = {i: why for (i, _), why in reversed(scores.reasons.items())}
+        first = {i: reason for (i, _), reason in reversed(scores.reasons.items())}
         unscored = map(int, np.flatnonzero(np.isnan(p)))
         return Scores(values[:, None], {(i, 0): f"no verifier scored it: {first.get(i)}" for i in unscored})
 
@@ -212,8 +212,8 @@ class Ensemble:
         """Restore. ValueError: the state of another ensemble."""
         learned = restored(state["aggregator"])
         if not self.learns or type(learned) is not type(self.aggregator):
-            here = type(self.aggregator).__name__ + ("" if self.learns else " that does not follow")
-            raise ValueError(f"{type(learned).__name__} that follows was saved, and this is {here}")
+            expected = type(self.aggregator).__name__ + ("" if self.learns else " that does not follow")
+            raise ValueError(f"{type(learned).__name__} that follows was saved, and this is {expected}")
         if learned.verifiers != self.aggregator.verifiers:
             raise ValueError(
                 f"an ensemble of {', '.join(learned.verifiers)} was saved, and this is one of "

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # What other models' special tokens look like: <|im_end|>, </s>, <start_of_turn>, [/INST], <<SYS>>.
 _LIKE_SPECIAL = re.compile(r"<(?=[|｜/!<]*[A-Za-z_｜|][^<>\n]{0,64}>)|\[(?=/?[A-Z][A-Z_]{2,32}\])")
 _CONTROL = re.compile(r"<[|｜][^\s<>]+[|｜]>")
-_PASSES = 8  # a space may make another special token of what follows; no vocabulary has chains of this length
+_PASSES = 8  # a space may make another special token of the text around it; bounds a vocabulary in which that recurs
 
 
 def whole(text: str) -> str:

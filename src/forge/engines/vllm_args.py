@@ -42,7 +42,7 @@ NEUTRAL_VALUES: dict[str, object] = {
 }
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's attention has on a CPU
 CPU_BLOCK = 128  # tokens in a block of its cache there
-CPU_PREFILL = 2048  # prompt tokens in one step; vLLM's own default for small models
+CPU_PREFILL = 2048  # prompt tokens in one step, during which running sequences wait
 CPU_CACHE = 2**30  # bytes, the machine's memory being also the trainer's; less where all slots need less
 OWNER = "FORGE_VLLM_OWNER"  # environment variable of vLLM's processes: the process id of the engine's owner
 INSTALL = (

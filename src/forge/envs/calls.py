@@ -57,8 +57,10 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
     else:
         content, calls, errors = _read(text, syntax, schemas)
         thought, closing, answer = text.partition("</think>")
-        tag_in_arguments = not errors and closing not in content and any(closing in str(call.arguments) for call in calls)
-        if closing and not tag_in_arguments:
+        # The tag may be within an argument; else the calls before it are thoughts.
+        in_arguments = not errors and closing not in content
+        in_arguments = in_arguments and any(closing in str(call.arguments) for call in calls)
+        if closing and not in_arguments:
             content, calls, errors = _read(answer, syntax, schemas)
             content = thought + closing + content
     if len(calls) > MAX_CALLS:

@@ -184,7 +184,7 @@ class _Played:
             self.calls += len(action.calls)
             self.unread_calls += len(action.errors)
             self.messages.append({"role": "assistant", "content": action.text})
-            self.context.append(self.dialogue.said(action))
+            self.context.append(self.dialogue.turn_message(action))
             step = await self._answer(env.step(action), f"{name}.step")
             self.info = step.info
             if step.reward is None:

@@ -1,4 +1,4 @@
-"""Finding a model, checking that it is whole, and making a small one from a seed."""
+"""Find a model, check that it is complete, and build a small one from a seed."""
 
 from __future__ import annotations
 
@@ -103,13 +103,14 @@ def resolve_model(name: str) -> str:
             ) from error
         check_model_files(folder)
         return str(folder)
-    for what, patterns in (
+    for part, patterns in (
         ("config.json", ("config.json",)),
         ("weights (model.safetensors)", WEIGHTS),
         ("tokenizer (tokenizer.json)", ("tokenizer.json", "tokenizer_config.json")),
     ):
         if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise FileNotFoundError(f"model folder {name} has no {what}")
+            raise FileNotFoundError(f"model folder {name} has no {part}")
+    # Folders that this library wrote have checksums; others are taken as they are.
     if (folder / CHECKSUMS).exists():
         try:
             check_files(folder)
@@ -144,25 +145,26 @@ def open_gguf(file: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    where, name = str(file.parent), file.name
+    parent, name = str(file.parent), file.name
     try:
-        config = AutoConfig.from_pretrained(where, gguf_file=name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
         supported = config.model_type in FAMILIES
         if supported:
             with quiet_loading():
                 model = AutoModelForCausalLM.from_pretrained(
-                    where, gguf_file=name, dtype=torch.float32, trust_remote_code=False
+                    parent, gguf_file=name, dtype=torch.float32, trust_remote_code=False
                 )
-                tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name, trust_remote_code=False)
+                tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
     except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
         raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
     if not supported:
         raise ValueError(f"model {file} has model_type {config.model_type!r}, which is unsupported: use {_families()}")
-    # The weights are no longer quantised; transformers would not save a quantised model.
+    # The weights are dequantised; transformers would not save a quantised model.
     model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     cache.mkdir(parents=True, exist_ok=True)
+    # Written beside its place: an interrupted run leaves no folder that looks complete.
     aside = Path(tempfile.mkdtemp(dir=cache, prefix="incomplete-"))
     try:
         with quiet_loading():
@@ -219,11 +221,11 @@ def build_small_model(
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without transformers' progress bars, and its report of a head that was newly initialised as if that were a
-    mistake."""
+    """Silence transformers' progress bars, and its warning about a newly initialised head."""
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

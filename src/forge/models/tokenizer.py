@@ -1,4 +1,4 @@
-"""Tokenizers: a model's own, and one of single characters for small models on procedural tasks."""
+"""Tokenizers: a model's, and one of single characters for small models on procedural tasks."""
 
 from __future__ import annotations
 

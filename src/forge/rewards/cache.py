@@ -39,7 +39,7 @@ class Fingerprint:
         self._since = 0.0
 
     async def __call__(self) -> str | None:
-        """None: the verifier has none, or reading it failed (logged once). Takes at most FINGERPRINT_TIMEOUT seconds."""
+        """The fingerprint; None: the verifier has none, or it cannot be read in FINGERPRINT_TIMEOUT (logged once)."""
         if self._failed:
             return None
         reading = self._reading
@@ -77,16 +77,17 @@ class Cache:
 
     Args:
         path: an sqlite file in an existing folder, created if missing. It only grows: delete it to start over.
-        most: entries kept in memory; the least recently used are dropped.
+        max_entries: entries in memory; the least recently used are dropped.
 
     Raises:
-        ValueError: `most` below 1, no such folder, or the file is not a cache.
+        ValueError: `max_entries` below 1, no such folder, or the file is not a cache.
     """
 
     def __init__(self, path: str | Path | None = None, *, max_entries: int = 100_000) -> None:
         if max_entries < 1:
-            raise ValueError(f"a cache must hold at least 1 entry, got most = {max_entries}")
-        self.path, self._max_entries = None if path is None else Path(path), max_entries
+            raise ValueError(f"a cache must hold at least 1 entry, got max_entries = {max_entries}")
+        self.path = None if path is None else Path(path)
+        self._max_entries = max_entries
         self._entries: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         self._lock = Lock()
         if self.path is not None:

@@ -31,12 +31,12 @@ _TRANSPORT = bounded_transport(import_module(DefaultAsyncHttpxClient.__mro__[1].
 
 @dataclass
 class Cost:
-    """Usage of a judge. `money` is in the currency of the prices; `untold` counts answers without usage."""
+    """Usage of a judge. `money` is in the currency of the prices; `unreported` counts answers without usage."""
 
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    untold: int = 0
+    unreported: int = 0
     money: float = 0.0
 
 
@@ -81,7 +81,7 @@ class LMJudge:
 
     @property
     def fingerprint(self) -> str:
-        """Of the question and its settings; not of the model that the endpoint serves under its name."""
+        """Identifies the question and its settings; not the model that the endpoint serves under its name."""
         section = self._settings
         parts = (
             self._base + self._path,
@@ -123,8 +123,11 @@ class LMJudge:
 
     async def _judge(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
         text = self.question(prompt, response, target)
-        system = [{"role": "system", "content": self._settings.system_prompt}] if self._settings.system_prompt is not None else []
-        question = {"messages": [*system, {"role": "user", "content": text}]} if self._chat else {"prompt": text}
+        messages = [{"role": "user", "content": text}]
+        if self._settings.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
+        question: dict[str, Any] = {"messages": messages} if self._chat else {"prompt": text}
+        # From the probabilities of the two words as the next token, in one request.
         if self._settings.scoring == "logprob":
             choice = (await self._ask(client, {**self._fixed, **question}))[0]
             try:
@@ -143,12 +146,13 @@ class LMJudge:
                 raise Unscored(f"neither {self._yes} nor {self._no} is among the top tokens {[t for t, _ in likely]}")
             return yes / (yes + no)
 
+        # Votes: as many answers as are set, of which more than half must be readable.
         verdicts: list[bool] = []
         count, answer = 0, ""
         while (remaining := self._settings.votes - count) > 0:
             # Not every endpoint supports n: missing votes are requested again.
-            body_n = {"n": remaining} if remaining > 1 else {}
-            choices = (await self._ask(client, {**self._fixed, **question, **body_n}))[:remaining]
+            several = {"n": remaining} if remaining > 1 else {}
+            choices = (await self._ask(client, {**self._fixed, **question, **several}))[:remaining]
             for answer in map(self._text, choices):
                 verdict = read_verdict(answer, self._yes, self._no)
                 if verdict is not None:
@@ -170,13 +174,13 @@ class LMJudge:
         for _ in range(self._settings.retries + 1):
             if budget is not None and self.cost.money >= budget:
                 raise Unscored(f"the budget of {budget:g} is spent")
-            if budget is not None and self.cost.untold:
+            if budget is not None and self.cost.unreported:
                 raise Unscored("the endpoint does not report its usage, which a budget needs")
             try:
                 # As plain JSON: endpoints deviate from the client's types, and the client does not check them.
-                body_read: Any = await client.post(self._path, cast_to=object, body=body)
+                reply: Any = await client.post(self._path, cast_to=object, body=body)
             except ValueError as error:
-                body_read = str(error)  # not JSON
+                reply = str(error)  # not JSON
             except APITimeoutError as error:
                 limit = self._settings.request_timeout
                 raise Unscored(f"{url} gave no answer within {limit:g} s{_tried(error)}") from None
@@ -187,20 +191,23 @@ class LMJudge:
                 text = error.response.text[:200]
                 raise Unscored(f"{url} answered {error.status_code}: {text!r}{_tried(error)}") from None
             try:
-                if not [self._text(choice) for choice in body_read["choices"]]:
+                if not [self._text(choice) for choice in reply["choices"]]:
                     continue
             except (ValueError, LookupError, TypeError, AttributeError):
                 continue
             self.progress += 1
             try:
-                prompt_tokens, completion_tokens = (int(body_read["usage"][f"{kind}_tokens"]) for kind in ("prompt", "completion"))
-                self.cost.prompt_tokens += prompt_tokens
-                self.cost.completion_tokens += completion_tokens
-                self.cost.money += (prompt_tokens * self._settings.prices[0] + completion_tokens * self._settings.prices[1]) / MILLION
+                usage = reply["usage"]
+                tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+                self.cost.prompt_tokens += tokens[0]
+                self.cost.completion_tokens += tokens[1]
+                prices = self._settings.prices
+                self.cost.money += (tokens[0] * prices[0] + tokens[1] * prices[1]) / MILLION
             except (KeyError, TypeError, ValueError, OverflowError):
-                self.cost.untold += 1
-            return body_read["choices"]
-        raise Unscored(f"{url} gave an invalid answer: {str(body_read)[:120]!r}, tried {self._settings.retries + 1} times")
+                self.cost.unreported += 1
+            return reply["choices"]
+        tries = self._settings.retries + 1
+        raise Unscored(f"{url} gave an invalid answer: {str(reply)[:120]!r}, tried {tries} times")
 
     def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
         """The client and the semaphore of the running loop: neither works in another."""

@@ -21,7 +21,7 @@ NO_LIMIT = 1 << 20  # tokenizers without a limit return a huge number
 Inputs = dict[str, Tensor]  # of the model, [rows, width], padded at the right: input_ids, attention_mask, ...
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """The tokens of a text, and token type ids if the tokenizer has them."""
 
     ids: list[int]
@@ -105,7 +105,7 @@ class BatchedModel:
                 return number
         raise ValueError(f"the model has no class {label!r}: it has {listed}")
 
-    def run(self, rows: Sequence[Row], read: Callable[[Inputs], Sequence[Any]]) -> list[Any]:
+    def run(self, rows: Sequence[TokenRow], read: Callable[[Inputs], Sequence[Any]]) -> list[Any]:
         """The outcome of `read` for each row, in order: Unscored for a row that is empty or too long, and the
         exception of `read` for a row that fails even alone."""
         outcomes = dict(self.stream(rows, read))
@@ -114,13 +114,13 @@ class BatchedModel:
     @torch.inference_mode()
     def stream(
         self,
-        rows: Sequence[Row | Exception],
+        rows: Sequence[TokenRow | Exception],
         read: Callable[[Inputs], Sequence[Any]],
         is_pending: Callable[[int], bool] = lambda index: True,
     ) -> Iterator[tuple[int, Any]]:
-        """As `run`, yielding (index, outcome) batch by batch; exceptions among `rows` are yielded as they are. Rows
-        that are no longer `wanted` at the time of their batch are left out."""
-        readable: dict[int, Row] = {}
+        """The outcomes of `run` batch by batch, as (index, outcome); exceptions among `rows` are yielded as they are.
+        Rows for which `is_pending` is false at the time of their batch are omitted."""
+        readable: dict[int, TokenRow] = {}
         for index, row in enumerate(rows):
             if isinstance(row, Exception):
                 yield index, row
@@ -151,7 +151,7 @@ class BatchedModel:
             if indices := [index for index in batch if is_pending(index)]:
                 yield from zip(indices, read_halving(indices), strict=True)
 
-    def pad(self, indices: list[int], rows: Sequence[Row] | Mapping[int, Row]) -> Inputs:
+    def pad(self, indices: list[int], rows: Sequence[TokenRow] | Mapping[int, TokenRow]) -> Inputs:
         """These rows as one batch."""
         width = max(len(rows[index].ids) for index in indices)
         ids, mask, types = [], [], []
@@ -166,7 +166,7 @@ class BatchedModel:
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
 
-def row_or_error(make: Callable[[str, str], Row], prompt: str, response: str) -> Row | Exception:
+def row_or_error(make: Callable[[str, str], TokenRow], prompt: str, response: str) -> TokenRow | Exception:
     """`make(prompt, response)`, or the exception that it raises."""
     try:
         return make(prompt, response)

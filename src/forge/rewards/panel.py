@@ -85,7 +85,7 @@ class Panel:
 
     @property
     def progress(self) -> float:
-        """Of all verifiers and of reading their fingerprints."""
+        """The sum over all verifiers, and over reading their fingerprints."""
         reading = sum(fingerprint.seconds for fingerprint in self._fingerprints)
         return reading + sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
 
@@ -126,7 +126,7 @@ class Panel:
         # A unit is one entry of the cache: a response, or all responses together of a grouped verifier.
         width, grouped = len(verifier.names), getattr(verifier, "grouped", False)
         units = [tuple(responses)] if grouped else [(response,) for response in dict.fromkeys(responses)]
-        positions = [(units[0], i) for i in range(len(responses))] if grouped else [((one,), 0) for one in responses]
+        positions = [(units[0], i) for i in range(len(responses))] if grouped else [((text,), 0) for text in responses]
         keys = {unit: key_of(f"{fingerprint} {verifier.names}", prompt, unit, target) for unit in units}
         cached: dict[str, tuple[float, ...]] = {}
         try:
@@ -136,13 +136,15 @@ class Panel:
         parts = {unit: Scores(np.reshape(cached[key], (-1, width))) for unit, key in keys.items() if key in cached}
         tally.cached += width * sum(unit in parts for unit, _ in positions)
         if uncached := [unit for unit in units if unit not in parts]:
-            fresh = await _checked_scores(verifier, prompt, [response for unit in uncached for response in unit], target)
+            uncached_responses = [response for unit in uncached for response in unit]
+            fresh = await _checked_scores(verifier, prompt, uncached_responses, target)
             start = 0
             for unit in uncached:
                 inside = range(start, start + len(unit))
                 unit_reasons = {(i - start, j): text for (i, j), text in fresh.reasons.items() if i in inside}
                 parts[unit] = Scores(fresh.values[start : start + len(unit)], unit_reasons)
                 start += len(unit)
+            # A missing score may exist the next time: it is not cached.
             complete = [unit for unit in uncached if not parts[unit].reasons]
             try:
                 await cache.put({keys[unit]: tuple(parts[unit].values.ravel().tolist()) for unit in complete})

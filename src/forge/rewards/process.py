@@ -12,7 +12,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from .config import ProcessRewardModelSettings
-from .models import BatchedModel, Inputs, Row, row_or_error
+from .models import BatchedModel, Inputs, TokenRow, row_or_error
 from .threads import Batcher
 from .verifier import Scores, Unscored
 
@@ -76,22 +76,23 @@ class ProcessRewardModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Reads all weights, once."""
+        """Identifies weights, texts and settings; reads all weights, once."""
         return f"process reward model {self._model.identity} {self._settings} {self._model.max_tokens}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Three numbers for each response, in [0, 1]."""
         probabilities = await self.read(prompt, responses)
         # np.min rather than min: it propagates NaN.
-        summaries = [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in probabilities]
-        return Scores.of(summaries, 3)
+        return Scores.of(
+            [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in probabilities], 3
+        )
 
     async def read(self, prompt: str, responses: Sequence[str]) -> list[list[float] | Exception]:
-        """The probability of each step of each response, or what makes a response unscored."""
+        """The probability of each step of each response, or the error for which a response is unscored."""
         return await self._batcher([(prompt, response) for response in responses])
 
     async def steps(self, prompt: str, response: str) -> list[float]:
-        """The probability of each step. Raises what makes the response unscored."""
+        """The probability of each step. Raises the error for which the response is unscored."""
         (probabilities,) = await self.read(prompt, [response])
         if isinstance(probabilities, Exception):
             raise probabilities
@@ -111,7 +112,7 @@ class ProcessRewardModel:
     def _compute(self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
         return self._model.stream([row_or_error(self._row, *text) for text in texts], self._read, is_pending)
 
-    def _row(self, prompt: str, response: str) -> Row:
+    def _row(self, prompt: str, response: str) -> TokenRow:
         steps = [step for step, _ in self.cut(response)]
         if not steps:
             raise Unscored("it has no steps")
@@ -123,7 +124,7 @@ class ProcessRewardModel:
                 f"it has {count} markers {self._marker!r} for {len(steps)} steps: "
                 "the text contains the marker, or the tokenizer merges it"
             )
-        return Row(ids)
+        return TokenRow(ids)
 
     def _read(self, inputs: Inputs) -> list[list[float]]:
         model: Any = self._model.model

@@ -17,10 +17,12 @@ from ..observability import record_metric
 from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
-REASONS = 10  # logged per verifier
-EXIT_ERRORS = (SystemExit, KeyboardInterrupt)  # raised by a reward, they would end the program, as if nothing were wrong
-FUTURE_ERRORS = (StopIteration, asyncio.CancelledError, GeneratorExit)  # of a thread, a future carries none: a wait for ever
-REPORT_INTERVAL = 30.0  # seconds of a call, as of reading data, after which a line says what is waited for
+REASONS = 10  # reasons that are logged of each verifier
+# Raised by a reward, they would end the program as if nothing were wrong.
+EXIT_ERRORS = (SystemExit, KeyboardInterrupt)
+# Raised in a thread, no future carries them: the caller would wait for ever.
+FUTURE_ERRORS = (StopIteration, asyncio.CancelledError, GeneratorExit)
+REPORT_INTERVAL = 30.0  # seconds of a call, as of reading data, after which a line names what is waited for
 
 
 class BadScore(ValueError):
@@ -79,10 +81,11 @@ class FunctionVerifier:
                 except EXIT_ERRORS as error:
                     raise self._contained(error) from error
 
+        # All responses in one call, each in a coroutine, or one after the other in a thread.
         if hasattr(function, "score_group"):
             return await awaited(None, function.score_group, prompt, responses, target)
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await asyncio.gather(*(awaited(one, function, prompt, one, target) for one in responses))
+            return await asyncio.gather(*(awaited(text, function, prompt, text, target) for text in responses))
         return await asyncio.to_thread(lambda: [called(response) for response in responses])
 
     def _checked(self, returned: Any, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
@@ -105,12 +108,12 @@ class FunctionVerifier:
         return scores
 
     def _contained(self, error: BaseException) -> RuntimeError:
-        """In place of an exception that would end more than this call."""
+        """The error raised in place of an exception that would end more than this call."""
         return RuntimeError(f"the reward {self.names[0]} raised {error!r}")
 
     @contextmanager
     def _timed(self, prompt: str) -> Iterator[None]:
-        """Logs a line when a call takes long, again and again; one for all calls that do."""
+        """Log a line each time that a call has taken REPORT_INTERVAL more; one line for all concurrent calls."""
         loop, begun = asyncio.get_running_loop(), time.monotonic()
         timers: list[asyncio.TimerHandle] = []
 
@@ -131,7 +134,7 @@ class FunctionVerifier:
 
     @contextmanager
     def _named(self, prompt: str, target: str | None, response: str | None = None) -> Iterator[None]:
-        """Adds to an exception what was scored when it was raised."""
+        """Add to an exception the prompt and response that were scored when it was raised."""
         try:
             yield
         except Exception as error:
@@ -141,7 +144,7 @@ class FunctionVerifier:
 
 
 def _wrapper(name: str, signature: inspect.Signature) -> str:
-    """How a reward function of TRL's form is called; empty for another."""
+    """The remedy in an error about a reward function of TRL's form; empty for another form."""
     if "completions" not in signature.parameters:
         return ""
     needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
@@ -211,7 +214,8 @@ class Reward:
 
     async def score(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[Score]:
         """The rewards of the responses of one prompt, in order. Records the share of missing scores of verifiers."""
-        prompt, total = str(prompt), np.zeros(len(responses))
+        prompt = str(prompt)
+        total = np.zeros(len(responses))
         correct: list[bool | None] = [None] * len(responses)
         parts: dict[str, np.ndarray] = {}
         steps: list[list[tuple[int, float]]] = [[] for _ in responses]

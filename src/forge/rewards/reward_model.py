@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from ..data.supervised import closed
 from .config import TRUNCATE, RewardModelSettings
-from .models import BatchedModel, Inputs, Row, row_or_error
+from .models import BatchedModel, Inputs, TokenRow, row_or_error
 from .threads import Batcher
 from .verifier import Scores
 
@@ -50,7 +50,10 @@ class RewardModel:
         section = RewardModelSettings(path=str(path), name=name, **settings)
         self.model = BatchedModel(section, AutoModelForSequenceClassification)
         self.names: tuple[str, ...] = (name or Path(path).name,)
-        tokenizer, append_eos, chat = self.model.tokenizer, section.append_eos, bool(section.chat_template)
+        tokenizer = self.model.tokenizer
+        append_eos = section.append_eos
+        chat = bool(section.chat_template)
+        # Unset: eos closes the response, unless the tokenizer ends every text with a special token.
         if append_eos is None and not section.as_pair:
             ids = tokenizer("a")["input_ids"]
             ends = bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
@@ -59,9 +62,13 @@ class RewardModel:
                 raise ValueError(TRUNCATE)
         if append_eos and not chat and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
-        self._as_pair, self._append_eos, self._truncate = section.as_pair, append_eos, section.truncate
+        self._as_pair = section.as_pair
+        self._append_eos = append_eos
+        self._truncate = section.truncate
         self._label = self.model.class_index(section.label)
-        self._scale, self._slope, self._intercept = section.scale, section.slope, section.intercept
+        self._scale = section.scale
+        self._slope = section.slope
+        self._intercept = section.intercept
         head = getattr(self.model.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
         self._settings = (*self.model.texts.values(), section.as_pair, append_eos, section.label)
@@ -74,7 +81,7 @@ class RewardModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Reads all weights, once."""
+        """Identifies weights, texts and settings; reads all weights, once."""
         numbers = (self._scale, self._slope, self._intercept, self._truncate, self.model.max_tokens)
         return f"reward model {self.model.identity} {self._settings} {numbers}"
 
@@ -92,22 +99,23 @@ class RewardModel:
 
     def _compute(self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
         try:
-            rows: Sequence[Row | Exception] = self.rows(texts)
+            rows: Sequence[TokenRow | Exception] = self.rows(texts)
         except Exception:  # one by one, so that only those at fault are unscored
             rows = [row_or_error(lambda *text: self.rows([text])[0], *text) for text in texts]
         return self.model.stream(rows, self._read, is_pending)
 
-    def rows(self, texts: Sequence[tuple[str, str]]) -> list[Row]:
+    def rows(self, texts: Sequence[tuple[str, str]]) -> list[TokenRow]:
         """The model's input of each (prompt, response). Special tokens that a response spells are broken by a space."""
         texts = [(prompt, self.model.special.inert(response)) for prompt, response in texts]
         tokenizer, limit, form = self.model.tokenizer, self.model.max_tokens, self.model.format
         prompts = {prompt: form.render({"question": prompt})[0] for prompt, _ in texts}
         responses = [response for _, response in texts]
+        # Three forms: a pair as the tokenizer joins it, a whole conversation, or prompt and response as one text.
         if self._as_pair:
             truncation: dict[str, Any] = {"truncation": "longest_first", "max_length": limit} if self._truncate else {}
             return _read_rows(tokenizer([prompts[prompt] for prompt, _ in texts], responses, **truncation))
         if form.chat is not None and self._append_eos:
-            return [Row(closed(*form.answered(prompts[prompt], response))[0]) for prompt, response in texts]
+            return [TokenRow(closed(*form.answered(prompts[prompt], response))[0]) for prompt, response in texts]
         if not self._append_eos:
             joined = [self.model.full_text(prompt, response) for prompt, response in texts]
             return _read_rows(tokenizer(joined, add_special_tokens=form.chat is None))
@@ -120,7 +128,7 @@ class RewardModel:
             # If not even one token of the response would stay, the row is left too long and so unscored.
             if self._truncate and len(before[prompt]) + 1 < limit < len(row):
                 row = [*row[: limit - 1], row[-1]]
-            rows.append(Row(row))
+            rows.append(TokenRow(row))
         return rows
 
     def logits(self, inputs: Inputs) -> Tensor:
@@ -134,6 +142,7 @@ class RewardModel:
             last = states[torch.arange(len(states), device=states.device), ends].float()
             bias = self._at_last_token.bias
             logits = F.linear(last, self._at_last_token.weight.float(), None if bias is None else bias.float())
+        # One class, or independent ones: its logit. Exclusive ones: the log-odds against all others.
         if logits.shape[1] == 1 or model.config.problem_type in NOT_EXCLUSIVE:
             return logits[:, self._label]
         other_classes = [i for i in range(logits.shape[1]) if i != self._label]
@@ -144,6 +153,6 @@ class RewardModel:
         return (x.sigmoid() if self._scale == "probability" else x).tolist()
 
 
-def _read_rows(encoded: Any) -> list[Row]:
+def _read_rows(encoded: Any) -> list[TokenRow]:
     ids = encoded["input_ids"]
-    return [Row(*row) for row in zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)]
+    return [TokenRow(*row) for row in zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)]

@@ -48,13 +48,16 @@ class StepRewards:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1], with the reward of each step in `Scores.steps`."""
         probabilities = await self._model.read(prompt, responses)
-        sums = [step_probabilities if isinstance(step_probabilities, Exception) else self.weight * float(np.mean(step_probabilities)) for step_probabilities in probabilities]
-        steps = [
-            []
-            if isinstance(step_probabilities, Exception)
-            else [(end, self.weight * p / len(step_probabilities)) for (_, end), p in zip(self._model.cut(text), step_probabilities, strict=True)]
-            for text, step_probabilities in zip(responses, probabilities, strict=True)
-        ]
+        sums: list[float | Exception] = []
+        steps: list[list[tuple[int, float]]] = []
+        for text, of_steps in zip(responses, probabilities, strict=True):
+            if isinstance(of_steps, Exception):
+                sums.append(of_steps)
+                steps.append([])
+            else:
+                sums.append(self.weight * float(np.mean(of_steps)))
+                cuts = zip(self._model.cut(text), of_steps, strict=True)
+                steps.append([(end, self.weight * p / len(of_steps)) for (_, end), p in cuts])
         scores = Scores.of(sums, 1)
         scores.steps = steps
         return scores

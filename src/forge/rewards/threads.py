@@ -48,7 +48,7 @@ async def within(limit: float, call: Awaitable[A], name: str, progress: Callable
 
 
 class Turns:
-    """Runs functions in threads, at most `most` at a time in an event loop, first come first served.
+    """Runs functions in threads, at most `limit` at a time in an event loop, first come first served.
 
     Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
 
@@ -58,12 +58,13 @@ class Turns:
     """
 
     def __init__(self, limit: int = 4) -> None:
-        self.progress, self._max_items = 0, limit
+        self.progress = 0
+        self._limit = limit
 
     async def __call__(self, function: Callable[[], A], *, limit: float, name: str) -> A:
         """The function's result. Unscored: it took more than `limit` seconds, not counting the wait for a turn."""
         turns = _TURNS.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
-        async with turns.setdefault(self, asyncio.Semaphore(self._max_items)):
+        async with turns.setdefault(self, asyncio.Semaphore(self._limit)):
             with self.counted():
                 return await in_own_thread(function, limit=limit, name=name)
 
@@ -85,7 +86,7 @@ in_thread = Turns()  # shared by callers that have none of their own
 
 
 async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:
-    """As `Turns`, without waiting for a turn: for functions that wait more than they compute."""
+    """`Turns` without waiting for a turn: for functions that wait more than they compute."""
     outcome: Future[A] = Future()
 
     def work() -> None:
@@ -123,13 +124,14 @@ class _Call(Generic[A, B]):
 class Batcher(Generic[A, B]):
     """Joins calls into batches: those that arrive while a batch is computed form the next one, in order of arrival.
 
-    A call returns as soon as its last item has an outcome. Items of cancelled calls are left out.
+    A call returns as soon as its last item has an outcome. Items of cancelled calls are omitted.
 
     Args:
-        compute: yields (index of the item, outcome) in any order, for all items but those for which `wanted(index)` is
-            False (their call was cancelled). It runs in one thread, one batch at a time.
+        compute: called with the items and a function `is_pending(index)`; yields (index of the item, outcome) in any
+            order, for all items that are still pending (their call was not cancelled). It runs in one thread, one batch
+            at a time.
         name: of the thread.
-        most: items of a batch, unless a single call has more.
+        max_items: maximum items of a batch, unless a single call has more.
 
     Attributes:
         progress: number of outcomes so far.
@@ -142,7 +144,9 @@ class Batcher(Generic[A, B]):
         *,
         max_items: int = 1024,
     ) -> None:
-        self._compute, self._name, self._max_items = compute, name, max_items
+        self._compute = compute
+        self._name = name
+        self._max_items = max_items
         self._waiting: deque[_Call[A, B]] = deque()
         self._lock, self._closed = Lock(), False
         self._pool = ThreadPoolExecutor(1, f"verify {name}")

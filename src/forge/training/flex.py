@@ -172,7 +172,7 @@ def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, window: int | None, scale: float | None
 ) -> Tensor:
     """Query [1, heads, tokens, head_dim], key and value [1, key heads, ...] -> [tokens, heads, head_dim]."""
-    attend: Callable[..., Any] = flex_attention if query.device.type == "cpu" else _compiled_attention()
+    attend: Any = flex_attention if query.device.type == "cpu" else _compiled_attention()
     grouped = query.shape[1] != key.shape[1]
     out = attend(query, key, value, block_mask=mask.blocks(window), scale=scale, enable_gqa=grouped)
     return out[0].transpose(0, 1)

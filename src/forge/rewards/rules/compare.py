@@ -83,12 +83,13 @@ def choice(text: str) -> tuple[str, Sequence[Token]]:
 
 
 def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
-    """As `equal`, of two values."""
+    """`equal` for two values."""
     if same_spelling(answer, target):
         return True
     if answer.kind == "where" or target.kind == "where":
-        answer_values, target_values = (value.items if value.kind == "where" else (value,) for value in (answer, target))
-        return _all(_same(answer_item, target_item, tolerance) for answer_item, target_item in zip(answer_values, target_values, strict=False))
+        # Without a condition in one of them, only the values are compared.
+        sides = (value.items if value.kind == "where" else (value,) for value in (answer, target))
+        return _all(_same(one_side, other_side, tolerance) for one_side, other_side in zip(*sides, strict=False))
     if "relation" in (answer.kind, target.kind):
         return _same_relation(answer, target, tolerance)
     if target.kind in ("tuple", "union") and answer.kind in ("list", "such"):
@@ -161,7 +162,8 @@ def _same_members(answers: Sequence[Value], targets: Sequence[Value], tolerance:
 
 
 def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | None:
-    """As `_same`, where at least one is an equation, an inequality or another relation."""
+    """`_same` for two values of which at least one is an equation, an inequality or another relation."""
+    # One relation: it is an interval, or an equation that gives the other's value.
     if target.kind != "relation":
         interval = as_interval(answer) if target.kind in ("tuple", "union", "set", "such") else None
         if interval is not None:
@@ -173,11 +175,13 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
         if interval is not None:
             return _same(as_interval(answer) or answer, interval, tolerance)
         return gives_value and _same(answer, target.items[1], tolerance)
+    # Two equations that give values: of one name, the values decide; of two, different numbers are different answers.
     if gives_value and is_name(answer.items[0]) and set(answer.ends) <= EQUALITIES:
         if _same_name(answer.items[0], target.items[0]):
             return _equation_gives(answer, target.items[1], tolerance)
         if target.items[1].tree is not None and is_numeric(target.items[1].tree):
             return False
+    # Inequalities in one direction; different signs may still be one interval.
     if set(answer.ends) | set(target.ends) <= ORDER.keys():
         answer, target = (
             value._replace(items=sides, ends=ends) for value in (answer, target) for sides, ends in [ordered(value)]
@@ -190,6 +194,7 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
         return verdict
     if target.ends[0] in _SYMMETRIC and _all_same(answer.items[::-1], target.items, tolerance):
         return True
+    # Else as a difference of sides, which may be multiplied by a factor.
     kind = {"=": "equation", "<": "inequality", r"\leq": "inequality"}.get(target.ends[0])
     trees = [side.tree for side in (*answer.items, *target.items)]
     if kind is None or None in trees or (gives_value and is_numeric(target.items[1].tree or [])):
@@ -220,9 +225,9 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
     verdicts = [_same(sides[-1], target, tolerance)]
     for side in sides[:-1]:
         value = arithmetic(side.tree) if side.tree is not None and not side.unit else None
-        wanted = _number(target)
-        if value is not None and wanted is not None:
-            verdicts.append(value in (wanted[0], wanted[0] / 100 if wanted[1] else wanted[0]))
+        expected = _number(target)
+        if value is not None and expected is not None:
+            verdicts.append(value in (expected[0], expected[0] / 100 if expected[1] else expected[0]))
         else:
             verdicts.append(_same(side._replace(computed=False), target, tolerance))
     return _all(verdicts)

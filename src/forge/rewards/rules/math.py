@@ -111,7 +111,7 @@ def final_answer(response: str) -> str | None:
 
 
 def _stated(text: str, *, whole_line: bool = False) -> str | None:
-    """What follows the last "answer is", up to the end of the phrase, or of the line if that gives several."""
+    """The text after the last "answer is", up to the end of the phrase, or of the line if that has several answers."""
     last = None
     for last in _PHRASE.finditer(text):  # noqa: B007
         pass
@@ -143,7 +143,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _later(response: str) -> list[str]:
-    """What a response states as its answer after its last box: it may contradict the box."""
+    """The answers that a response states after its last box: they may contradict the box."""
     response = without_thoughts(response[-_LONGEST:])
     boxes = _boxes(response)
     after = response[boxes[-1][2] :] if boxes else ""
@@ -204,6 +204,7 @@ class MathReward:
             return False  # it contradicts the box
         right = equal(answer, expected, self.tolerance)
         if right and (value := number(expected)) is not None:
-            later_numbers = (number(text) for text in later)
-            return all(later_number is None or equal(str(later_number[0]), str(value[0]), self.tolerance) for later_number in later_numbers)
+            # A number that is stated after the box contradicts it, unless it is the same.
+            stated_numbers = [figure[0] for text in later if (figure := number(text)) is not None]
+            return all(equal(str(figure), str(value[0]), self.tolerance) for figure in stated_numbers)
         return right

@@ -302,9 +302,8 @@ def _split(text: str) -> Iterator[Token]:
             spaced = spaced or bool(piece)
             continue
         if kind == "letters":
-            parts = list(
-                _letters(piece, spaced, last, text[position : position + 1] in ("^", "_", "(") or text[position : position + 1].isdigit())
-            )
+            following = text[position : position + 1]
+            parts = list(_letters(piece, spaced, last, following in ("^", "_", "(") or following.isdigit()))
         elif kind == "word":
             parts = [Token(piece.strip("\x00"), "word", spaced, True)]
         elif kind == "repeating":
@@ -355,14 +354,14 @@ def is_word(run: str) -> bool:
 
 def _unbraced(parts: list[Token]) -> list[Token]:
     """Without braces around a single token: x^{2} is x^2."""
-    tokens_left: list[Token] = []
+    unbraced: list[Token] = []
     for token in parts:
-        if token.text == "}" and len(tokens_left) > 1 and tokens_left[-2].text == "{" and tokens_left[-1].text not in "{}":
-            inner = tokens_left.pop()
-            tokens_left[-1] = inner._replace(spaced=tokens_left[-1].spaced)
+        if token.text == "}" and len(unbraced) > 1 and unbraced[-2].text == "{" and unbraced[-1].text not in "{}":
+            inner = unbraced.pop()
+            unbraced[-1] = inner._replace(spaced=unbraced[-1].spaced)
         else:
-            tokens_left.append(token)
-    return tokens_left
+            unbraced.append(token)
+    return unbraced
 
 
 def _trimmed(parts: list[Token]) -> list[Token]:

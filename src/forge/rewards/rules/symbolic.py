@@ -16,8 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-MAX_SURPLUS = 120  # nodes of an answer beyond four times those of the target
-MAX_DEPTH = 24  # of nested operations
+# Bounds of an answer, far beyond any form of the target that a person would write.
+MAX_SURPLUS = 120  # nodes beyond four times those of the target
+MAX_DEPTH = 24  # nested operations
 _PROGRAM = Path(__file__).with_name("symbolic_process.py")
 
 _lock = threading.Lock()

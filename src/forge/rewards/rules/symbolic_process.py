@@ -25,7 +25,7 @@ MEMORY_BYTES = 2 << 30
 DIGITS = 30
 EXACT = 10.0**-DIGITS
 POINTS = 8
-_ENORMOUS = 10**5  # an exponent, or the argument of a factorial: unequal at once rather than after CPU_SECONDS
+_ENORMOUS = 10**5  # an exponent, or the argument of a factorial: unequal at once, not after CPU_SECONDS
 
 
 class _Different(Exception):
@@ -119,11 +119,11 @@ def _equal(kind: str, answer: list[Any], target: list[Any], tolerance: float) ->
         return False
     if answer_value.has(sympy.nan, sympy.zoo) or target_value.has(sympy.nan, sympy.zoo):
         return False
-    if kind == "expression" and (answer_value == target_value or (answer_value.is_Rational and target_value.is_Rational)):
-        return bool(answer_value == target_value) or (
-            _has_decimal(answer) != _has_decimal(target) and abs(answer_value - target_value) <= tolerance
-        )
     exact = _has_decimal(answer) == _has_decimal(target)
+    equal = answer_value == target_value
+    # Numbers need no points.
+    if kind == "expression" and (equal or (answer_value.is_Rational and target_value.is_Rational)):
+        return bool(equal) or (not exact and abs(answer_value - target_value) <= tolerance)
     return _agree(kind, answer_value, target_value, EXACT if exact else max(EXACT, tolerance))
 
 

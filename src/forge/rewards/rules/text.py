@@ -96,8 +96,8 @@ def overlong_penalty(groups: Sequence[Group], limit: int, buffer: int) -> None:
     thus differs from a wrong one by degrees, and not by a sudden -1 or 0.
 
     Args:
-        limit: the most tokens that an answer may have.
-        buffer: how long before the limit the penalty begins; 0 is no penalty.
+        limit: maximum tokens of an answer.
+        buffer: tokens before the limit at which the penalty begins; 0: no penalty.
     """
     for episode in (episode for group in groups for episode in group.episodes):
         if buffer and episode.reward is not None:
