@@ -232,6 +232,7 @@ def make(method: str, class_balance: float | None = None, one_right: bool = Fals
     settings: dict[str, Any] = {"one_right": True} if one_right else {}
     if class_balance is not None:
         settings["class_balance"] = class_balance
+    # A method that lacks the setting would ignore it silently.
     fields = {field.name for field in dataclasses.fields(METHODS[method])}  # type: ignore[arg-type]
     if unused := settings.keys() - fields:
         raise ValueError(f"method {method} does not use {min(unused)}: leave it out")

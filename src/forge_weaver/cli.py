@@ -129,6 +129,7 @@ def _fit(args: argparse.Namespace) -> None:
     verifiers = None if args.verifiers is None else read(VerifiersConfig, Path(args.verifiers))
     if verifiers is not None:
         verifiers.check_sources()
+    # All outputs are checked before the fit, which may take minutes.
     if args.out is None and args.report is None:
         raise ValueError("no output: set --out, --report, or both")
     if verifiers is not None and args.out is None:
@@ -138,6 +139,7 @@ def _fit(args: argparse.Namespace) -> None:
     for path in filter(None, (args.out, args.report)):
         if not Path(path).absolute().parent.is_dir():
             raise FileNotFoundError(f"cannot write {path}: there is no folder {Path(path).parent}")
+    # An ensemble can only be used with the verifiers that it was fitted on.
     if verifiers is not None and (missing := [name for name in table.verifiers if name not in verifiers.names]):
         raise ValueError(f"{args.verifiers} has no {', '.join(missing)}, which gave scores")
     aggregator = fit_table(

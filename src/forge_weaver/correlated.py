@@ -32,12 +32,14 @@ def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.n
     x = np.where(scored, normal, 0.0)
     weights = scored.astype(np.float64)
     covariance = np.zeros((x.shape[1],) * 2)
+    # The covariance within the classes, each response in both by its posterior.
     for w in (r, 1 - r):
         mean = (w @ x) / np.maximum(w @ weights, 1e-9)
         deviation = (x - mean) * weights
         covariance += (deviation * w[:, None]).T @ deviation
     pairs = weights.T @ weights
     covariance /= np.maximum(pairs, 1)
+    # As correlations, for pairs with enough common responses.
     spread = np.sqrt(np.diag(covariance)) + 1e-12
     matrix = np.where(pairs >= MIN_COMMON_RESPONSES, covariance / spread / spread[:, None], np.nan)
     off = ~np.eye(len(matrix), dtype=bool) & ~np.isnan(matrix)
@@ -167,6 +169,7 @@ class CorrelatedMixture(Aggregator):
         r, prior = start
         self.moments = past[2] + x.T @ x
         step, moved = 0, np.inf
+        # M step: sums of each class, and the discriminant; E step: the posterior.
         while step < self.steps and moved >= TOLERANCE:
             step += 1
             classes = np.stack([r, 1 - r])

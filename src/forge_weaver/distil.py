@@ -110,6 +110,7 @@ def distil(
         ValueError: no texts, mismatched shapes, values outside [0, 1], too few prompts, invalid settings, or a folder
             that is not empty.
     """
+    # Everything that can be wrong is checked before the model is loaded.
     if table.prompts is None or table.responses is None:
         raise ValueError("distillation needs a table with prompts and responses: these are scores alone")
     if probabilities.shape != table.present.shape:
@@ -142,6 +143,7 @@ def distil(
         with quiet_loading():
             reader.model.model.save_pretrained(aside)
 
+        # Calibrate on one half of the held-out problems, and report on the other.
         started = time.process_time()
         logits = np.full(len(rows), np.nan)
         held_out = np.concatenate([calibrate, test])
@@ -220,6 +222,7 @@ def _train(
     say: Callable[[str], None],
 ) -> None:
     """AdamW with linear warmup and decay on the rows `train`."""
+    # The schedule: 5 % of the steps to warm up, then down to 5 % of the rate.
     model, rng = reader.model.model.train().requires_grad_(True), np.random.default_rng(seed)
     goal = torch.tensor(targets, dtype=torch.float32, device=reader.model.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
@@ -230,6 +233,7 @@ def _train(
     )
     torch.manual_seed(seed)  # dropout
     for epoch in range(epochs):
+        # The order of each epoch follows from the seed alone.
         order, total = rng.permutation(train), 0.0
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size].tolist()

@@ -219,6 +219,7 @@ def solve(
         past: counts of earlier responses, weighted by `decay`.
     """
     step, moved = 0, np.inf
+    # M step: counts of bins in each class, earlier ones faded; E step: the posterior.
     while step < steps and moved >= TOLERANCE:
         step += 1
         counts = Counts.of(codes, bins, r)

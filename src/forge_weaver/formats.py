@@ -98,6 +98,7 @@ def load_table(path: Path) -> ScoreTable:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such score table: {path}")
+    # Both formats are read within a guard: a damaged file raises almost anything.
     if path.suffix == ".npz":
         with reading_npz(path, "score table") as arrays:
             columns: dict[str, Any] = {**json.loads(arrays.pop("texts").tobytes()), **arrays}

@@ -43,6 +43,7 @@ class Problem:
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
             raise ValueError(f"the prompt must be text, got {self.prompt!r:.60}")
+        # Types first, as they come from JSON; then labels, and the lengths of lists.
         subject = f"to {self.prompt[:60]!r}"
         for name, texts in (("responses", self.responses), ('answers ("" for none)', self.answers)):
             if texts is None and name != "responses":

@@ -39,6 +39,7 @@ def write_report(path: str | Path, aggregator: Aggregator, table: ScoreTable) ->
     p = aggregator.predict_proba(table)
     notes = [("alarm", text) for text in report.alarms] + [("warning", text) for text in report.warnings]
     notes += [("dropped", f"{name}: {reason}") for name, reason in report.dropped.items()]
+    # The fit's numbers, then each verifier's, the heaviest first.
     facts = {
         "problems, responses of the fit": f"{report.problems}, {report.responses}",
         "share of responses scored": _number(report.coverage),

@@ -107,6 +107,7 @@ class Ensemble:
         for name, value, used in (("threshold", threshold, "threshold"), ("clip", clip, "logit")):
             if value is not None and form != used:
                 raise ValueError(f"{name} is only used if form is {used}")
+        # Ranges last: a setting that does not apply is the clearer error.
         self.form: Form = form
         self.threshold, self.clip = (0.5 if threshold is None else threshold), (CLIP if clip is None else clip)
         if not 0 < self.threshold <= 1 or self.clip <= 0 or follow < 0:

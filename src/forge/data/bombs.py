@@ -31,6 +31,7 @@ def check_parquet(path: Path) -> None:
     size = path.stat().st_size
     limit = max(MIN_ROW_BYTES, RATIO * size)
     try:
+        # What the file states of itself, with at least ROW bytes a row.
         with parquet.ParquetFile(path) as file:
             metadata, columns = file.metadata, file.metadata.num_columns
             parts = [
@@ -63,6 +64,7 @@ def check_arrow(folder: Path) -> None:
     """
     import pyarrow as pa
 
+    # Headers only: no column is read.
     for path in sorted(folder.rglob("*.arrow")):
         if not path.is_file():
             raise ValueError(f"{path} is no regular file")

@@ -94,6 +94,7 @@ class ChatFormat:
     ) -> None:
         limit_templates()
         self.tokenizer, self.options, self.thoughts = tokenizer, dict(options or {}), thoughts
+        # A text with braces is a template, another one the path of its file.
         self._own_template = not isinstance(template, str)
         if isinstance(template, str):
             if "{" not in template:
@@ -178,6 +179,7 @@ class ChatFormat:
             start = len(self._context(conversation, turns[0], text)) if turns[0] else 0
             spans = [(max(start, begin), end) for begin, end in self._marked(conversation) if end > start]
         else:
+            # Each turn ends where generation would stop: at a special token, if one follows its text.
             closers = {end for token, (_, end) in zip(tokens, offsets, strict=True) if token in self._special.ids}
             rewritten: Rewritten | None = None
             try:

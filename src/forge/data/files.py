@@ -170,6 +170,7 @@ def _read_json(file: Path) -> list[Row]:
             except ValueError as error:  # also of a number with thousands of digits
                 raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
     else:
+        # A .json file is one list, all of which is read at once.
         text = read_text(file)
         try:
             listed = json.loads(text)
@@ -180,6 +181,7 @@ def _read_json(file: Path) -> list[Row]:
         if not isinstance(listed, list):
             raise ValueError(f"{file} must hold a list of objects, not {type(listed).__name__}")
         numbered = [(f"row {number}", row) for number, row in enumerate(listed, 1)]
+    # A row is an object in either form.
     for location, row in numbered:
         if not isinstance(row, dict):
             raise ValueError(f"{file}, {location}: a row must be an object, not {type(row).__name__}")

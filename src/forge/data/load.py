@@ -43,6 +43,7 @@ class Mixture(Generic[T]):
         for number, weight in enumerate(numbers, 1):
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ValueError(f"source {number}: weight must be a finite number above 0, got {weight!r}")
+        # Exact shares: floating-point ones would drift from the schedule over a long run.
         total = sum(Fraction(str(weight)) for weight in numbers)
         self.sources, self.shares = list(sources), [Fraction(str(weight)) / total for weight in numbers]
         self.counts = [0] * len(sources)
@@ -153,6 +154,7 @@ def load_data(
         return dataset_class(tokenizer=tokenizer, **settings)
     if settings.get("path") is not None or settings.get("task") is not None:
         raise ValueError("with sources, path and task belong to each of them")
+    # Each source's settings override the common ones; its errors name it.
     opened: list[Any] = []
     for number, source in enumerate(sources, 1):
         source_settings = {name: value for name, value in {**settings, **source}.items() if name != "weight"}

@@ -64,6 +64,7 @@ def pack(
     def flat(columns: Iterable[Sequence], dtype: type) -> np.ndarray:
         return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])
 
+    # Columns of all rows, one after the other; NaN where the sampler of a trained token is unknown.
     mask = flat((row.mask for row in rows), np.bool_)
     lengths = np.array([len(row.tokens) for row in rows])
     logprobs = (
@@ -260,6 +261,7 @@ def _fill_bins(
         return tree.cost(unit * batch.unit + i for unit in units for i in range(batch.unit))
 
     fair_share = min(max_tokens, math.ceil(len(tree.source) / count))
+    # Halve the units of a prompt until they fit, so that its tokens are repeated as rarely as possible.
     pieces: list[tuple[int, list[int]]] = []
     pending = by_prompt[::-1]
     while pending:
@@ -269,6 +271,7 @@ def _fill_bins(
             pending += [units[len(units) // 2 :], units[: len(units) // 2]]
         else:
             pieces.append((tokens, units))
+    # The longest first, each into the lightest bin.
     bins: list[list[int]] = [[] for _ in range(count)]
     load = [0] * count
     for tokens, units in sorted(pieces, key=lambda piece: -piece[0]):

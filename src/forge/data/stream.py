@@ -68,6 +68,7 @@ class RowStream(ABC, Generic[T, C]):
         checked: bool = False,
         **settings: Any,
     ) -> None:
+        # Sections are strict: a list, as in YAML.
         if isinstance(settings.get("difficulty"), tuple):
             settings["difficulty"] = list(settings["difficulty"])
         self.settings = section = self.SECTION(path=path, **settings)
@@ -89,6 +90,7 @@ class RowStream(ABC, Generic[T, C]):
             "seed": seed,
             "shuffle": section.shuffle,
         }
+        # A task is endless, a stream is read as needed, stored rows have random access.
         if section.task is not None:
             self._source = TaskRows(section.task, split=section.split, seed=seed, difficulty=section.difficulty)
             self._identity["difficulty"] = section.difficulty

@@ -64,6 +64,7 @@ class Writer:
         has_inline_thought = self._fields and not self._splits and "</think>" in (message["content"] or "")
         if message["role"] != "assistant" or not (calls or thought_fields or has_inline_thought):
             return message
+        # The thought goes into the template's field for it, or between tags into the content.
         message = dict(message)
         if thought_fields or has_inline_thought:
             thought, content = thought_of(message)
@@ -74,6 +75,7 @@ class Writer:
             else:
                 message["content"] = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
         if calls:
+            # Calls in the form that this template writes: arguments as an object, or as JSON text.
             as_text = self.form(bool(message["content"]), len(calls) > 1)
             if as_text is None:
                 subject = (
@@ -255,6 +257,7 @@ class Turns:
             raise ValueError("a conversation begins with a message that the assistant answers")
         if turns != [len(conversation) - 1]:
             self.check_ends()
+        # What the template writes before the first turn, between turns, and after the last one.
         pieces = [self._render(conversation[: turns[0]], add_generation_prompt=True)]
         for turn, following in zip(turns, [*turns[1:], len(conversation)], strict=True):
             continued = following < len(conversation)
@@ -262,6 +265,7 @@ class Turns:
             if (end := self.end(piece)) is None:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
             pieces.append(piece[end[1] :])
+        # The same texts must stand in the whole conversation, or the template changes more than thoughts.
         self._compare(conversation, turns, pieces)
         text, spans = pieces[0], {}
         for turn, piece in zip(turns, pieces[1:], strict=True):

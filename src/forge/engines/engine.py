@@ -283,6 +283,7 @@ class EmbeddedEngine:
                 self._wake.wait()
             if self._closing:
                 return False
+            # Waiting requests stay in order: a new one comes after those of its priority.
             for request in self._submitted:
                 bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
             self._submitted = []
@@ -290,6 +291,7 @@ class EmbeddedEngine:
             self._cancelled = []
             self._orders.extend(self._new_orders)
             self._new_orders = []
+        # Outside the lock: callers need not wait for the batch.
         for request in cancelled:
             batch.drop(request)
             if request in self._waiting:

@@ -104,6 +104,7 @@ def _llama3(text: str, tools: Mapping[str, Schema]) -> Read:
     calls: list[ToolCall] = []
     errors: list[str] = []
     decoder = json.JSONDecoder()
+    # Objects one after the other, as the model separated them.
     while body:
         try:
             _, end = decoder.raw_decode(body)
@@ -120,6 +121,7 @@ def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
     calls: list[ToolCall] = []
     errors: list[str] = []
     outside, position = [], 0
+    # Longer names first, so that a name is not read as the beginning of another.
     names = "|".join(sorted(map(re.escape, tools), key=len, reverse=True))
     budget = _SCANNED
     for match in re.finditer(rf"(?<![\w.])({names})\(", text):

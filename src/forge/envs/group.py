@@ -77,6 +77,7 @@ class GroupEnv(ABC):
         """
         if not samples:
             return {}
+        # One greedy episode of each sample; unscored ones are counted, not taken as wrong.
         greedy = {"temperature": 0.0, **sampling}
         with phase("evaluate"):
             plays = (

@@ -112,6 +112,7 @@ def harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     errors: list[str] = []
     position = 0
     while position < len(text):
+        # A message has a header with channel and recipient, and ends at a mark, or where the next one begins.
         header = _HEADER.match(text, position)
         start = position if header is None else header.end()
         recipient = None if header is None else re.search(r"to=(\S+?)(?=<|\s)", header[0])
@@ -139,6 +140,7 @@ def between(text: str, begin: str = _BEGIN, end: str = _END) -> tuple[str, list[
         outside.append(text[position:start])
         start += len(begin)
         stop, following = _find(text, end, start), _find(text, begin, start)
+        # Marks within JSON arguments do not end the call.
         bracket = text.find("{", start, min(stop, following))
         if bracket >= 0:
             past = _json_end(text, bracket)
@@ -195,6 +197,7 @@ def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]]
 
 def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
     """Where the tag begins that closes the value from `start` on. ValueError: there is none."""
+    # JSON says itself where it ends.
     past = _SPACES.match(text, _json_end(text, start))
     assert past is not None
     if text.startswith(tags.closing, past.end()) and tags.follows.match(text, past.end() + len(tags.closing)):

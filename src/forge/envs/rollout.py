@@ -160,6 +160,7 @@ class _Played:
             InfrastructureError: the environment failed or timed out.
             ValueError: the environment ended at reset, or gave a reward that is not finite.
         """
+        # The first context comes from the environment.
         name = type(env).__name__
         step = await self._answer(env.reset(task, seed=seed), f"{name}.reset")
         if step.done:
@@ -172,6 +173,7 @@ class _Played:
             room = self.max_tokens - len(branch.tokens)
             if room < 1:
                 return "max_tokens"
+            # One turn: the policy continues the branch, up to the limits of the turn and of the branch.
             completion: Completion = await policy.generate.route(
                 list(branch.tokens),
                 max_tokens=min(room, max_turn_tokens or room),
@@ -185,6 +187,7 @@ class _Played:
             self.unread_calls += len(action.errors)
             self.messages.append({"role": "assistant", "content": action.text})
             self.context.append(self.dialogue.turn_message(action))
+            # The environment's answer: a reward of the turn, and messages.
             step = await self._answer(env.step(action), f"{name}.step")
             self.info = step.info
             if step.reward is None:
@@ -197,6 +200,7 @@ class _Played:
             self.messages += step.messages
             if step.done:
                 return "terminated" if step.terminated else "truncated"
+            # The next turn continues this branch, unless the conversation was rewritten.
             self.context = [*([] if step.rewritten else self.context), *step.messages]
             if step.rewritten or self.dialogue.rewrites(branch.tokens, self.context, tools):
                 branch = _Branch(self.dialogue.initial(self.context, tools))
@@ -219,12 +223,14 @@ class _Played:
         """The last branch, with the earlier ones. The reward of a branch is the sum from its beginning on."""
         scored = self.scored and self.stop != "infrastructure"
         remaining_reward = sum(branch.reward for branch in self.branches)
+        # What a log or a metric needs to know of the attempt.
         info: dict[str, Any] = {"stop": self.stop, "turns": sum(len(branch.turns) for branch in self.branches)}
         info |= {"messages": self.messages, "calls": self.calls, "unread_calls": self.unread_calls}
         info |= {"attempts": self.attempts}
         info |= {"error": self.error} if self.error else {}
         info |= {"environment": dict(self.info)} if self.info else {}
         text = "\n".join(f"[{m['role']}] {m['content']}" for m in self.messages[1:])
+        # Branches without a turn have nothing to learn from; of an episode without turns the last one stays.
         episodes: list[Episode] = []
         for branch in [b for b in self.branches if b.turns] or self.branches[-1:]:
             end = branch.turns[-1].end if branch.turns else len(branch.tokens)  # nothing is trained after it

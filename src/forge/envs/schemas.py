@@ -54,6 +54,7 @@ class Parameters:
     def mismatch(self, arguments: Mapping[str, Any]) -> str:
         """The error in the arguments of a call; "" if there is none. Null is as good as no value for an optional
         parameter, as signatures have it."""
+        # Missing and unknown names first: their messages help most.
         required = self._schema.get("required", ()) if isinstance(self._schema, Mapping) else ()
         if missing := [name for name in required if name not in arguments]:
             return f"missing {', '.join(missing)}"
@@ -77,6 +78,7 @@ class Parameters:
         """
         schema = self.properties.get(name, True)
         try:
+            # Text that is no JSON is the value itself.
             value = _read(text, python)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text
@@ -139,6 +141,7 @@ def _read(text: str, python: bool) -> Any:
 def _line(error: ValidationError) -> str:
     """An error for the policy: where, what is wanted, and what it wrote."""
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
+    # The types that would be valid, also where a union lists them.
     types = error.validator_value if error.validator == "type" else None
     if error.validator in ("anyOf", "oneOf") and error.context:
         types = [part.validator_value for part in error.context if part.validator == "type" and not part.path]

@@ -112,6 +112,7 @@ class Toolbox:
         try:
             if wrong := self._parameters[call.name].mismatch(call.arguments):
                 raise ToolError(f"{call.name}: {wrong}")
+            # A server's tool, or a function: async, or plain in a thread.
             function = self._functions.get(call.name)
             if function is None:
                 result = await within(
@@ -142,6 +143,7 @@ def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> S
     Raises:
         ValueError: a parameter without an annotation, of a type that JSON does not have, or that takes any number.
     """
+    # A schema needs a name and a type for every parameter.
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required = []

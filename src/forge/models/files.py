@@ -73,6 +73,7 @@ def check_model_files(folder: Path) -> None:
             run code when they are loaded.
     """
     weights = sorted(folder.glob(WEIGHTS))
+    # Pickles beside safetensors are never read.
     pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
     if pickles and not weights:
         raise ValueError(
@@ -89,6 +90,7 @@ def check_model_files(folder: Path) -> None:
                     raise ValueError("config.json has no model_type")
             else:
                 _content(path, MAX_BYTES, read=False)
+        # An index must stay within the folder; a file of weights must be readable.
         for path in sorted(folder.glob("*.index.json")):
             _check_index(path)
         for path in weights:
@@ -131,6 +133,7 @@ def _check_values(values: dict[str, Any], name: str) -> None:
     pending: list[tuple[int, Any]] = [(1, values)]
     while pending:
         depth, value = pending.pop()
+        # Depth first, without recursion: depth is what is limited.
         if isinstance(value, dict | list):
             if depth > MAX_DEPTH:
                 raise ValueError(f"{name} is nested too deeply")

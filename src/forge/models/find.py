@@ -31,6 +31,7 @@ def check_family(name: str) -> None:
         ValueError: it is not one of `FAMILIES`, or config.json is malformed, or has a value that is not supported (see
             `forge.models.architecture.check_config`) or that transformers rejects.
     """
+    # Faults that `resolve_model` also finds are left to its messages.
     path = Path(name) / "config.json"
     if is_hub_id(name):
         from huggingface_hub import hf_hub_download
@@ -103,6 +104,7 @@ def resolve_model(name: str) -> str:
             ) from error
         check_model_files(folder)
         return str(folder)
+    # A local folder must have all that a run needs, before anything is loaded.
     for part, patterns in (
         ("config.json", ("config.json",)),
         ("weights (model.safetensors)", WEIGHTS),
@@ -195,6 +197,7 @@ def build_small_model(
     from transformers.utils import logging
 
     tokenizer = character_tokenizer(alphabet or PRINTABLE)
+    # A model that every engine and trainer of this library supports.
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),

@@ -71,6 +71,7 @@ def layout(config: Any) -> dict[str, tuple[Part, ...]]:
         checkpoint = f"model.layers.{i}."
         attn = checkpoint + "self_attn."
         mlp = checkpoint + "mlp."
+        # Phi-3's checkpoints have q, k and v fused already, in this order.
         projections = [("q_proj", H * D), ("k_proj", K * D), ("v_proj", K * D)]
         if family == "phi3":
             projections = [("qkv_proj", (H + 2 * K) * D)]
@@ -179,6 +180,7 @@ def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Ten
     modules = _by_module(factors)
     rank = next((len(factors[a]) for a, _ in modules.values()), 1)
     for name, weight in base:
+        # Each pair of factors is used once: those that are left at the end have no base weight.
         pair = modules.pop(name.removesuffix(".weight"), None) if name.endswith(".weight") else None
         if pair is None:
             yield name, weight

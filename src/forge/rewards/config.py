@@ -179,6 +179,7 @@ class JudgeSettings(Section):
     """Nothing is asked once the cost has reached it; requests under way by then still count."""
 
     def _check(self) -> None:
+        # Combinations that an endpoint would reject only after the run has started.
         fields = {field for _, field, _, _ in Formatter().parse(self.template) if field is not None}
         yes, no = self.yes.strip(), self.no.strip()
         for bad, message in (
@@ -255,6 +256,7 @@ class VerifiersConfig(Section):
                 from .judge import LMJudge as _  # noqa: F401
         except (ValueError, OSError, ImportError) as error:
             raise ConfigError(f"{location}: {error}") from None
+        # Columns are named: two of one name could not be told apart in a report.
         if not names:
             raise ConfigError(f"{location} has none: set rules, reward_models, judges, math or another")
         if repeated := sorted({name for name in names if names.count(name) > 1}):

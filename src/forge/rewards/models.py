@@ -54,12 +54,14 @@ class BatchedModel:
         if missing := sorted(loading_info["missing_keys"]):
             raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
+        # An invalid template is an error here, not at the first score.
         self.batch_tokens = settings.batch_tokens
         names = ("prompt_template", "chat_template", "system_prompt", "chat_options")
         self.texts = {name: settings[name] for name in names}
         self.format = PromptFormat(self.tokenizer, **self.texts)
         self.format.fields(["question"])
         self.special = SpecialTokens(self.tokenizer)
+        # The longest row is the least of three limits: the tokenizer's, the model's and the setting.
         positions = getattr(self.model.config, "max_position_embeddings", None)
         for name, module in self.model.named_modules():
             padding = getattr(module, "padding_idx", None)

@@ -216,6 +216,7 @@ class Reward:
         """The rewards of the responses of one prompt, in order. Records the share of missing scores of verifiers."""
         prompt = str(prompt)
         total = np.zeros(len(responses))
+        # Sums over the scorers, with each one's part and the rewards of steps.
         correct: list[bool | None] = [None] * len(responses)
         parts: dict[str, np.ndarray] = {}
         steps: list[list[tuple[int, float]]] = [[] for _ in responses]
@@ -232,6 +233,7 @@ class Reward:
                 response_steps += scored_steps
             if verifier is self.accuracy:
                 correct = _correct(scores)
+        # An accuracy function that is not among the scorers is asked separately.
         if self.accuracy is not None and self.accuracy not in self.verifiers:
             correct = await self.judge(prompt, responses, target)
         return [

@@ -147,6 +147,7 @@ class AnswerFrequency:
                 try:
                     if monotonic() > end:
                         raise Unscored("no time was left to compare its answer")
+                    # Equal texts are compared once; a new text with the first answer of each kind.
                     answer = self.extract(response)
                     if answer is not None and answer not in same_as:
                         kinds_so_far = list(dict.fromkeys(same_as.values()))[:MAX_KINDS]
@@ -157,6 +158,7 @@ class AnswerFrequency:
                     kinds.append(error)
             return kinds
 
+        # The kinds of all responses in one thread, then each one's frequency among the others.
         kinds = await self._turns(kinds_of_answers, limit=self.time_limit, name=self.names[0])
         read = [kind for kind in kinds if not isinstance(kind, Exception)]
         outcomes: list[float | Exception] = []

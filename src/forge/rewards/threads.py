@@ -32,6 +32,7 @@ async def within(limit: float, call: Awaitable[A], name: str, progress: Callable
         except SystemExit as error:  # would end the event loop
             raise RuntimeError(repr(error)) from None
 
+    # The limit starts again whenever there was progress; without a measure of progress it never does.
     task = asyncio.create_task(without_exit())
     try:
         last = progress()

@@ -19,6 +19,7 @@ def read_verdict(answer: str, yes: str, no: str) -> bool | None:
     as in "there is no error".
     """
     answer = without_thoughts(answer)
+    # The word by itself, not as a part of another or of a number.
     word = rf"(?<![\w.-])({re.escape(yes)}|{re.escape(no)})(?![\w-]|\.\d)"
     marked = re.compile(
         rf"^[^\w?\n]*(?:{_LEADS}{_MARKERS}[^\w\n]*?(?:is\b|[:=–—-])[^\w?\n]*)?{word}[^\w?\n]*$"
@@ -27,7 +28,9 @@ def read_verdict(answer: str, yes: str, no: str) -> bool | None:
         rf"|\[\[\s*{word}\s*\]\]|\\boxed\{{(?:\\text\w*\{{)?\s*{word}\s*\}}|<\w+>\s*{word}\s*</\w+>",
         re.IGNORECASE | re.MULTILINE,
     )
+    # Each alternative has its group; the last verdict of a text counts.
     verdicts = [next(filter(None, match.groups())) for match in marked.finditer(answer)]
+    # Without a marker only the first and the last line count, and only if they agree.
     if not verdicts:
         lines = answer.strip().splitlines()
         leading = re.compile(rf"[^\w?]*{word}(?:[.,;:!—](?=\s|$)(?!\sof\b)|\s[–—-]\s)", re.IGNORECASE)

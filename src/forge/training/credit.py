@@ -35,12 +35,14 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
             record_metric("accuracy", info["correct"])
         for name, part in (info.get("parts") or {}).items():
             record_metric(f"reward/{name}", part)
+        # Lengths are those of turns; an episode of one turn has none.
         branches = (*episode.branches, episode)
         turns = [(turn.end - turn.start, turn.finish) for branch in branches for turn in branch.turns]
         for length, finish in turns or [(sum(episode.mask), info.get("finish", ""))]:
             tokens += length
             record_metric("generation/completion_length", length)
             record_metric("generation/truncated", finish == "length")
+        # Metrics of dialogues only.
         if episode.turns:
             record_metric("episode/turns", info["turns"])
             record_metric("episode/tokens", sum(len(branch.tokens) for branch in branches))

@@ -221,6 +221,7 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
         experts: Any = TitanExperts.Config(
             dim=dim, hidden_dim=config.moe_intermediate_size, num_experts=E, param_init=read
         )
+        # Of TorchTitan's mixture only the exchange of tokens and the sums remain.
         tokens = make_token_dispatcher_config(num_experts=E, top_k=k, comm_backend="standard")
         router = {"top_k": k, "score_func": "softmax", "route_norm": config.norm_topk_prob}
         return make_moe_config(
@@ -233,6 +234,7 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
     max_seq_len = min(seq_len, config.max_position_embeddings)
 
     def layer(index: int) -> Module.Config:
+        # A layer, with this library's attention, rotary embedding and experts in place of TorchTitan's.
         return block.Config(
             attention=make_gqa_config(
                 dim=dim,
@@ -251,6 +253,7 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
             ffn_norm=norm(dim),
         )
 
+    # The model: what transformers has outside its layers, and the layers.
     return model.Config(
         dim=dim,
         vocab_size=config.vocab_size,

@@ -69,6 +69,7 @@ class PolicyTrainer:
         self.passes = passes = PassSettings(**settings)
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be finite and above 0, got {temperature}")
+        # The device decides about the dtype, the head about the settings that apply.
         self.dtype = resolve_dtype(passes.dtype, ranks.device)
         self.head = head
         self.offloaded = False
@@ -79,6 +80,7 @@ class PolicyTrainer:
             passes.check(AutoConfig.from_pretrained(model, trust_remote_code=False))
         elif head == "reward" and passes.router_aux_loss:
             raise ValueError("training.router_aux_loss is of policies: a reward model has none")
+        # Built and sharded, then the optimiser: its state follows the layout of the parameters.
         self.policy = build(
             model,
             head,

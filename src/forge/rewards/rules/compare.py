@@ -65,6 +65,7 @@ def choice(text: str) -> tuple[str, Sequence[Token]]:
     parts = tokens(text)
     if len(parts) > 1 and parts[0].text.lower() in ("option", "choice", "answer"):
         parts = parts[1:]
+    # One letter, in brackets or followed by a mark.
     bracketed = len(parts) > 2 and parts[0].text == "(" and parts[2].text == ")"
     letter = parts[1 if bracketed else 0] if parts else None
     if letter is None or len(letter.text) != 1 or not letter.text.isalpha():
@@ -72,6 +73,7 @@ def choice(text: str) -> tuple[str, Sequence[Token]]:
     following = parts[3:] if bracketed else parts[2:]
     if not bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
         return "", ()
+    # Several labels, or a word that continues the sentence, are no choice.
     labels = (token.text for token, after in pairwise(following) if after.text in (")", ".", ":"))
     if (
         any(len(label) == 1 and label.isupper() for label in labels)
@@ -222,6 +224,7 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
             return False
         verdicts = [_same(side, target, tolerance) for side in sides]
         return True if True in verdicts else (None if None in verdicts else False)
+    # The last side is the answer; calculations before it must agree with it.
     verdicts = [_same(sides[-1], target, tolerance)]
     for side in sides[:-1]:
         value = arithmetic(side.tree) if side.tree is not None and not side.unit else None

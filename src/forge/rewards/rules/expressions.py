@@ -86,6 +86,7 @@ class Parser:
         factors = [self._power()]
         numeric = is_numeric(factors[0])
         while True:
+            # An operator, or a factor that follows without one.
             operator = self._peek()
             if operator in ("*", "/", r"\div"):
                 self._take()
@@ -188,6 +189,7 @@ class Parser:
             self._take("|")
             self._bars -= 1
             return ["abs", inner]
+        # Commands take their arguments as tokens or groups.
         if text == r"\frac":
             return ["divide", self._argument(), self._argument()]
         if text == r"\binom":
@@ -376,6 +378,7 @@ def arithmetic(tree: Tree) -> Fraction | None:
     values = [arithmetic(argument) for argument in arguments]
     if any(value is None for value in values):
         return None
+    # Powers within bounds, so that no number becomes too large to compare.
     first, *operands = [value for value in values if value is not None]
     if kind == "negate":
         return -first

@@ -236,6 +236,7 @@ def _unwrapped(text: str) -> str:
             continue
         pieces.append(text[end : command.start()])
         start = command.end()
+        # A colour's first argument is its name.
         if command["colour"]:
             start = _group_end(text, start)
             if text[start : start + 1] != "{":
@@ -293,6 +294,7 @@ def _split(text: str) -> Iterator[Token]:
     depth = position = 0
     last: Token | None = None
     while position < len(text):
+        # The pattern matches any text: the last alternative is one character.
         match = (not depth and _GROUPED.match(text, position)) or _TOKEN.match(text, position)
         assert match
         piece, position = match[0], match.end()
@@ -326,6 +328,7 @@ def _letters(run: str, spaced: bool, before: Token | None, glued_after: bool) ->
         before: the token before it.
         glued_after: whether more mathematics follows without a space.
     """
+    # Letters beside mathematics are variables; beside text, a word.
     after_figure = before is not None and before.kind == "number"
     glued = glued_after or (
         before is not None and not spaced and before.text not in ("(", "-", "'", ",", "/", "|", '"')

@@ -257,9 +257,11 @@ def is_name(value: Value) -> bool:
         return all(map(is_name, value.items))
     if value.kind == "union":
         return all(map(is_name, value.items))
+    # Words describe a quantity, other tokens must spell a name.
     words_only = [token for token in value.parts if token.kind != "word"]
     if len(words_only) < len(texts):  # a description, perhaps with the letter that it is of
         return len(words_only) <= 4 and all(token.kind == "letter" or token.text in "()'-" for token in words_only)
+    # A function of something, an inverse, or a plain name.
     tree = value.tree
     if tree is None or value.computed:
         return False
@@ -276,9 +278,11 @@ def as_interval(value: Value) -> Value | None:
     """The interval, or the union of intervals, that an inequality or a set of one variable is; None of another."""
     if value.kind == "such":
         name, condition = value.items
+        # {x | condition of x}: the condition's interval.
         interval = as_interval(condition)
         return interval if interval is not None and _text(name) == _variable(condition) else None
     if value.kind == "list" and value.ends == ("or",):
+        # x < 1 or x > 3: a union, if all of them bound the same variable.
         intervals = [as_interval(item) for item in value.items]
         if any(interval is None for interval in intervals) or len({_variable(item) for item in value.items}) > 1:
             return None
@@ -286,6 +290,7 @@ def as_interval(value: Value) -> Value | None:
         return Value("union", value.parts, members, (r"\cup",))
     if value.kind == "relation" and value.ends == (r"\in",) and is_name(value.items[0]):
         return value.items[1] if value.items[1].kind in ("tuple", "union", "set") else None
+    # An inequality of one letter, with one bound or two.
     variable = _variable(value) if value.kind == "relation" else None
     if variable is None or not set(value.ends) <= ORDER.keys():
         return None

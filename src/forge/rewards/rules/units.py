@@ -147,6 +147,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
     sign, coming, last, prefix = 1, 1, "", ""
     spelled = 0
     index = 0
+    # Token by token: a prefix, a name with its power, a word between, or a sign that raises or divides.
     while index < len(parts):
         token = parts[index]
         text, lower = token.text, token.text.lower()
@@ -170,6 +171,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
                 last = prefix + (_NAMES.get(text) or _NAMES.get(lower if len(text) > 2 else text) or _singular(text))
                 powers[last] = powers.get(last, 0) + sign * coming
                 coming, prefix = 1, ""
+        # A single letter that is a word, such as "a".
         elif text in _FILLERS and token.kind == "letter":
             spelled += 1
         elif text == "^" and following == r"\circ":
@@ -200,6 +202,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
         elif text not in ("-", "*", "(", ")", "{", "}") or not last:
             return None
         index += 1
+    # A power or a prefix without a unit is none, nor is a long text.
     if spelled > _MOST_WORDS or coming != 1 or prefix or (not powers and not spelled):
         return None
     return tuple(sorted((name, power) for name, power in powers.items() if power))
