@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+Info = dict[str, Any]  # what a user, a reward or an environment says of an episode; plain values
 TOP_LOGPROBS = 20  # most top logprobs of a request
 UNKNOWN_EXPERT = 255  # in place of an expert that was not recorded
 
@@ -111,7 +112,7 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Info = field(default_factory=dict)
     prompt_ids: tuple[int, ...] = ()
     versions: list[int] = field(default_factory=list)
     finish: str = ""
@@ -179,7 +180,7 @@ class Episode:
     advantage: float | None
     weight: float
     text: str
-    info: dict[str, Any]
+    info: Info
     origins: frozenset[Origin]  # one for each version among `versions`
     turns: tuple[Turn, ...]
     branches: tuple[Episode, ...]
@@ -197,7 +198,7 @@ class Episode:
         versions: list[int] | None = None,
         advantage: float | None = None,
         weight: float = 1.0,
-        info: dict[str, Any] | None = None,
+        info: Info | None = None,
     ) -> None:
         if (completion is None) == (response_ids is None):
             raise ValueError("an Episode is made from a completion or from prompt_ids and response_ids")
@@ -262,7 +263,7 @@ class Episode:
         reward: float | None = None,
         origins: Iterable[Origin] = (),
         text: str = "",
-        info: dict[str, Any] | None = None,
+        info: Info | None = None,
         experts: np.ndarray | None = None,
     ) -> Episode:
         """An episode of several turns. Without a turn it has no reward: there is nothing in it to learn from.

@@ -19,6 +19,8 @@ from forge.system.files import written_aside
 from .formats import reading_npz, write_npz
 from .table import ScoreTable
 
+Json = dict[str, Any]
+
 
 @dataclasses.dataclass
 class FitReport:
@@ -50,7 +52,7 @@ class FitReport:
     residual_correlation: float | None = None
     correlated: list[str] = dataclasses.field(default_factory=list)
     correlation: list[list[float]] = dataclasses.field(default_factory=list)
-    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    details: Json = dataclasses.field(default_factory=dict)
     warnings: list[str] = dataclasses.field(default_factory=list)
     alarms: list[str] = dataclasses.field(default_factory=list)
 
@@ -78,7 +80,7 @@ class FitReport:
             entry = self.verifiers[name]
             entry["coverage"] += share * (float(coverage) - entry["coverage"])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Plain values for JSON, None in place of NaN."""
         return _plain(dataclasses.asdict(self))
 
@@ -244,15 +246,15 @@ class Aggregator(ABC):
         with written_aside(Path(path)) as aside:
             write_npz(aside, {"header": state["header"]}, state["arrays"])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """`header` (plain values) and `arrays`, as read by `restored`."""
         self._require_fit()
         arrays: dict[str, np.ndarray] = {}
         return {"header": {"format": FORMAT, **self._pack("", arrays)}, "arrays": arrays}
 
-    def _pack(self, prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    def _pack(self, prefix: str, arrays: dict[str, np.ndarray]) -> Json:
         """Add the arrays to `arrays`; return the header."""
-        parts: dict[str, Any] = {}
+        parts: Json = {}
         for name in ("columns", *self.LEARNED):
             value = getattr(self, name)
             if isinstance(value, Aggregator):
@@ -270,7 +272,7 @@ class Aggregator(ABC):
         }
 
     @classmethod
-    def unpack(cls, header: dict[str, Any], prefix: str, arrays: dict[str, np.ndarray]) -> Self:
+    def unpack(cls, header: Json, prefix: str, arrays: dict[str, np.ndarray]) -> Self:
         """Inverse of `_pack`; pops its arrays. KeyError, ValueError: they do not match the header."""
         aggregator = cls(**header["settings"])
         aggregator.verifiers = tuple(header["verifiers"])
@@ -321,7 +323,7 @@ def load(path: str | Path) -> Aggregator:
         return restored({"header": json.loads(arrays.pop("header").tobytes()), "arrays": arrays})
 
 
-def restored(state: dict[str, Any]) -> Aggregator:
+def restored(state: Json) -> Aggregator:
     """The aggregator of a `state_dict`. KeyError, TypeError, AttributeError, ValueError: not a valid state."""
     header, arrays = state["header"], dict(state["arrays"])
     if header["format"] != FORMAT:

@@ -18,6 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from forge.models import quiet_loading
+from forge.rewards.models import TokenRow
 from forge.rewards.reward_model import RewardModel
 
 from .calibration import Recalibration, auc, ece
@@ -212,7 +213,7 @@ def _divide(prompts: list[str], seed: int) -> list[np.ndarray]:
 
 def _train(
     reader: RewardModel,
-    rows: list[Any],
+    rows: list[TokenRow],
     targets: np.ndarray,
     train: np.ndarray,
     epochs: int,

@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forge.system.files import written_aside
 
 from .table import ScoreTable, families_by_name
+
+if TYPE_CHECKING:
+    import pyarrow
 
 # Errors of a damaged Parquet file, beside pyarrow's own.
 _DAMAGED = (
@@ -206,11 +209,11 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
     )
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _number(value: Any, location: str) -> float:
+def _number(value: object, location: str) -> float:
     """A score, or the mean of a list of votes; NaN for None."""
     if value is None:
         return math.nan
@@ -247,7 +250,7 @@ def _save_parquet(table: ScoreTable, path: Path) -> None:
     parquet.write_table(arrow.table(columns).replace_schema_metadata(metadata), path)
 
 
-def _read_parquet(path: Path) -> Any:
+def _read_parquet(path: Path) -> pyarrow.Table:
     arrow, parquet = _arrow()
     try:
         with parquet.ParquetFile(path) as opened:
@@ -256,7 +259,7 @@ def _read_parquet(path: Path) -> Any:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
 
 
-def _from_parquet(file: Any) -> ScoreTable:
+def _from_parquet(file: pyarrow.Table) -> ScoreTable:
     arrow, _ = _arrow()
     names, types = file.column_names, arrow.types
     if duplicates := sorted(name for name, count in Counter(names).items() if count > 1):
@@ -312,7 +315,7 @@ def _from_parquet(file: Any) -> ScoreTable:
     )
 
 
-def _places(file: Any) -> tuple[np.ndarray, np.ndarray]:
+def _places(file: pyarrow.Table) -> tuple[np.ndarray, np.ndarray]:
     """Indices (problem, response) of each row: problems by first appearance, responses by number or else by order."""
     keys = {name: file[name].to_pylist() for name in ("problem", "response") if name in file.column_names}
     for name, column in keys.items():

@@ -21,7 +21,7 @@ from forge.rewards.panel import Panel
 from forge.rewards.reward import report_missing
 from forge.rewards.verifier import Scores
 
-from .aggregator import AGGREGATOR, Aggregator, load, restored
+from .aggregator import AGGREGATOR, Aggregator, Json, load, restored
 from .binned import Online
 from .means import Majority
 from .table import ScoreTable
@@ -204,12 +204,12 @@ class Ensemble:
         if self.panel is not None:
             await self.panel.close()
 
-    async def state_dict(self) -> dict[str, Any]:
+    async def state_dict(self) -> Json:
         """The aggregator, and scored groups that await the next update."""
         async with self._learning:
             return {"aggregator": self.aggregator.state_dict(), "seen": list(self._seen)}
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
+    async def load_state_dict(self, state: Json) -> None:
         """Restore. ValueError: the state of another ensemble."""
         learned = restored(state["aggregator"])
         if not self.learns or type(learned) is not type(self.aggregator):
@@ -287,7 +287,7 @@ class Distilled:
         return self
 
     @property
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> str:
         """Changes with the model, for caches of scores."""
         return self.model.fingerprint
 

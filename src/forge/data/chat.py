@@ -9,22 +9,21 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..models.template_limits import limit_templates
 from ..system.files import read_text
 from .files import Row, check_values
 from .special_tokens import SpecialTokens
-from .turns import Rewritten, Turns, Writer, thought_of
+from .turns import Message, Rewritten, Span, Turns, Writer, thought_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-Span = tuple[int, int]
+A = TypeVar("A")
 TrainOn = Literal["assistant", "last"]
 Thoughts = Literal["keep", "template"]
 
@@ -118,7 +117,7 @@ class ChatFormat:
         self.writer = Writer(self.template, self._render)
         self.turns = Turns(self.render, self.writer, self._special)
 
-    def with_tools(self, tools: Any) -> ChatFormat:
+    def with_tools(self, tools: object) -> ChatFormat:
         """The format of a conversation that offers these tools, a list of schemas in OpenAI's format or its JSON text;
         without tools it is this one. ValueError: they are neither."""
         if isinstance(tools, str):
@@ -259,14 +258,15 @@ class ChatFormat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {**self.tokenizer.special_tokens_map, **self.options, "add_generation_prompt": False}
-        _, spans = self._safely(
+        rendered: Any = self._safely(
             lambda: render_jinja_template(
                 [list(conversation)], chat_template=self.template, return_assistant_tokens_mask=True, **options
             )
         )
+        _, spans = rendered
         return [(begin, end) for begin, end in spans[0] if end > begin]
 
-    def _safely(self, call: Any) -> Any:
+    def _safely(self, call: Callable[[], A]) -> A:
         try:
             return call()
         except Exception as error:  # templates are programs and raise anything

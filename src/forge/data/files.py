@@ -64,13 +64,13 @@ def from_columns(row: Row) -> Row:
     return {name: _present(value) for name, value in row.items()}
 
 
-def _present(value: Any) -> Any:
+def _present(value: object) -> object:
     if isinstance(value, dict):
         return {name: _present(item) for name, item in value.items() if item is not None}
     return [_present(item) for item in value] if isinstance(value, list) else value
 
 
-def check_values(value: Any, location: str) -> None:
+def check_values(value: object, location: str) -> None:
     """ValueError: something in a value, however deep, is a missing number (nan, inf) or half a character (a lone
     surrogate), which no tokenizer reads."""
     if isinstance(value, str):
@@ -100,6 +100,7 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
     if isinstance(path, Rows):
         return list(path)
     file = _local(path)
+    # Folders and hub ids are read by `datasets`, files by this module.
     rows: Sequence[Row]
     if file is None or file.is_dir():
         rows = StoredColumns(_load(path, file, split=split, subset=subset, streaming=False))

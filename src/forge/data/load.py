@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from ..types import Sample
 from .preferences import PreferenceDataset
 from .prompts import PromptDataset
+from .sources import Position
 from .stream import RowStream
 from .supervised import SupervisedDataset
 
@@ -68,7 +69,7 @@ class Mixture(Generic[T]):
             counts[chosen] += 1
         return sum(counts)
 
-    def has(self, item: Any) -> bool:
+    def has(self, item: object) -> bool:
         """Whether an item is one of a source's."""
         return any(source.has(item) for source in self.sources)
 
@@ -94,7 +95,7 @@ class Mixture(Generic[T]):
         """Of all sources that have targets."""
         return chain.from_iterable(source.targets() for source in self.sources if isinstance(source, PromptDataset))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Position:
         """The position in all sources, as plain JSON."""
         return {
             "shares": [str(share) for share in self.shares],
@@ -102,7 +103,7 @@ class Mixture(Generic[T]):
             "sources": [source.state_dict() for source in self.sources],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Position) -> None:
         """Resume where `state_dict` was called. ValueError: the sources or weights differ."""
         was, now = state.get("shares"), [str(share) for share in self.shares]
         if was != now:

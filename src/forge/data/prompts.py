@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..types import Prompt, Sample
 from .chat import ChatFormat, Message
 from .config import DatasetConfig, RowsConfig
-from .files import Row, check_values
+from .files import Row, Rows, check_values
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class PromptFormat:
                 raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
         return template_fields
 
-    def render(self, row: Mapping[str, Any]) -> tuple[str, str]:
+    def render(self, row: Row) -> tuple[str, str]:
         """The user's text and the target of a row. ValueError: a missing or empty field, or no match."""
         values = {name: plain(row, column) for name, column in self.fields(row).items()}
         options = self._options(row)
@@ -114,7 +114,7 @@ class PromptFormat:
             raise ValueError(f"field {self.target_field!r}, the target, is empty")
         return text, self._letter(row[self.target_field], target, options) if options else target
 
-    def _options(self, row: Mapping[str, Any]) -> list[str]:
+    def _options(self, row: Row) -> list[str]:
         """The options of multiple choice in the order of their letters; empty without `choices_field`. ValueError: two
         are equal, or one is empty."""
         options = self._listed(row)
@@ -124,7 +124,7 @@ class PromptFormat:
             )
         return options
 
-    def _listed(self, row: Mapping[str, Any]) -> list[str]:
+    def _listed(self, row: Row) -> list[str]:
         if self.choices_field is None:
             return []
         if isinstance(self.choices_field, str):
@@ -181,7 +181,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     SECTION, NOUN, LIMIT = DatasetConfig, "prompt", "max_prompt_tokens"
 
-    def __init__(self, path: Any = None, **settings: Any) -> None:
+    def __init__(self, path: str | Rows | None = None, **settings: Any) -> None:
         super().__init__(path, **settings)
         self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
         self.check()
@@ -227,7 +227,7 @@ def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
-def plain(row: Mapping[str, Any], name: str) -> str:
+def plain(row: Row, name: str) -> str:
     """A field of a row as text. ValueError: it is missing, or neither text nor a number."""
     if name not in row:
         raise ValueError(f"no field {name!r}: it has {', '.join(row)}")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 Numbered = tuple[int, Row]
+Position = dict[str, Any]  # plain JSON, for a checkpoint
 
 
 class StoredRows:
@@ -43,11 +44,11 @@ class StoredRows:
         """All rows in order, with their numbers from 1."""
         return enumerate(self.rows, 1)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Position:
         """The position, for a checkpoint."""
         return {"epoch": self.epoch, "position": self._position}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Position) -> None:
         """Continue at a position; the order of an epoch follows from its seed."""
         self.epoch = state["epoch"]
         self._position = state["position"]
@@ -73,7 +74,7 @@ class StreamedRows:
         self._size = block
         self._open(0, 0, None)
 
-    def _open(self, epoch: int, number: int, start: dict[str, Any] | None) -> None:
+    def _open(self, epoch: int, number: int, start: Position | None) -> None:
         self.epoch = epoch
         self._number = number
         self._stream = self._open_dataset()
@@ -108,11 +109,11 @@ class StreamedRows:
         """All rows in order, with their numbers from 1."""
         return enumerate(map(from_columns, self._open_dataset()), 1)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Position:
         """The position, for a checkpoint: the block and the offset in it."""
         return {"epoch": self.epoch, "block": self._number, "start": self._start, "offset": self._offset}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Position) -> None:
         """Continue at a position, without reading the rows before its block."""
         self._open(state["epoch"], state["block"], state["start"])
         self._offset = state["offset"]
@@ -189,11 +190,11 @@ class TaskRows:
         """`n` distinct questions of the test split."""
         return enumerate(map(_as_dict, self.task.take(n, seed=self.seed, difficulty=self.difficulty)), 1)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Position:
         """The position, for a checkpoint."""
         return {"index": self._index}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Position) -> None:
         """Continue at a position."""
         self._index = state["index"]
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from ..types import Pair, Sample
 from .config import RowsConfig
 from .files import Row, Rows, open_rows, open_stream
-from .sources import StoredRows, StreamedRows, TaskRows
+from .sources import Position, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
 C = TypeVar("C", bound=RowsConfig)
@@ -84,7 +84,7 @@ class RowStream(ABC, Generic[T, C]):
         self._name = section.task or (path if isinstance(path, str) else "dataset")
         self._source: StoredRows | StreamedRows | TaskRows
         # Decides about the rows and their order: a saved position fits no other.
-        self._identity: dict[str, Any] = {
+        self._identity: Position = {
             "task": section.task,
             "split": section.split,
             "seed": seed,
@@ -178,7 +178,7 @@ class RowStream(ABC, Generic[T, C]):
         rows = self._source.scan()
         return (row for _, row in (rows if isinstance(self._source, StoredRows) else islice(rows, _PROBE)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Position:
         """The position, as plain JSON."""
         return {
             "identity": self._identity,
@@ -187,7 +187,7 @@ class RowStream(ABC, Generic[T, C]):
             "skipped": self.skipped,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Position) -> None:
         """Resume where `state_dict` was called. ValueError: the data or the order differ."""
         for name in {**self._identity, **state["identity"]}:
             saved = state["identity"].get(name)
@@ -279,7 +279,7 @@ class RowStream(ABC, Generic[T, C]):
         if stored and self.epochs is not None:
             self.size = items * self.epochs
 
-    def has(self, item: Any) -> bool:
+    def has(self, item: object) -> bool:
         """Whether an item is one of those that were checked."""
         return hash(content_of(item)) in self._items
 
@@ -304,7 +304,7 @@ def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(episode.tokens) for episode in (item if isinstance(item, Pair) else [item]))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """All texts in a row."""
     if isinstance(value, str):
         yield value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..types import Episode, Prompt, Sample
 from .chat import MESSAGE_FIELDS, ChatFormat, messages
 from .config import RowsConfig, SupervisedConfig
-from .files import Row
+from .files import Row, Rows
 from .prompts import PROMPT_FIELDS, PromptFormat, plain, with_one_bos
 from .stream import RowStream
 
@@ -34,7 +34,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
 
     SECTION = SupervisedConfig
 
-    def __init__(self, path: Any = None, **settings: Any) -> None:
+    def __init__(self, path: str | Rows | None = None, **settings: Any) -> None:
         super().__init__(path, **settings)
         section = self.settings
         if self._too_long == "truncate" and self._limit is None:

@@ -20,14 +20,13 @@ from typing import Any, Literal, get_args
 from . import markup
 from .environment import Action, ToolCall
 from .markup import MAX_CALLS, MAX_CHARACTERS
-from .schemas import parameters_of
+from .schemas import Schema, parameters_of
 
 # Python warns of odd syntax as it parses, once for each place: a turn could fill the log.
 warnings.filterwarnings("ignore", module="<model output>")
 
 Syntax = Literal["hermes", "llama3", "plain", "mistral", "deepseek", "harmony", "glm", "qwen_xml"]
 SYNTAXES: tuple[str, ...] = get_args(Syntax)
-Schema = Mapping[str, Any]
 
 _PYTHON_TAG = "<|python_tag|>"
 # What only the templates of a syntax hold, the more special ones first.

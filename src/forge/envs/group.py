@@ -16,6 +16,7 @@ from ..observability import phase, record_metric
 from ..types import Episode, Sample
 from .dialogue import Dialogue
 from .environment import Environment
+from .rollout import Policy
 from .rollout import rollout as play_episode
 
 MAX_UNSCORED_GROUPS = 64
@@ -33,12 +34,14 @@ class GroupEnv(ABC):
 
     @abstractmethod
     async def play(
-        self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+        self, policy: Policy, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """n episodes; `reward` is None where unscored, `info["correct"]` is None where unknown. With `evaluation`,
         rewards that learn must not learn from them."""
 
-    async def rollout(self, policy: Any, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any) -> list[Episode]:
+    async def rollout(
+        self, policy: Policy, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any
+    ) -> list[Episode]:
         """n scored episodes of the same sample, from the same start.
 
         Args:
@@ -63,7 +66,7 @@ class GroupEnv(ABC):
 
     async def evaluate(
         self,
-        policy: Any,
+        policy: Policy,
         samples: Sequence[Sample],
         keep: Callable[[Sequence[Sample], Sequence[Episode]], None] | None = None,
         **sampling: Any,
@@ -111,7 +114,7 @@ class SingleTurnEnv(GroupEnv):
         self.reward, self.tokenizer = reward, tokenizer
 
     async def play(
-        self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+        self, policy: Policy, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """Sample n responses and score them together."""
         prompt, target = sample
@@ -149,7 +152,7 @@ class MultiTurnEnv(GroupEnv):
         self.environment, self.dialogue, self.limits = environment, dialogue, limits
 
     async def play(
-        self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+        self, policy: Policy, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """Play n episodes concurrently, each in an environment of its own."""
         options = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}

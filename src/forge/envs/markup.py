@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .schemas import parameters_of
+from .schemas import Schema, parameters_of
 
-Schema = Mapping[str, Any]
-Found = tuple[str, list[tuple[str, Any]], list[str]]  # the text without calls, (name, arguments) of each, errors
+NamedCall = tuple[str, Any]
+Found = tuple[str, list[NamedCall], list[str]]  # the text without calls, (name, arguments) of each, errors
 
 MAX_CALLS = 64  # calls of one turn
 MAX_CHARACTERS = 1 << 16  # characters of one call
@@ -64,7 +64,7 @@ GLM = Tags(
 def deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
     """`begin function sep name, JSON in a code block, end` of V3 and R1, or `begin name sep JSON end` of V3.1."""
     content, parts, errors = between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    calls: list[tuple[str, Any]] = []
+    calls: list[NamedCall] = []
     for part in parts:
         kind, _, body = part.partition("<｜tool▁sep｜>")
         name, fence, code = body.partition("\n```json\n")
@@ -85,7 +85,7 @@ def qwen_xml(text: str, tools: Mapping[str, Schema]) -> Found:
 def mistral(text: str, tools: Mapping[str, Schema]) -> Found:
     """`[TOOL_CALLS]` and a JSON list of calls, or `[TOOL_CALLS]name[ARGS]{...}` for each."""
     content, _, _ = text.partition(_MISTRAL)
-    calls: list[tuple[str, Any]] = []
+    calls: list[NamedCall] = []
     errors: list[str] = []
     position = len(content)
     while 0 <= position < len(text) and len(calls) + len(errors) <= MAX_CALLS:
@@ -108,7 +108,7 @@ def harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     """Messages of gpt-oss: `<|channel|>analysis<|message|>` holds thoughts, which are returned between tags as other
     models write them, `to=functions.name` calls."""
     thoughts, messages = [], []
-    calls: list[tuple[str, Any]] = []
+    calls: list[NamedCall] = []
     errors: list[str] = []
     position = 0
     while position < len(text):
@@ -156,7 +156,7 @@ def between(text: str, begin: str = _BEGIN, end: str = _END) -> tuple[str, list[
 
 def _xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
     outside: list[str] = []
-    calls: list[tuple[str, Any]] = []
+    calls: list[NamedCall] = []
     errors: list[str] = []
     position = 0
     while (start := _find(text, _BEGIN, position)) < len(text) and len(calls) + len(errors) <= MAX_CALLS:

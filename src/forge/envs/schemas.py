@@ -17,6 +17,10 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
+# The JSON Schema of a function in OpenAI's format, and the arguments of a call.
+Schema = Mapping[str, Any]
+Arguments = Mapping[str, Any]
+
 _LONGEST = 1 << 16  # characters of a value that is read as Python
 _UNKNOWN = (Unresolvable, re.error)  # a document elsewhere, another language's pattern: the tool itself decides
 
@@ -31,7 +35,7 @@ class Parameters:
         ValueError: they are no JSON Schema.
     """
 
-    def __init__(self, function: Mapping[str, Any]) -> None:
+    def __init__(self, function: Schema) -> None:
         schema = function.get("parameters")
         self._schema: Any = {} if schema is None or schema is True else schema
         try:
@@ -51,7 +55,7 @@ class Parameters:
             part.get("additionalProperties", False) is not False or "patternProperties" in part for part in parts
         )
 
-    def mismatch(self, arguments: Mapping[str, Any]) -> str:
+    def mismatch(self, arguments: Arguments) -> str:
         """The error in the arguments of a call; "" if there is none. Null is as good as no value for an optional
         parameter, as signatures have it."""
         # Missing and unknown names first: their messages help most.
@@ -90,11 +94,11 @@ class Parameters:
         # The one that has the right type, for its error says more.
         return text if error.validator == "type" and as_text.validator != "type" else value
 
-    def takes(self, name: str, value: Any) -> bool:
+    def takes(self, name: str, value: object) -> bool:
         """Whether a parameter may have this value."""
         return self._error(self.properties.get(name, True), value) is None
 
-    def _error(self, schema: Any, value: Any) -> ValidationError | None:
+    def _error(self, schema: object, value: object) -> ValidationError | None:
         try:
             return best_match(self._validator.evolve(schema=schema).iter_errors(value))
         except _UNKNOWN:
@@ -102,7 +106,7 @@ class Parameters:
         except Exception as failure:  # as in mismatch
             return ValidationError(_cut(failure))
 
-    def _parts(self, schema: Any, followed: set[str]) -> Iterator[Mapping[str, Any]]:
+    def _parts(self, schema: object, followed: set[str]) -> Iterator[Schema]:
         """A schema, and those that its references and alternatives name."""
         if not isinstance(schema, Mapping):
             return
@@ -119,7 +123,7 @@ class Parameters:
             yield from self._parts(alternative, followed)
 
 
-def parameters_of(function: Mapping[str, Any]) -> Parameters:
+def parameters_of(function: Schema) -> Parameters:
     """The parameters of a tool, which are any where they are no JSON Schema: a server's tools are read as they are."""
     try:
         return Parameters(function)

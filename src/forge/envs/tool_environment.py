@@ -9,6 +9,7 @@ from typing import Any
 from ..data.prompts import QUESTION_FIELDS
 from ..types import Prompt, Sample
 from .environment import Action, Environment, Message, Step
+from .schemas import Schema
 from .tools import Toolbox
 
 
@@ -30,7 +31,7 @@ class ToolEnvironment(Environment):
         self.tools, self.score, self.system, self.turn_reward = tools, score, system, turn_reward
 
     @property
-    def offered(self) -> tuple[Mapping[str, Any], ...]:
+    def offered(self) -> tuple[Schema, ...]:
         """The schemas of the tools."""
         return self.tools.schemas
 

@@ -8,13 +8,13 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Union
 
 from ..rewards.threads import in_own_thread, within
 from ..rewards.verifier import Unscored
 from .environment import Action, InfrastructureError, Message, ToolCall
-from .schemas import Parameters
+from .schemas import Arguments, Parameters
 
 Schema = dict[str, Any]
 Tool = Callable[..., Any]
@@ -31,7 +31,7 @@ class ToolServer(Protocol):
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """Schemas of its tools, as OpenAI's function calling has them."""
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Arguments) -> str:
         """The answer of a tool. ToolError: a message for the policy."""
 
 
@@ -137,7 +137,7 @@ class Toolbox:
         return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
 
 
-def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> Schema:
+def schema_of(function: Tool) -> Schema:
     """The schema of a function, from its name, the first paragraph of its docstring and its annotated parameters.
 
     Raises:
@@ -145,7 +145,7 @@ def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> S
     """
     # A schema needs a name and a type for every parameter.
     hints = typing.get_type_hints(function)
-    properties: dict[str, Any] = {}
+    properties: dict[str, Schema] = {}
     required = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -163,7 +163,7 @@ def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> S
     return {"type": "function", "function": {"name": function.__name__, "description": about, "parameters": parameters}}
 
 
-def _type(hint: Any, *, optional: bool = False) -> dict[str, Any]:
+def _type(hint: Any, *, optional: bool = False) -> Schema:
     """The schema of a type. `optional`: without None, which a call says by leaving the parameter out."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _TYPES:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class AttentionKind(NamedTuple):
@@ -25,7 +28,7 @@ BIASES = ("llama", "qwen3", "olmo2", "smollm3", "gemma3_text", "qwen3_moe", "olm
 MLP_BIASES = ("llama", "smollm3")  # `mlp_bias`
 
 
-def check_config(config: Any) -> None:
+def check_config(config: PreTrainedConfig) -> None:
     """Check that trainer and engines compute the same as transformers for a config.
 
     Dropout is not checked: it is always off.
@@ -54,7 +57,7 @@ def check_config(config: Any) -> None:
             raise ValueError(f"{config.name_or_path or 'the model'} ({family}): {feature} is not supported")
 
 
-def attention_kinds(config: Any) -> list[AttentionKind]:
+def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
     """The kind of every layer of a transformers config."""
     layers, family = config.num_hidden_layers, config.model_type
     windowed = [family in WINDOWS] * layers
@@ -68,7 +71,7 @@ def attention_kinds(config: Any) -> list[AttentionKind]:
     ]
 
 
-def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
+def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """The parameters of the rotary embeddings by type of layer, or under "" if all layers have the same."""
     rope = config.rope_parameters or {}
     if config.model_type == "gemma3_text":
@@ -76,13 +79,13 @@ def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     return {"": rope}
 
 
-def longest(config: Any) -> int:
+def longest(config: PreTrainedConfig) -> int:
     """Maximum tokens of a sequence: `max_position_embeddings`, or the limit of `rotary_limit`."""
     limit = rotary_limit(config)
     return config.max_position_embeddings if limit is None else min(config.max_position_embeddings, limit[0])
 
 
-def rotary_limit(config: Any) -> tuple[int, str] | None:
+def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
     """Maximum tokens of a sequence, and the `rope_type`, where a longer one would change the frequencies of a whole
     batch: the length of LongRoPE's short factors (Ding et al. 2024), or `max_position_embeddings` of dynamic ones.
     None: no limit."""
@@ -95,7 +98,7 @@ def rotary_limit(config: Any) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
-def sparse_layers(config: Any) -> list[int]:
+def sparse_layers(config: PreTrainedConfig) -> list[int]:
     """The layers that are mixtures of experts."""
     layers = range(config.num_hidden_layers)
     if config.model_type == "qwen3_moe":

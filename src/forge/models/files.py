@@ -130,7 +130,7 @@ def _reject(handle: int, path: Path) -> NoReturn:
 
 def _check_values(values: dict[str, Any], name: str) -> None:
     """Check depth and numbers. ValueError: nested too deeply, NaN, or a number that no model has."""
-    pending: list[tuple[int, Any]] = [(1, values)]
+    pending: list[tuple[int, object]] = [(1, values)]
     while pending:
         depth, value = pending.pop()
         # Depth first, without recursion: depth is what is limited.
@@ -148,7 +148,7 @@ def _check_values(values: dict[str, Any], name: str) -> None:
         raise ValueError(f"{name} has num_hidden_layers = {layers}: at most {MAX_LAYERS} are read")
 
 
-def _check_implementations(values: Any, name: str) -> None:
+def _check_implementations(values: object, name: str) -> None:
     """ValueError: attention or experts would be computed by code from the hub, which transformers loads for a name with
     a slash, whatever `trust_remote_code` says."""
     for key, value in values.items() if isinstance(values, dict) else ():

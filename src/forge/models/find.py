@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
 from ..system.files import cache_folder, removed_on_error, room_for
@@ -17,6 +17,9 @@ from .architecture import FAMILIES, check_config
 from .files import PICKLES, check_gguf, check_model_files, read_json
 from .hub import is_hub_id, split_revision
 from .tokenizer import PRINTABLE, character_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ def _families() -> str:
     return "a model of " + ", ".join(FAMILIES)
 
 
-def check_classifier(config: Any) -> None:
+def check_classifier(config: PreTrainedConfig) -> None:
     """ValueError: transformers has no sequence classifier of this config's family, to be a critic or reward model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 

@@ -11,9 +11,12 @@ a batch share counts for each of them in training, once in generation.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .architecture import sparse_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Dense bfloat16, in TFLOP/s, by a part of the name (data sheets of NVIDIA and AMD).
 PEAKS = {
@@ -25,7 +28,7 @@ SIZE = 1024
 TRIES = 5
 
 
-def forward_flops(config: Any, tokens: float, attended: float, predicted: float) -> float:
+def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, predicted: float) -> float:
     """Floating-point operations of a forward pass.
 
     Args:

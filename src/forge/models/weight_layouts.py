@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from .architecture import BIASES, sparse_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # where embeddings are tied, another name for EMBEDDING
@@ -46,7 +49,7 @@ class Part(NamedTuple):
         return self.inner if self.repeated else (self.rows, *self.inner)
 
 
-def head_size(config: Any) -> int:
+def head_size(config: PreTrainedConfig) -> int:
     """The size of one attention head of a transformers config."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -56,7 +59,7 @@ def follows(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
 
-def layout(config: Any) -> dict[str, tuple[Part, ...]]:
+def layout(config: PreTrainedConfig) -> dict[str, tuple[Part, ...]]:
     """Every engine parameter of a config of `forge.models.FAMILIES` with the plain tensors fused into it, in row order.
 
     Matrices and their biases end in `.weight` and `.bias`, norms in `norm`. With tied embeddings there is no head.
@@ -96,7 +99,7 @@ def layout(config: Any) -> dict[str, tuple[Part, ...]]:
     return table
 
 
-def _dense(engine: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
+def _dense(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[Part, ...]]:
     C, I = config.hidden_size, config.intermediate_size  # noqa: E741
     halves = [("gate_up", 2 * I)] if config.model_type == "phi3" else [("gate", I), ("up", I)]
     return {
@@ -105,7 +108,7 @@ def _dense(engine: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
     }
 
 
-def _experts(engine: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
+def _experts(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[Part, ...]]:
     """The experts' matrices one below the other."""
     C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741

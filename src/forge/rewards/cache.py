@@ -106,6 +106,7 @@ class Cache:
 
     async def get(self, keys: Sequence[str]) -> dict[str, tuple[float, ...]]:
         """The entries that exist. sqlite3.Error: the file cannot be read."""
+        # Memory first; what it lacks is read from the file, in a thread.
         entries = {}
         with self._lock:
             for key in keys:

@@ -24,6 +24,8 @@ try:
 except ImportError as error:
     raise ImportError("LM judges need the openai package: pip install openai") from error
 
+Json = dict[str, Any]
+
 MILLION = 1_000_000
 # Of the library that openai uses: httpx, or httpx2 in later versions.
 _TRANSPORT = bounded_transport(import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]))
@@ -68,7 +70,7 @@ class LMJudge:
         self.cost = Cost()
         self.progress = 0  # answered requests: with a dead endpoint it stands still, and a panel times out
         self._base, self._path = url.rstrip("/"), "/chat/completions" if self._chat else "/completions"
-        self._fixed: dict[str, Any] = {"model": model, "temperature": section.temperature}
+        self._fixed: Json = {"model": model, "temperature": section.temperature}
         if section.scoring == "votes":
             self._fixed["max_tokens"] = section.max_tokens
         else:
@@ -126,7 +128,7 @@ class LMJudge:
         messages = [{"role": "user", "content": text}]
         if self._settings.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
-        question: dict[str, Any] = {"messages": messages} if self._chat else {"prompt": text}
+        question: Json = {"messages": messages} if self._chat else {"prompt": text}
         # From the probabilities of the two words as the next token, in one request.
         if self._settings.scoring == "logprob":
             choice = (await self._ask(client, {**self._fixed, **question}))[0]
@@ -162,13 +164,13 @@ class LMJudge:
             raise Unscored(f"{len(verdicts)} of {count} verdicts could be read; the last answer was {answer[-80:]!r}")
         return sum(verdicts) / len(verdicts)
 
-    def _text(self, choice: dict[str, Any]) -> str:
+    def _text(self, choice: Json) -> str:
         text = choice["message"].get("content") if self._chat else choice["text"]
         if not isinstance(text, str | None):
             raise TypeError("the answer is no text")
         return text or ""
 
-    async def _ask(self, client: AsyncOpenAI, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _ask(self, client: AsyncOpenAI, body: Json) -> list[Json]:
         """The choices of an answer. Unscored: all attempts failed, or the budget is spent."""
         url, budget = self._base + self._path, self._settings.budget
         for _ in range(self._settings.retries + 1):
@@ -212,7 +214,7 @@ class LMJudge:
     def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
         """The client and the semaphore of the running loop: neither works in another."""
 
-        async def count(request: Any) -> None:
+        async def count(request: object) -> None:
             self.cost.requests += 1
 
         loop = asyncio.get_running_loop()

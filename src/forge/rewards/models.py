@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from ..data.prompts import PromptFormat
 from ..data.special_tokens import SpecialTokens
 from .config import ModelSettings
 from .verifier import Unscored
+
+A = TypeVar("A")
 
 NO_LIMIT = 1 << 20  # tokenizers without a limit return a huge number
 
@@ -107,7 +109,7 @@ class BatchedModel:
                 return number
         raise ValueError(f"the model has no class {label!r}: it has {listed}")
 
-    def run(self, rows: Sequence[TokenRow], read: Callable[[Inputs], Sequence[Any]]) -> list[Any]:
+    def run(self, rows: Sequence[TokenRow], read: Callable[[Inputs], Sequence[A]]) -> list[A | Exception]:
         """The outcome of `read` for each row, in order: Unscored for a row that is empty or too long, and the
         exception of `read` for a row that fails even alone."""
         outcomes = dict(self.stream(rows, read))
@@ -117,9 +119,9 @@ class BatchedModel:
     def stream(
         self,
         rows: Sequence[TokenRow | Exception],
-        read: Callable[[Inputs], Sequence[Any]],
+        read: Callable[[Inputs], Sequence[A]],
         is_pending: Callable[[int], bool] = lambda index: True,
-    ) -> Iterator[tuple[int, Any]]:
+    ) -> Iterator[tuple[int, A | Exception]]:
         """The outcomes of `run` batch by batch, as (index, outcome); exceptions among `rows` are yielded as they are.
         Rows for which `is_pending` is false at the time of their batch are omitted."""
         readable: dict[int, TokenRow] = {}
@@ -139,7 +141,7 @@ class BatchedModel:
                 batches.append([])
             batches[-1].append(index)
 
-        def read_halving(indices: list[int]) -> Sequence[Any]:
+        def read_halving(indices: list[int]) -> Sequence[A | Exception]:
             # A failed batch is split: it may need too much memory, or one row is at fault.
             try:
                 return read(self.pad(indices, readable))

@@ -67,7 +67,7 @@ class ProcessRewardModel:
         else:
             self._class = self._model.class_index(label)
         self._settings = (marker, section.separator, section.joint, good, bad, label, *self._model.texts.values())
-        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, name)
+        self._batcher: Batcher[tuple[str, str], list[float] | Exception] = Batcher(self._compute, name)
 
     @property
     def progress(self) -> int:
@@ -109,7 +109,9 @@ class ProcessRewardModel:
         """Stop the thread; waiting calls fail."""
         self._batcher.close()
 
-    def _compute(self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+    def _compute(
+        self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]
+    ) -> Iterator[tuple[int, list[float] | Exception]]:
         return self._model.stream([row_or_error(self._row, *text) for text in texts], self._read, is_pending)
 
     def _row(self, prompt: str, response: str) -> TokenRow:

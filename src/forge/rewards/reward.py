@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -67,14 +67,14 @@ class FunctionVerifier:
     async def _scored(self, prompt: str, responses: Sequence[str], target: str | None) -> Any:
         function = self.function
 
-        def called(response: str) -> Any:
+        def called(response: str) -> object:
             with self._named(prompt, target, response):
                 try:
                     return function(prompt, response, target)
                 except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
                     raise self._contained(error) from error
 
-        async def awaited(response: str | None, call: Any, *args: Any) -> Any:
+        async def awaited(response: str | None, call: Callable[..., Awaitable[object]], *args: object) -> object:
             with self._named(prompt, target, response):
                 try:
                     return await call(*args)
@@ -212,7 +212,7 @@ class Reward:
             if hasattr(verifier, "setup"):
                 verifier.setup()
 
-    async def score(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[Score]:
+    async def score(self, prompt: object, responses: Sequence[str], target: str | None) -> list[Score]:
         """The rewards of the responses of one prompt, in order. Records the share of missing scores of verifiers."""
         prompt = str(prompt)
         total = np.zeros(len(responses))
@@ -246,7 +246,7 @@ class Reward:
             for i, (reward, right) in enumerate(zip(total, correct, strict=True))
         ]
 
-    async def judge(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[bool | None]:
+    async def judge(self, prompt: object, responses: Sequence[str], target: str | None) -> list[bool | None]:
         """Whether each response is right, by the accuracy function alone; None where that is unscored.
 
         Raises:

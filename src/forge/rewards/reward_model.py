@@ -72,7 +72,7 @@ class RewardModel:
         head = getattr(self.model.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
         self._settings = (*self.model.texts.values(), section.as_pair, append_eos, section.label)
-        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, self.names[0])
+        self._batcher: Batcher[tuple[str, str], float | Exception] = Batcher(self._compute, self.names[0])
 
     @property
     def progress(self) -> int:
@@ -97,7 +97,9 @@ class RewardModel:
         """The model's input tokens. ValueError: the texts cannot be encoded."""
         return self.rows([(prompt, response)])[0].ids
 
-    def _compute(self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+    def _compute(
+        self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]
+    ) -> Iterator[tuple[int, float | Exception]]:
         try:
             rows: Sequence[TokenRow | Exception] = self.rows(texts)
         except Exception:  # one by one, so that only those at fault are unscored

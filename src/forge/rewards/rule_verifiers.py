@@ -57,13 +57,13 @@ class Rule:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
 
-        async def awaited(response: str) -> Any:
+        async def awaited(response: str) -> float | None:
             with self._turns.counted():
                 return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
 
         if self._is_async:
             return await collect([awaited(response) for response in responses], 1)
-        outcomes: list[Any] = []
+        outcomes: list[float | Exception | None] = []
         for response in responses:
             try:
                 call = partial(self.function, prompt, response, target)

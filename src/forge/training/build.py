@@ -69,7 +69,6 @@ def build(
             invalid adapters.
         ImportError: TorchTitan is not installed.
     """
-    common: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
     if backend == "titan":
         if head != "policy" or lora is not None or weights_dtype != torch.float32:
             raise ValueError(
@@ -79,11 +78,24 @@ def build(
         from .titan import build_titan
 
         return build_titan(
-            path, ranks, seq_len=seq_len, dtype=dtype, cpu_offload=cpu_offload, compile=compile, **common
+            path,
+            ranks,
+            seq_len=seq_len,
+            dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            cpu_offload=cpu_offload,
+            compile=compile,
         )
     if backend != "fsdp":
         raise ValueError(f"trainer.backend must be fsdp or titan, got {backend!r}")
-    policy = load(path, head, dtype=weights_dtype, meta=ranks.mesh is not None, **common)
+    # Where there is a mesh the weights are read after sharding.
+    policy = load(
+        path,
+        head,
+        dtype=weights_dtype,
+        gradient_checkpointing=gradient_checkpointing,
+        meta=ranks.mesh is not None,
+    )
     degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
     degrees.check(policy.model.config)
     if lora is not None:
@@ -114,7 +126,7 @@ def build(
     return policy
 
 
-def precision(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[Any]:
+def precision(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[object]:
     """The context of a forward pass in `dtype`: autocast in one process; FSDP2 has its own mixed precision."""
     mixed = dtype != torch.float32 and ranks.mesh is None
     return torch.autocast(ranks.device.type, dtype) if mixed else nullcontext()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..system.devices import has_wide_products
+
+A = TypeVar("A")
 
 # oneDNN caches a kernel for every shape: callers pad rows to a multiple of this, or memory grows with every new length.
 ROWS = 64
@@ -127,7 +129,7 @@ def gradient_of(
 
 
 @lru_cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., A]) -> Callable[..., A]:
     """A function compiled for any number of rows: one pass over the logits instead of ten."""
     return torch.compile(function, dynamic=True)
 
@@ -188,7 +190,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _fused(function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
+def _fused(function: Callable[..., A], rows: Tensor) -> Callable[..., A]:
     """The function, compiled on a GPU."""
     return _compiled(function) if rows.device.type in ("cuda", "xpu") else function
 

@@ -13,6 +13,8 @@ from torch.optim.adamw import adamw
 
 from .settings import OptimizerSettings
 
+ParameterGroup = dict[str, Any]
+
 # Muon as Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), scaled as Liu et al. 2025 (arXiv 2502.16982):
 # an update has the root mean square of AdamW's, about 0.2 of the learning rate.
 MOMENTUM = 0.95
@@ -32,7 +34,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     inner = {name for name, p in trainable if settings.optimizer == "muon" and ".layers." in name and p.dim() >= 2}
     matrices = [p for name, p in trainable if p.dim() >= 2 and name not in inner]
-    groups: list[dict[str, Any]] = [
+    groups: list[ParameterGroup] = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": [p for _, p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
@@ -77,7 +79,7 @@ class MixedOptimizer(torch.optim.Optimizer):
         dtype: of the state; None: the dtype of each weight.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype | None, **adam: Any) -> None:
+    def __init__(self, groups: list[ParameterGroup], dtype: torch.dtype | None, **adam: Any) -> None:
         self.dtype = dtype
         super().__init__(groups, adam | {"weight_decay": 0.0, "muon": False})
 
@@ -108,7 +110,7 @@ class MixedOptimizer(torch.optim.Optimizer):
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: ParameterGroup) -> None:
         assert parameter.grad is not None
         if not self.state[parameter]:
             self.state[parameter] = self._begin(parameter, group["muon"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from ..config.sections import Section
 from ..models.architecture import BIASES, MLP_BIASES, sparse_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # those with tensor parallelism
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -113,7 +116,7 @@ class PassSettings(Section):
         if self.weights_dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError("training.weights_dtype bfloat16 needs training.dtype bfloat16")
 
-    def check(self, config: Any) -> None:
+    def check(self, config: PreTrainedConfig) -> None:
         """ValueError: a setting that a policy of this transformers config does not have."""
         experts = sparse_layers(config)
         if self.compile and experts:
@@ -211,7 +214,7 @@ class Parallelism(Section):
         layout = self.over(ranks)
         return layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
 
-    def check(self, config: Any) -> None:
+    def check(self, config: PreTrainedConfig) -> None:
         """ValueError: a transformers config of an unsupported family, or with a size that is not a multiple."""
         tensor = self.tensor_parallel_degree
         context = self.context_parallel_degree
@@ -237,7 +240,7 @@ class Parallelism(Section):
                     f"parallelism: the model's {name} = {getattr(config, name)} is no multiple of {product} = {degree}"
                 )
 
-    def check_experts(self, config: Any) -> None:
+    def check_experts(self, config: PreTrainedConfig) -> None:
         """ValueError: a transformers config whose experts these degrees, filled in by `over`, cannot divide with
         TorchTitan."""
         degree = self.expert_parallel_degree

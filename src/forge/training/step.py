@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from .distributed import Ranks
 from .policy import TokenScores, TokenValues
 from .transfer import to_device
 
+A = TypeVar("A")
 Loss = Callable[..., Tensor]
 Inputs = dict[str, Tensor | None]
 
@@ -87,13 +88,13 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     return inputs
 
 
-def parameters_of(loss: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(loss: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """The parameters of a loss by name, without *args and **kwargs."""
     parameters = inspect.signature(getattr(loss, "forward", loss)).parameters
     return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def call_by_name(loss: Callable[..., Any], inputs: Inputs) -> Any:
+def call_by_name(loss: Callable[..., A], inputs: Inputs) -> A:
     """Call `loss` with the tensors that its parameters name.
 
     Raises:
@@ -174,7 +175,7 @@ def score(
     return ranks.sum(torch.from_numpy(out).to(ranks.device)).cpu().numpy()
 
 
-def evaluate_pairs(loss: Callable[..., Any], batch: Batch, **outputs: np.ndarray) -> dict[str, float]:
+def evaluate_pairs(loss: Loss, batch: Batch, **outputs: np.ndarray) -> dict[str, float]:
     """`eval/loss` of held-out pairs, and the mean of every metric of the loss.
 
     Args:

@@ -7,11 +7,14 @@ import sys
 import warnings
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..models.architecture import BIASES, MLP_BIASES, attention_kinds, check_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 VERSION = "0.3.0"
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
@@ -29,7 +32,7 @@ def check_installed() -> None:
         raise ImportError(f"trainer.backend titan is written for torchtitan {VERSION}, this is {installed}")
 
 
-def check_model(config: Any) -> None:
+def check_model(config: PreTrainedConfig) -> None:
     """Raises:
     ValueError: a transformers config with a feature that TorchTitan's models lack.
     """

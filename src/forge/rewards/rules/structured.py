@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ...data.thoughts import possible_answers
 
@@ -40,16 +40,16 @@ class JsonMatch:
         return 1.0 if right == len(keys) else self.form + (1 - self.form) * right / len(keys)
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _object(text: str) -> dict[str, object] | None:
     """The JSON object that a text is, or None. A key that is given twice, NaN and infinities are no JSON."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         members = dict(pairs)
         if len(members) < len(pairs):
             raise ValueError("a key is given twice")
         return members
 
-    def no_constant(name: str) -> Any:
+    def no_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is no JSON")
 
     try:

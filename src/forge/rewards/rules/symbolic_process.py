@@ -20,6 +20,9 @@ from typing import Any
 import sympy
 from sympy.core.function import AppliedUndef
 
+Tree = list[Any]  # as of `expressions`
+Expression = Any  # of sympy, which has no types
+
 CPU_SECONDS = 0.75  # CPU time rather than wall time: a verdict must not depend on how busy the machine is
 MEMORY_BYTES = 2 << 30
 DIGITS = 30
@@ -32,7 +35,7 @@ class _Different(Exception):
     """No value to compare."""
 
 
-def _built(tree: list[Any]) -> Any:
+def _built(tree: Tree) -> Expression:
     """A tree as sympy's expression. _Different: it has no value, or one that is too large to compute."""
     kind, *arguments = tree
     if kind in ("number", "decimal"):
@@ -54,7 +57,7 @@ def _built(tree: list[Any]) -> Any:
     return _OPERATIONS[kind](*operands)
 
 
-def _read_latex(text: str) -> Any:
+def _read_latex(text: str) -> Expression:
     """Sums, products, integrals and limits by math-verify's parser, case kept."""
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
@@ -71,7 +74,7 @@ def _read_latex(text: str) -> Any:
     return expression.subs({symbol: sympy.Symbol(symbol.name) for symbol in expression.free_symbols}).doit()
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
+_OPERATIONS: dict[str, Callable[..., Expression]] = {
     "add": lambda *terms: sympy.Add(*terms),
     "negate": lambda x: -x,
     "multiply": lambda *factors: sympy.Mul(*factors),
@@ -87,14 +90,14 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _power(x: Any, exponent: Any) -> Any:
+def _power(x: Expression, exponent: Expression) -> Expression:
     """The real power, where there is one: with an odd denominator also that of a negative number."""
     if exponent.is_Rational and exponent.q > 1 and exponent.q % 2 and not x.has(sympy.I):
         return sympy.sign(x) ** exponent.p * sympy.Abs(x) ** exponent
     return x**exponent
 
 
-def _called(name: str, operands: list[Any]) -> Any:
+def _called(name: str, operands: list[Expression]) -> Expression:
     """A function of analysis; `log` is that to base 10."""
     if name in ("log", "lg"):
         return sympy.log(operands[0]) / sympy.log(10)
@@ -108,11 +111,11 @@ def _called(name: str, operands: list[Any]) -> Any:
     return getattr(sympy, names.get(name, name))(*operands)
 
 
-def _has_decimal(tree: list[Any]) -> bool:
+def _has_decimal(tree: Tree) -> bool:
     return tree[0] == "decimal" or any(_has_decimal(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
-def _equal(kind: str, answer: list[Any], target: list[Any], tolerance: float) -> bool:
+def _equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
     try:
         answer_value, target_value = _built(answer), _built(target)
     except _Different:
@@ -127,7 +130,7 @@ def _equal(kind: str, answer: list[Any], target: list[Any], tolerance: float) ->
     return _agree(kind, answer_value, target_value, EXACT if exact else max(EXACT, tolerance))
 
 
-def _agree(kind: str, answer: Any, target: Any, margin: float) -> bool:
+def _agree(kind: str, answer: Expression, target: Expression, margin: float) -> bool:
     """Whether values agree at all points, or by one factor at all of them."""
     # A function without a definition has a value of its own for each of its arguments.
     calls = sorted(answer.atoms(AppliedUndef) | target.atoms(AppliedUndef), key=str)
@@ -154,7 +157,7 @@ def _agree(kind: str, answer: Any, target: Any, margin: float) -> bool:
     return kind != "inequality" or sympy.re(factors[0]) > abs(factors[0]) / 2
 
 
-def _coordinate(index: int, point: int) -> Any:
+def _coordinate(index: int, point: int) -> Expression:
     """A coordinate of a point: positive, negative, large and small ones in turn, of another sign than its neighbour's,
     so that sqrt(x^2 y^2) is not xy; whole numbers at the last two, where (-1)^n is real."""
     if point >= POINTS - 2:
