@@ -58,6 +58,7 @@ class FitReport:
 
     def __str__(self) -> str:
         """Summary: warnings, then a line for each verifier."""
+        # A line on the whole, then what needs attention, then the verifiers.
         lines = [f"{self.method}, {self.responses} responses to {self.problems} problems"]
         if self.class_balance is not None:
             lines[0] += f", {self.class_balance:.3f} of them right"
@@ -168,6 +169,7 @@ class Aggregator(ABC):
                 `class_balance`.
         """
         check_balance(getattr(self, "class_balance", None))
+        # On a copy: a failed fit leaves the state as it was.
         fitted = copy.copy(self)
         fitted._fit(table)
         vars(self).update(vars(fitted))
@@ -201,6 +203,7 @@ class Aggregator(ABC):
         table = self._matched(table)
         data = self._data(table)
         if len(data.x):
+            # A deep copy: updates add to arrays in place.
             updated = copy.deepcopy(self)
             updated.report.grow(table.verifiers, len(table), ~np.isnan(table.flat))
             updated.update(data)
@@ -290,6 +293,7 @@ class Aggregator(ABC):
         return aggregator
 
     def _data(self, table: ScoreTable) -> Data:
+        # Responses without any score in use are omitted; they have no probability.
         flat = table.flat
         labels = np.full(len(flat), np.nan) if table.labels is None else table.labels[table.present]
         data = Data(flat[:, self.columns], table.problem_of, labels, np.arange(len(flat)), table, self.columns)
@@ -297,6 +301,7 @@ class Aggregator(ABC):
 
     def _matched(self, table: ScoreTable) -> ScoreTable:
         self._require_fit()
+        # Columns are matched by name: their order may differ.
         extra = [name for name in table.verifiers if name not in self.verifiers]
         missing = [name for name in self.verifiers if name not in table.verifiers]
         if extra or missing:

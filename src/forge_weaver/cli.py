@@ -105,6 +105,7 @@ def _score(args: argparse.Namespace) -> None:
     if COLUMN in verifiers.names:
         raise ValueError(f"invalid verifier name {COLUMN}: it is the column that predict adds")
     check_path(args.out, verifiers.names)
+    # Names and outputs are checked before any model is loaded.
     panel = verifiers.panel()
 
     async def score() -> Any:

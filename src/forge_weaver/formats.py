@@ -264,6 +264,7 @@ def _from_parquet(file: pyarrow.Table) -> ScoreTable:
     names, types = file.column_names, arrow.types
     if duplicates := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"it has several columns called {', '.join(duplicates)}: column names must be unique")
+    # Two layouts: lists of scores, one row a problem, or one row a response.
     lists = [field.name for field in file.schema if types.is_nested(field.type)]
     if any(name.endswith(("_scores", "_verdicts")) for name in lists):
         return from_public(file.to_pylist())
@@ -325,6 +326,7 @@ def _places(file: pyarrow.Table) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError("the table has no rows")
 
     numbers = keys.get("response", range(len(keys["problem"])))
+    # Rows may come in any order: those of a problem are sorted by their number.
     rows_of: dict[Any, list[tuple[Any, int]]] = {}
     for row, (problem, number) in enumerate(zip(keys["problem"], numbers, strict=True)):
         rows_of.setdefault(problem, []).append((number, row))

@@ -69,6 +69,7 @@ class ScoreTable:
             raise ValueError(f"present must be bool {shape}, got {self.present.dtype} {self.present.shape}")
         if (self.present[:, 1:] & ~self.present[:, :-1]).any() or not self.present[:, 0].all():
             raise ValueError("present must be True from each problem's first response to its last, and False after it")
+        # Infinite scores break quantiles, and a score of padding would be counted.
         if np.isinf(self.scores).any():
             i, j, v = np.argwhere(np.isinf(self.scores))[0]
             raise ValueError(f"{names[v]} gave problem {i}, response {j} an infinite score: use NaN for missing")
@@ -83,6 +84,7 @@ class ScoreTable:
             # Labels often come as rectangular arrays of 0 and 1: mask the padding.
             self.labels = np.where(self.present, self.labels, np.nan)
 
+        # Texts belong to present responses.
         if self.prompts is not None and len(self.prompts) != len(self):
             raise ValueError(f"{len(self.prompts)} prompts for {len(self)} problems")
         for name, lists in (("answers", self.answers), ("responses", self.responses)):
@@ -175,12 +177,12 @@ class ScoreTable:
             raise ValueError("the table has no answers to count")
         frequencies: list[float] = []
         for answers in self.answers:
-            others = len(answers) - 1
-            if not others:
+            count = len(answers) - 1
+            if not count:
                 frequencies.append(np.nan)
                 continue
             counts = Counter(answer for answer in answers if answer)
-            frequencies += [(counts[answer] - 1) / others if answer else 0.0 for answer in answers]
+            frequencies += [(counts[answer] - 1) / count if answer else 0.0 for answer in answers]
         return self.with_verifier(ANSWER_FREQUENCY, self.spread(np.array(frequencies)))
 
     def save(self, path: str | Path) -> None:

@@ -37,6 +37,7 @@ def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Ag
     this user may read them."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # Permissions before content.
     (folder / VERIFIERS).touch(0o600)
     (folder / VERIFIERS).chmod(0o600)
     (folder / VERIFIERS).write_text(yaml.safe_dump(to_dict(verifiers), sort_keys=False))
@@ -164,6 +165,7 @@ class Ensemble:
         if missing := [name for name in needed if name not in panel.names]:
             raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
         self.panel, self.aggregator = panel, aggregator
+        # The columns of each role in the panel's scores.
         groups = (aggregator.verifiers, self._veto, self._decide)
         self._columns, self._vetoing, self._deciding = ([panel.names.index(name) for name in names] for names in groups)
 
@@ -180,6 +182,7 @@ class Ensemble:
             raise RuntimeError("the ensemble is not open: call setup()")
         scores = await self.panel.score(prompt, responses, target)
         report_missing(self.panel, scores, self._logged)
+        # All forms of one probability; the clip bounds what a single verifier's certainty can do.
         p = self.probabilities(scores)
         with np.errstate(divide="ignore"):
             logits = np.clip(np.log(p) - np.log1p(-p), -self.clip, self.clip)
@@ -195,6 +198,7 @@ class Ensemble:
         """[responses] after `veto` and `decide`; NaN without any score, or if the score of a veto is missing."""
         p = self.aggregator.predict_proba(self._table([scores.values[:, self._columns]]))[0]
         decided, vetoes = scores.values[:, self._deciding], scores.values[:, self._vetoing]
+        # In order of precedence, the last one wins: sufficient, missing, vetoed.
         p = np.where((decided >= 0.5).any(1), 1.0, p)
         p = np.where(np.isnan(vetoes).any(1), np.nan, p)
         return np.where((decided < 0.5).any(1) | (vetoes < 0.5).any(1), 0.0, p)
@@ -211,6 +215,7 @@ class Ensemble:
 
     async def load_state_dict(self, state: Json) -> None:
         """Restore. ValueError: the state of another ensemble."""
+        # Only the state of an equal ensemble fits the columns.
         learned = restored(state["aggregator"])
         if not self.learns or type(learned) is not type(self.aggregator):
             expected = type(self.aggregator).__name__ + ("" if self.learns else " that does not follow")
@@ -236,6 +241,7 @@ class Ensemble:
 
     def _table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
         """A padded table from scores [responses, verifiers] of each group."""
+        # Groups of different sizes are padded with absent responses.
         widest = max(len(group) for group in groups)
         present = np.array([[i < len(group) for i in range(widest)] for group in groups])
         scores = np.full((*present.shape, len(self.aggregator.verifiers)), np.nan)

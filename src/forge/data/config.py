@@ -50,6 +50,7 @@ class RowsConfig(Section):
     """Further arguments of the chat template, such as enable_thinking."""
 
     def _check(self) -> None:
+        # One origin of rows; each of several sources is checked as a separate section.
         if [self.path, self.task, self.sources].count(None) != 2:
             raise ValueError("dataset needs either a path (file, folder or hub id), a task, or sources")
         for number, source in enumerate(self.sources or ()):
@@ -63,6 +64,7 @@ class RowsConfig(Section):
 
     def bound(self, key: str, limit: int, message: str) -> None:
         """Set `key` to `most` if it is None. ConfigError with `message`: it is larger, here or in a source."""
+        # Null becomes the limit; a source may only lower it.
         if getattr(self, key) is None:
             setattr(self, key, limit)
         lengths = (getattr(self, key), *(source.get(key) or 0 for source in self.sources or ()))

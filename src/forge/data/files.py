@@ -197,14 +197,14 @@ def _datasets(subject: str) -> Any:
     return datasets
 
 
-def _load(path: str, place: Path | None, *, split: str, subset: str | None, streaming: bool) -> Any:
+def _load(path: str, folder: Path | None, *, split: str, subset: str | None, streaming: bool) -> Any:
     datasets = _datasets(
-        f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)" if not place else path
+        f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)" if not folder else path
     )
-    if place and ((place / "state.json").exists() or (place / "dataset_dict.json").exists()):
-        check_arrow(place)
+    if folder and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
+        check_arrow(folder)
         try:
-            saved = datasets.load_from_disk(str(place))
+            saved = datasets.load_from_disk(str(folder))
         except Exception as error:  # of a damaged file it raises any
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"cannot load the dataset {path!r}: {reason}") from error
@@ -213,9 +213,9 @@ def _load(path: str, place: Path | None, *, split: str, subset: str | None, stre
                 raise ValueError(f"{path} has no split {split!r}: it has {', '.join(saved)}")
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
-    for file in sorted(place.rglob("*.parquet")) if place else ():
-        check_parquet(file)
-    source = str(place) if place else path
+    for data_file in sorted(folder.rglob("*.parquet")) if folder else ():
+        check_parquet(data_file)
+    source = str(folder) if folder else path
     try:
         if subset is None:
             # Some datasets require a configuration; "main" is the usual name of the default.
@@ -224,5 +224,5 @@ def _load(path: str, place: Path | None, *, split: str, subset: str | None, stre
         return datasets.load_dataset(source, subset, split=split, streaming=streaming, trust_remote_code=False)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
-        local = "" if place else ". If the hub cannot be reached, give a local .jsonl or .parquet file"
+        local = "" if folder else ". If the hub cannot be reached, give a local .jsonl or .parquet file"
         raise type(error)(f"cannot load the dataset {path!r}: {reason}{local}") from error

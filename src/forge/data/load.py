@@ -65,8 +65,8 @@ class Mixture(Generic[T]):
         counts, sizes = [0] * len(self.sources), [source.size for source in self.sources]
         if all(size is None for size in sizes):
             return None
-        while counts[chosen := self._next_source(counts)] != sizes[chosen]:
-            counts[chosen] += 1
+        while counts[next_source := self._next_source(counts)] != sizes[next_source]:
+            counts[next_source] += 1
         return sum(counts)
 
     def has(self, item: object) -> bool:
@@ -89,7 +89,7 @@ class Mixture(Generic[T]):
             order.append(self._next_source(counts))
             counts[order[-1]] += 1
         streams = [iter(source.held_out(count)) for source, count in zip(self.sources, counts, strict=True)]
-        return [_numbered(next(streams[chosen]), index) for index, chosen in enumerate(order)]
+        return [_numbered(next(streams[number]), index) for index, number in enumerate(order)]
 
     def targets(self) -> Iterator[str]:
         """Of all sources that have targets."""

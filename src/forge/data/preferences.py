@@ -60,6 +60,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         self._prompt_field = self._set_fields.get("prompt_field") or next(
             (n for n in QUESTION_FIELDS if n in row), None
         )
+        # Conversations, a prompt with two texts, or two texts; a setting without effect on the form is an error.
         if self._task is None and isinstance(row.get(self._fields[0]), list):
             check_effects(self._set_fields, ("chat_template", "chat_options", "prompt_field"), "conversations")
             template, options = self._set_fields.get("chat_template", True), self._set_fields.get("chat_options")
@@ -77,6 +78,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         if (task := self._task) is not None:
             wrong = task.wrong(row["answer"], Random(f"{task.name}/{self.seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}
+        # Equal in text or in tokens: nothing to prefer.
         answers = [closed(*marked) for marked in self._encode(row) or ()]
         if not answers or answers[0][0] == answers[1][0]:
             self.leave_out(f"alike in {' and '.join(self._fields)}")

@@ -96,6 +96,7 @@ class PromptFormat:
 
     def render(self, row: Row) -> tuple[str, str]:
         """The user's text and the target of a row. ValueError: a missing or empty field, or no match."""
+        # The question from its template, with lettered options if there are any.
         values = {name: plain(row, column) for name, column in self.fields(row).items()}
         options = self._options(row)
         values["choices"] = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
@@ -104,6 +105,7 @@ class PromptFormat:
             raise ValueError("the prompt is empty")
         if self.target_field is None:
             return text, ""
+        # The target, or the part that the pattern selects; of options the letter.
         target = plain(row, self.target_field)
         if self.target_pattern is not None:
             match = re.search(self.target_pattern, target)
@@ -158,6 +160,7 @@ class PromptFormat:
         if self.chat is not None:
             text = self.chat.render(self.conversation(text), add_generation_prompt=True)
             return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        # Without a chat template: a text, begun as the tokenizer begins texts.
         ids = tuple(with_one_bos(self.tokenizer(text)["input_ids"], self.tokenizer))
         # Some tokenizers end every text with eos, which a prompt must not have.
         return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids

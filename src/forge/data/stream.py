@@ -131,6 +131,7 @@ class RowStream(ABC, Generic[T, C]):
         return self
 
     def __next__(self) -> T:
+        # Rows until one makes an item; None of a source ends an epoch.
         while self.epochs is None or self.epoch < self.epochs:
             numbered = self._source.read()
             if numbered is None:
@@ -285,6 +286,7 @@ class RowStream(ABC, Generic[T, C]):
 
     def _unknown(self, item: T, row: Row) -> str:
         """The characters of a row for which the tokenizer has no token; "" where it has all."""
+        # Some tokenizers use eos or bos as the unknown token, which says nothing.
         unknown = self.tokenizer.unk_token_id
         if unknown is None or unknown in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
             return ""

@@ -51,6 +51,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         set_fields = {**self._set_fields, **of_turns}
         if self._messages_field is None and self._text_field is None and "prompt_field" not in self._set_fields:
             self._messages_field = next((name for name in MESSAGE_FIELDS if name in row), None)
+        # One form for all rows; a setting without effect on it is an error.
         if self._text_field is not None:
             check_effects(set_fields, (), "plain text")
         elif self._messages_field is not None:
@@ -65,6 +66,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
 
     def make(self, number: int, row: Row, index: int) -> Episode | None:
         """The episode of a row, with a mask of the trained tokens; None if it is skipped."""
+        # Also a row of weight 0 must be valid.
         weight = self._weight(row)
         tokens, mask = closed(*self._encode(row))
         if weight == 0:
@@ -106,6 +108,7 @@ def closed(tokens: list[int], mask: list[bool]) -> Marked:
         raise ValueError("it holds nothing to learn")
     if mask[0]:
         raise ValueError("nothing precedes the first token that is to be learnt")
+    # Tokens after the last trained one cost time and train nothing.
     end = len(mask) - mask[::-1].index(True)
     return tokens[:end], mask[:end]
 

@@ -37,10 +37,10 @@ def thought_of(message: Mapping[str, Any]) -> tuple[str, str]:
     for name in THOUGHTS:
         if isinstance(message.get(name), str):
             return message[name].strip("\n"), message["content"] or ""
-    thought, closing, rest = (message["content"] or "").partition("</think>")
+    thought, closing, content = (message["content"] or "").partition("</think>")
     if not closing:
         return "", message["content"] or ""
-    return thought.strip().removeprefix("<think>").strip("\n"), rest.lstrip("\n")
+    return thought.strip().removeprefix("<think>").strip("\n"), content.lstrip("\n")
 
 
 class Writer:

@@ -98,6 +98,7 @@ class KeyValueCache:
         length = rounded(length, BLOCK)
         if length <= self.length:
             return
+        # Doubling copies each position a bounded number of times; with a limit, no further than these rows may need.
         size = min(max(length, 2 * self.length, self.min_length), self.longest)
         if self.limit is not None and max_length is not None:
             size = max(length, min(size, self.padded_length(max_length)))
@@ -159,6 +160,7 @@ class KeyValueCache:
 
     def fill(self, rows: Sequence[int], parts: Sequence[tuple[Tensor, ...]]) -> None:
         """Copy parts that `read` returned, one after the other, to the beginning of each of `rows`."""
+        # Part after part, each to all rows.
         start = 0
         for part in parts:
             end = start + part[0].shape[2]

@@ -43,6 +43,7 @@ class EngineSettings(Section):
     """Further arguments of vLLM's engine, by vLLM's names."""
 
     def _check(self) -> None:
+        # Settings of one engine are an error with the other: they would do nothing.
         if self.router_replay and self.engine != "embedded":
             raise ValueError(f"generator.router_replay needs generator.engine: embedded, it is {self.engine}")
         if self.engine == "vllm" and self.prefix_cache_mb != type(self).model_fields["prefix_cache_mb"].default:
@@ -69,6 +70,7 @@ class EngineSettings(Section):
         Raises:
             ValueError: the engine cannot divide a model, or `vllm` divides it otherwise.
         """
+        # The embedded engine has the whole model in one process.
         if self.engine != "vllm":
             if procs == 1:
                 return self
@@ -76,6 +78,7 @@ class EngineSettings(Section):
                 f"procs = {procs} is one model over {procs} processes (tensor parallelism), and the embedded engine "
                 f"has one: set generator.engine to vllm, or procs to 1 and num_replicas to {procs}"
             )
+        # vLLM divides by stages and by tensors; the product is the number of processes.
         stages = self.vllm.get("pipeline_parallel_size", 1)
         tensor_parallel = self.vllm.get("tensor_parallel_size")
         if procs % stages or tensor_parallel not in (None, procs // stages):

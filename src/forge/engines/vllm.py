@@ -102,6 +102,7 @@ class VLLMEngine:
         check_request(sampling, priority, self.config.vocab_size)
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = sorted({*self.eos, *sampling.stop_token_ids})
+        # The loop's thread serves the request from here on.
         request = VLLMRequest(prompt, sampling, limit, stops, priority, listener)
         self._call(request.future, self._begin, request)
         return request.future
@@ -114,6 +115,7 @@ class VLLMEngine:
         try:
             with self._lock:
                 self._check_alive()
+            # Copied in the caller's thread; vLLM goes on until its processes read the copy.
             handover = Handover(self.config, named_tensors, self.dtype, version, identity)
             try:
                 self._call(future, self._order, handover, future)
@@ -258,6 +260,7 @@ class VLLMEngine:
 
     async def _serve(self, request: VLLMRequest) -> None:
         """Draw the samples of a request, and settle its future."""
+        # All samples, or an error; one sample's error cancels the others.
         samples = [self._loop.create_task(self._sample(request, i)) for i in range(request.sampling.n)]
         try:
             _settle(request.future, await asyncio.gather(*samples))
@@ -317,6 +320,7 @@ class VLLMEngine:
             self._in_flight.pop(name, None)
             if not self._in_flight:
                 self._idle.set()
+        # An abort that no update asked for, or an error of vLLM.
         if part.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
         completion.finish = part.finish_reason
@@ -336,6 +340,7 @@ class VLLMEngine:
         """The versions of the tokens from `start` to `end`, and their identities."""
         versions: list[int] = []
         identities = {}
+        # Each label from its first token to the next one's.
         span_ends = [first for _, first in spans[1:]] + [end]
         for (label, first), span_end in zip(spans, span_ends, strict=True):
             count = min(span_end, end) - max(first, start)

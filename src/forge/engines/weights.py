@@ -270,8 +270,8 @@ def checked_parts(
             raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model has {table[entry][i].shape}")
         yield entry, i, tensor
     if missing:
-        others = len(missing) - 1
-        raise ValueError(f"weight {next(iter(missing))!r} is missing" + (f", and {others} more" if others else ""))
+        count = len(missing) - 1
+        raise ValueError(f"weight {next(iter(missing))!r} is missing" + (f", and {count} more" if count else ""))
 
 
 class Handover:

@@ -65,6 +65,7 @@ class Dialogue:
         self._rewriting = thoughts == "template"
         self.syntax: Syntax = syntax or syntax_of(self._chat("").template)
         self._special = SpecialTokens(tokenizer)
+        # Generation stops at the token that ends a turn, which must therefore be special.
         turns = self._chat("").turns
         if not turns.closer or not turns.plain_tail.startswith(turns.closer):
             raise ValueError(
@@ -82,6 +83,7 @@ class Dialogue:
         """The tokens before the policy's first turn. ValueError: no messages, or the template fails."""
         if not messages:
             raise ValueError("an episode begins with at least one message for the policy to answer")
+        # A template without a place for the results of tools fails here, not in the middle of an episode.
         if tools:
             try:
                 self._between([{"role": "tool", "name": "tool", "content": "more"}], ())

@@ -55,6 +55,7 @@ class GroupEnv(ABC):
         episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
         for episode in episodes:
             record_metric("episode/unscored", episode.outcome is None)
+        # A reward that scores nothing would let the run wait for ever.
         scored = any(episode.outcome is not None for episode in episodes)
         self._unscored_groups = 0 if scored else self._unscored_groups + 1
         if self._unscored_groups == MAX_UNSCORED_GROUPS:
@@ -118,6 +119,7 @@ class SingleTurnEnv(GroupEnv):
     ) -> list[Episode]:
         """Sample n responses and score them together."""
         prompt, target = sample
+        # One request samples all responses: the prompt is computed once.
         completions = await policy.generate.route(prompt, n=n, seed=seed, **sampling)
         texts = [completion.text for completion in completions]
         scores = await self.reward.score.route(prompt, texts, target, evaluation)

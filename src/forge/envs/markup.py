@@ -180,6 +180,7 @@ def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]]
     pairs: list[tuple[str, str]] = []
     position = name.end()
     while True:
+        # Arguments up to the end of this call, or the beginning of the next one.
         end, following = _find(text, _END, position), _find(text, _BEGIN, position)
         key = tags.key.search(text, position, min(end, following))
         if key is None:

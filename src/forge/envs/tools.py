@@ -72,6 +72,7 @@ class Toolbox:
         self._functions = {tool.__name__: tool for tool in tools}
         self._servers: dict[str, ToolServer] = {}
         schemas: dict[str, Schema] = {}
+        # Functions and servers share one space of names.
         offered = [schema_of(tool) for tool in tools]
         for server in servers:
             server_schemas = [dict(schema) for schema in server.schemas()]
@@ -90,6 +91,7 @@ class Toolbox:
 
     async def answer(self, action: Action) -> list[Message]:
         """A message for each call of the turn, in order, and one for each malformed call."""
+        # Every call has an answer, also those beyond the limit and malformed ones.
         texts = await asyncio.gather(*map(self._run, action.calls[: self._max_calls]))
         texts += [f"error: not run: a turn may make {self._max_calls} calls"] * (len(action.calls) - len(texts))
         answers = [

@@ -140,13 +140,13 @@ def plain(name: str) -> str:
     Raises:
         ValueError: an adapter that cannot be merged as W + B A (embeddings, biases, DoRA, modules_to_save).
     """
-    bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    match = ADAPTER.fullmatch(bare)
+    stripped = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    match = ADAPTER.fullmatch(stripped)
     if match:
         return f"{match['module']}.lora_{match['factor']}.weight"
-    if UNKNOWN.search(bare):
+    if UNKNOWN.search(stripped):
         raise ValueError(f"tensor {name!r} is not a LoRA factor of a linear layer: it cannot be merged")
-    return bare
+    return stripped
 
 
 def has_adapters(names: Iterable[str]) -> bool:

@@ -63,6 +63,7 @@ class ModelSettings(Section):
 
     def check_sources(self, location: str) -> None:
         """ValueError: the folder does not exist or has no model."""
+        # A path that looks local must exist; anything else is a hub id.
         folder = Path(self.path)
         is_local = self.path.startswith((".", "/", "~")) or folder.exists() or len(folder.parts) > 2
         is_local = is_local or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
@@ -92,6 +93,7 @@ class RewardModelSettings(ModelSettings):
 
     def _check(self) -> None:
         super()._check()
+        # Combinations that contradict each other.
         if self.as_pair and (self.chat_template or self.append_eos is not None):
             raise ValueError("as_pair joins the texts as the tokenizer does: leave chat_template and append_eos out")
         if self.truncate and (self.chat_template or (self.append_eos is False and not self.as_pair)):
@@ -116,6 +118,7 @@ class ProcessRewardModelSettings(ModelSettings):
 
     def _check(self) -> None:
         super()._check()
+        # A causal language model has two texts, a token classifier none.
         if not self.marker:
             raise ValueError("marker must be set: the text after each step at which the model reads it")
         if (self.good is None) != (self.bad is None):

@@ -120,8 +120,8 @@ class LMJudge:
             raise Unscored("the template asks for a target, and there is none")
         mark = mark_of(prompt, response)
         framed = f"----- {mark} -----\n{inert_anywhere(response)}\n----- end of {mark} -----"
-        shown = framed if self._settings.frame else response
-        return self._settings.template.format(prompt=prompt, response=shown, target=target, mark=mark)
+        response_text = framed if self._settings.frame else response
+        return self._settings.template.format(prompt=prompt, response=response_text, target=target, mark=mark)
 
     async def _judge(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
         text = self.question(prompt, response, target)

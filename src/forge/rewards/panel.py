@@ -69,6 +69,7 @@ class Panel:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, names]; exceptions of verifiers become reasons."""
+        # All verifiers at once; their columns side by side.
         calls = (self._ask(number, prompt, list(responses), target) for number in range(len(self.verifiers)))
         parts = await asyncio.gather(*calls)
         reasons: dict[tuple[int, int], str] = {}
@@ -98,6 +99,7 @@ class Panel:
         if not responses:
             return Scores(np.empty((0, len(verifier.names))))
         start = time.perf_counter()
+        # Reading a fingerprint may take minutes, and does not count for the timeout.
         fingerprint = None if self.cache is None else await self._fingerprints[number]()
         try:
             if self.cache is None or fingerprint is None:
@@ -152,7 +154,7 @@ class Panel:
                 log.warning("the cache %s cannot be written, it keeps no scores: %s", cache.path, error)
         result = Scores(np.stack([parts[unit].values[index] for unit, index in positions]))
         for i, (unit, index) in enumerate(positions):
-            result.reasons |= {(i, j): why for (k, j), why in parts[unit].reasons.items() if k == index}
+            result.reasons |= {(i, j): cause for (k, j), cause in parts[unit].reasons.items() if k == index}
         return result
 
 

@@ -52,6 +52,7 @@ class OptimizerSettings(Section):
     """Optimiser steps of the run."""
 
     def _check(self) -> None:
+        # Combinations that would silently do something else.
         if self.schedule != "constant" and self.steps <= self.warmup_steps:
             raise ValueError(f"a {self.schedule} schedule needs steps > warmup_steps, got {self.steps}")
         if self.optimizer_dtype is not None and self.optimizer == "adamw8bit":
@@ -74,6 +75,7 @@ class OptimizerSettings(Section):
 
     def scale(self, step: int) -> float:
         """Share of the peak rate at optimiser step `step` (from 0)."""
+        # Step 0 has a rate above 0: it would be wasted otherwise.
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -170,6 +172,7 @@ class Parallelism(Section):
         subject = subject or f"the trainer's {ranks} ranks"
         replicate = self.data_parallel_replicate_degree
         shard = self.data_parallel_shard_degree
+        # Degrees by themselves.
         if self.pipeline_parallel_degree != 1:
             raise ValueError(
                 f"parallelism.pipeline_parallel_degree = {self.pipeline_parallel_degree} is not supported: set it to 1 "
@@ -179,6 +182,7 @@ class Parallelism(Section):
         for name in (f"{kind}_degree" for kind in degrees):
             if (degree := getattr(self, name)) is not None and degree < 1:
                 raise ValueError(f"parallelism.{name} must be at least 1, got {degree}")
+        # Their product with the number of ranks.
         if ranks % (self.tensor_parallel_degree * self.context_parallel_degree):
             raise ValueError(
                 f"parallelism: tensor_parallel_degree * context_parallel_degree = {self.tensor_parallel_degree} * "
@@ -223,6 +227,7 @@ class Parallelism(Section):
             family in families and getattr(config, name, False)
             for name, families in (("attention_bias", BIASES), ("mlp_bias", MLP_BIASES))
         )
+        # Layers are divided by the names of their modules, which differ between families.
         if tensor > 1 and family not in SPLIT_BY_NAME:
             supported = ", ".join(SPLIT_BY_NAME)
             raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {supported}")

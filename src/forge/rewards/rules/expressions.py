@@ -118,6 +118,7 @@ class Parser:
             return None
         next_parts = self._parts[self._at : self._at + 3]
         texts = [part.text for part in next_parts]
+        # As a command, or as figures after a space.
         if texts[:1] == [r"\frac"]:
             top, bottom = texts[1:] if len(texts) == 3 else ("", "")
         elif texts[1:2] == ["/"] and next_parts[0].spaced:
@@ -132,6 +133,7 @@ class Parser:
     def _starts_factor(self) -> bool:
         if self._at >= len(self._parts):
             return False
+        # Bars open only outside of bars: inside they close.
         token = self._parts[self._at]
         if token.text == "|":
             return not self._bars
@@ -195,6 +197,7 @@ class Parser:
         if text == r"\binom":
             return ["binomial", self._argument(), self._argument()]
         if text == r"\sqrt":
+            # The degree of a root is optional, in brackets.
             degree: Tree = ["number", "2"]
             if self._peek() == "[":
                 self._take()
@@ -218,6 +221,7 @@ class Parser:
         return self._signed((read or self._base)(), sign)
 
     def _function(self, name: str) -> Tree:
+        # A power and a base may stand before the argument: sin^2 x, log_2 x.
         power: Tree | None = None
         base: Tree | None = None
         for _ in range(2):
@@ -261,6 +265,7 @@ class Parser:
             text += self._spelled(several=text in (r"\angle", r"\triangle"))
         elif token.kind != "letter" and text not in _NAMES and text not in _CONSTANTS:
             raise Unreadable(f"{text!r} is no name")
+        # An index or a prime belongs to the name.
         plain = True
         while self._peek() in ("_", "'"):
             text += self._take().text
@@ -297,6 +302,7 @@ def parse(parts: Sequence[Token]) -> tuple[Tree, bool]:
         tree = parser.read()
     except RecursionError:
         raise Unreadable("operations nest too deeply") from None
+    # The depth of the tree, level by level, as every reader of it recurses.
     layer = [tree]
     for _ in range(_DEEPEST):
         layer = [argument for node in layer for argument in node[1:] if isinstance(argument, list)]
@@ -316,6 +322,7 @@ def _multiplied(factors: list[Tree]) -> Tree:
 
 def _number(text: str) -> Tree:
     if text.endswith(")"):
+        # A repeating decimal as a fraction.
         digits, period = text[:-1].split("(")
         integer, fixed = digits.split(".")
         value = Fraction(

@@ -198,6 +198,7 @@ def _latex(text: str) -> str:
     """Without invisible characters; symbols, digits, fractions, exponents and indices of Unicode as LaTeX."""
     if text.isascii():
         return text
+    # Invisible characters go first: they split numbers and commands.
     text = "".join(character for character in text if unicodedata.category(character) != "Cf")
     text = _RAISED.sub(lambda run: "^{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
     text = _LOWERED.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
@@ -350,6 +351,7 @@ def is_word(run: str) -> bool:
         return run in SHORT_WORDS or (run.istitle() and run.lower() in SHORT_WORDS)
     if not (run.islower() or run.isupper() or run.istitle()) or not re.search("[aeiouyAEIOUY]|[^\x00-\x7f]", run):
         return False
+    # Runs of the alphabet, as points of a figure are named, are variables.
     codes = sorted(map(ord, run.lower()))
     steps = {later - code for code, later in pairwise(codes)}
     return len(set(codes)) > 2 and not (len(run) < 7 and steps <= {1, 2})

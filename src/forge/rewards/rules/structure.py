@@ -103,6 +103,7 @@ def _list(parts: tuple[Token, ...]) -> Value | None:
     pieces, separators = split(parts, (",", ";", r"\vee"), ("and", "or"))
     if not separators:
         return None
+    # A comma before "or" is no separator by itself.
     words = [separator for separator in separators if separator.isalpha() or separator == r"\vee"]
     for index in range(len(separators) - 1, 0, -1):
         if separators[index] in words and separators[index - 1] == "," and not pieces[index]:  # ", or"
@@ -229,6 +230,7 @@ def _where(parts: tuple[Token, ...]) -> Value | None:
 
 def _expression(parts: tuple[Token, ...]) -> Value:
     """An expression with its unit, else a text."""
+    # With the unit removed, else with all tokens: a "unit" may be variables.
     core, unit = with_unit(parts)
     for pieces, its_unit in ((core, unit), (list(parts), ())):
         scale = SCALES.get(pieces[-1].text.lower()) if len(pieces) > 1 else None

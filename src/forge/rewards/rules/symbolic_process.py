@@ -46,6 +46,7 @@ def _built(tree: Tree) -> Expression:
         return {"pi": sympy.pi, "e": sympy.E, "i": sympy.I, "oo": sympy.oo}[arguments[0]]
     if kind == "latex":
         return _read_latex(arguments[0])
+    # Operands first; huge powers and factorials are rejected before sympy computes them.
     name = arguments.pop(0) if kind in ("call", "apply") else ""
     operands = [_built(argument) for argument in arguments]
     if kind == "apply":
@@ -138,6 +139,7 @@ def _agree(kind: str, answer: Expression, target: Expression, margin: float) -> 
     answer, target = answer.subs(names), target.subs(names)
     symbols = sorted(answer.free_symbols | target.free_symbols, key=str)
     real = bool(symbols) and not (answer.has(sympy.I) or target.has(sympy.I))
+    # At each point: equal values, or for equations and inequalities a quotient that is the same everywhere.
     factors = []
     for point in range(POINTS if symbols else 1):
         values = {symbol: _coordinate(index, point) for index, symbol in enumerate(symbols)}
@@ -175,6 +177,7 @@ def _serve() -> None:
     _equal(
         "expression", half, ["power", ["decimal", "0.5"], ["decimal", "0.5"]], 1e-6
     )  # loads all before the first fork
+    # One child for each question: the kernel ends it at its limits, not this process.
     for line in sys.stdin:
         if '["latex"' in line:
             _equal("expression", ["latex", r"\int_0^1 x dx"], ["number", "1/2"], 0.0)
