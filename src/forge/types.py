@@ -39,7 +39,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample completions of one prompt.
+    """Settings with which completions of one prompt are sampled.
 
     `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
     request reproducible whatever else is in the batch; None draws one. `top_logprobs` is the number of

@@ -26,7 +26,7 @@ class NormalScores:
 
     @classmethod
     def fit(cls, x: np.ndarray) -> NormalScores:
-        """From [responses, verifiers], NaN for missing; each column needs a score."""
+        """Fit to [responses, verifiers], NaN for missing; each column needs a score."""
         points = []
         for column in x.T:
             values, counts = np.unique(column[~np.isnan(column)], return_counts=True)

@@ -82,8 +82,8 @@ class Ensemble:
             unless another rejects the response.
         decide: sufficient verifiers: the probability is 0 if one scores below 1/2, else 1 if any gave a score. A veto
             takes precedence; without a score of these the ensemble's probability holds.
-        follow: update the aggregator after every so many scored groups (0: never). Each replica of a service learns
-            from the groups that it scores.
+        follow: number of scored groups after which the aggregator is updated (0: never). Each replica of a service
+            learns from the groups that it scores.
 
     Raises:
         ValueError: an unknown form, numbers out of range, or a setting that the form does not use.
@@ -126,7 +126,7 @@ class Ensemble:
 
     @classmethod
     def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
-        """From a panel and a fitted aggregator in memory. ValueError: the panel lacks some of the verifiers."""
+        """An ensemble of a panel and a fitted aggregator in memory. ValueError: the panel lacks a verifier."""
         ensemble = cls("", **settings)
         ensemble._open(panel, aggregator)
         return ensemble

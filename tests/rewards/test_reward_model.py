@@ -271,7 +271,7 @@ def test_special_tokens_that_a_response_spells_are_text(reward_model):
 def test_calls_that_come_together_share_batches(reward_model, monkeypatch):
     verifier, sizes = RewardModel(reward_model), []
     stream = verifier.model.stream
-    monkeypatch.setattr(verifier.of, "stream", lambda rows, *how: sizes.append(len(rows)) or stream(rows, *how))
+    monkeypatch.setattr(verifier.model, "stream", lambda rows, *how: sizes.append(len(rows)) or stream(rows, *how))
 
     async def many():
         alone = await verifier.score(PROMPT, ["abc"])

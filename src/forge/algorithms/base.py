@@ -52,7 +52,7 @@ class Algorithm:
         needs_critic: advantages are GAE over a critic's values, with `discount` and `trace`.
         needs_teacher: the reference model must be a model other than the start.
         on_policy: every sample is treated as the current policy's own.
-        dynamic_sampling: at most so many prompts without signal are replaced for each prompt of a batch.
+        dynamic_sampling: maximum number of prompts without signal that are replaced for each prompt of a batch.
 
     Raises:
         ValueError: a setting out of its range.
@@ -109,7 +109,8 @@ class Algorithm:
         return -ratio * advantages
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """Where a bound removed or reduced the gradient: bool, of the shape of both. None: the loss has no bounds."""
+        """Mask of the tokens whose gradient a bound removed or reduced: bool, of the shape of both. None: the loss has no
+        bounds."""
         return None
 
     def __call__(

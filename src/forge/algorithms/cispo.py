@@ -43,5 +43,5 @@ class CISPO(GroupRelative):
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high, 1.0 - self.clip_low)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the importance weight is bounded; the gradient stays."""
+        """Mask of the tokens whose importance weight is bounded; the gradient stays."""
         return (ratio > 1.0 + self.clip_high) | (ratio < 1.0 - self.clip_low)

@@ -37,7 +37,7 @@ class Clipped(Algorithm):
         return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the clip removes the gradient."""
+        """Mask of the tokens whose gradient the clip removes."""
         return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
 

@@ -20,7 +20,7 @@ class DAPO(Clipped, GroupRelative):
 
     Args:
         clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as in `GRPO`.
-        dynamic_sampling: at most so many prompts are replaced for each prompt of a batch; 0: off.
+        dynamic_sampling: maximum number of prompts that are replaced for each prompt of a batch; 0: off.
     """
 
     clip_low: float = 0.2

@@ -52,7 +52,7 @@ class Distill(Algorithm):
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the importance weight is bounded."""
+        """Mask of the tokens whose importance weight is bounded."""
         return ratio > 1.0 + self.clip_high
 
     def __call__(  # type: ignore[override]

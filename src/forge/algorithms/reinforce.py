@@ -54,7 +54,7 @@ class Reinforce(Algorithm):
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_ratio)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """Where the importance weight is bounded; None without `clip_ratio`."""
+        """Mask of the tokens whose importance weight is bounded; None without `clip_ratio`."""
         return None if self.clip_ratio is None else ratio > 1.0 + self.clip_ratio
 
     def __call__(  # type: ignore[override]

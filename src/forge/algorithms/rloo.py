@@ -31,7 +31,7 @@ class RLOO(Clipped):
     A completion is one action: where pi is the old policy the gradient is that of `-A * sum of log pi`, the mean over
     sequences of sums over tokens. KL and entropy are means over a sequence's tokens, as in the other losses.
 
-    Each branch of an episode is an action of its own: R is over its tokens, and its sum over tokens weighs as much as
+    Each branch of an episode is a separate action: R is over its tokens, and its sum over tokens weighs as much as
     that of an episode without branches. Where pi is the old policy, splitting an episode changes no gradient.
 
     Args:
@@ -70,7 +70,8 @@ class RLOO(Clipped):
         sequences: Tensor | None = None,
         branch_shares: Tensor | None = None,
     ) -> Tensor:
-        """As of `Algorithm`; of a branch, whose weights add up to its share of the episode, the sum is not a share."""
+        """See `Algorithm`. A branch's weights add up to its share of the episode, by which its sum over tokens is
+        divided."""
         if branch_shares is not None:
             advantages = advantages / branch_shares
         return super().__call__(

@@ -56,7 +56,7 @@ def clipped_surrogate(
 def beyond_clip(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """Where `clipped_surrogate` has no gradient; bool, of the shape of `ratio`."""
+    """Mask of the tokens without gradient in `clipped_surrogate`; bool, of the shape of `ratio`."""
     high = (ratio > 1.0 + clip_high) & (advantages > 0)
     low = (ratio < 1.0 - clip_low) & (advantages < 0)
     return high | low if dual_clip is None else high | low | ((ratio > dual_clip) & (advantages < 0))

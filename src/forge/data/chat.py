@@ -208,7 +208,7 @@ class ChatFormat:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer with untrimmed offsets: some tokenizers leave spaces out of them."""
+        """The tokenizer with untrimmed offsets: some tokenizers exclude spaces from them."""
         from tokenizers import processors
 
         if not self.tokenizer.is_fast:

@@ -11,7 +11,7 @@ from .files import Rows
 
 
 class RowsConfig(Section):
-    """Where rows come from and how prompts are made of them."""
+    """The origin of rows, and the prompts that are made of them."""
 
     kind: ClassVar[Literal["prompts", "supervised", "preferences"]]
 

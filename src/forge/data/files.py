@@ -121,7 +121,7 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
 
 
 def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
-    """As `open_rows`, but rows are read, and their errors raised, as they are needed."""
+    """`open_rows` as a stream: rows are read, and their errors raised, when they are needed."""
     file = _local(path)
     if file is None or file.is_dir():
         return _load(path, file, split=split, subset=subset, streaming=True)

@@ -61,7 +61,7 @@ class Mixture(Generic[T]):
 
     @property
     def size(self) -> int | None:
-        """How many items there are until the source that is next has ended; None: endless, or unknown."""
+        """Number of items until the next source in turn has ended; None: endless, or unknown."""
         counts, sizes = [0] * len(self.sources), [source.size for source in self.sources]
         if all(size is None for size in sizes):
             return None
@@ -92,7 +92,7 @@ class Mixture(Generic[T]):
         return [_numbered(next(streams[number]), index) for index, number in enumerate(order)]
 
     def targets(self) -> Iterator[str]:
-        """Of all sources that have targets."""
+        """The targets of all sources that have some."""
         return chain.from_iterable(source.targets() for source in self.sources if isinstance(source, PromptDataset))
 
     def state_dict(self) -> Position:
@@ -113,7 +113,7 @@ class Mixture(Generic[T]):
         self.counts = list(state["counts"])
 
     def _next_source(self, counts: Sequence[int]) -> int:
-        """Of the sources that are not too far ahead of their share, the one with the earliest deadline."""
+        """The source with the earliest deadline among those that are not too far ahead of their share."""
         slack = Fraction(1, max(2, 2 * len(counts) - 2))
         now = sum(counts) + 1
         ready = [i for i, share in enumerate(self.shares) if share * now - counts[i] >= slack]

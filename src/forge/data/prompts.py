@@ -190,7 +190,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         self.check()
 
     def targets(self) -> Iterator[str]:
-        """Those of `rows`, without bad rows of a stream."""
+        """The targets of `rows`, without bad rows of a stream."""
         for row in self.rows():
             with suppress(ValueError):
                 yield self._format.render(row)[1]

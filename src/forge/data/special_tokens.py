@@ -74,5 +74,5 @@ class SpecialTokens:
 
 
 def inert_anywhere(text: str) -> str:
-    """As `SpecialTokens.inert` for a model whose tokenizer is unknown: whatever looks like a special token."""
+    """`SpecialTokens.inert` for a model whose tokenizer is unknown: whatever looks like a special token."""
     return _LIKE_SPECIAL.sub(lambda match: f"{match[0]} ", whole(text))

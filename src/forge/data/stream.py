@@ -49,7 +49,7 @@ class RowStream(ABC, Generic[T, C]):
 
     Attributes:
         epochs: as given.
-        size: how many items all epochs have; None: endless, or unknown.
+        size: number of items of all epochs; None: endless, or unknown.
 
     Raises:
         ValueError, FileNotFoundError, ImportError: one line; rows count from 1.
@@ -202,7 +202,7 @@ class RowStream(ABC, Generic[T, C]):
         self.skipped = state["skipped"]
 
     def fits(self, tokens: int) -> bool:
-        """Whether an item of so many tokens is kept; ValueError if it is not and `too_long` is "error"."""
+        """Whether an item with this number of tokens is kept; ValueError if it is not and `too_long` is "error"."""
         if self._limit is None or tokens <= self._limit:
             return True
         if self._too_long == "error":

@@ -105,7 +105,7 @@ class KeyValueCache:
         self.resize(size, rows)
 
     def resize(self, size: int, rows: int) -> None:
-        """Have `size` positions and as many rows as fit, keeping the first `rows` rows and the prefill row."""
+        """Reallocate for `size` positions and all rows that fit, keeping the first `rows` rows and the prefill row."""
         count = self.capacity(size)
         length = min(size, self.length)
         for name in self.stores:

@@ -121,7 +121,7 @@ class Decoder:
         """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
 
         There are no logits: the last token of a prompt is left to the first decode step, so that the last layer's
-        attention and MLP are skipped. `starts` continues prompts of which so many tokens are in their rows.
+        attention and MLP are skipped. `starts`: the number of tokens of each prompt that its row has already.
         """
         # All prompts are one sequence of tokens, each with its prompt, position and row of the cache.
         lengths = torch.tensor([len(prompt) for prompt in prompts])

@@ -105,7 +105,7 @@ class EmbeddedEngine:
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """As `Engine.submit`.
+        """See `Engine.submit`.
 
         On a CPU in float32 the result of a seeded request depends on the request and the weights alone, bit for bit, on
         one machine and number of threads (tested with one and two). Elsewhere the random numbers are the same, but
@@ -135,7 +135,8 @@ class EmbeddedEngine:
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """As `Engine.update_weights`, between two decode steps; generation continues while the tensors are read."""
+        """See `Engine.update_weights`. Weights change between two decode steps; generation continues while the tensors
+        are read."""
         future: Future[None] = Future()
         try:
             with self._wake:
@@ -150,11 +151,11 @@ class EmbeddedEngine:
         return future
 
     def release(self) -> Future[None]:
-        """As `Engine.release`."""
+        """See `Engine.release`."""
         return self._order("release")
 
     def restore(self) -> Future[None]:
-        """As `Engine.restore`; memory is allocated at the next weight update."""
+        """See `Engine.restore`; memory is allocated at the next weight update."""
         return self._order("restore")
 
     @property
@@ -168,7 +169,7 @@ class EmbeddedEngine:
         return self._batch.current_weights.identity
 
     def stats(self) -> dict[str, int]:
-        """As `Engine.stats`, with `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache),
+        """See `Engine.stats`; also `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache),
         `decode_steps` and `cache_bytes`. A preempted sample counts as waiting, tokens recomputed after a weight update
         as prefilled.
         """
@@ -186,7 +187,7 @@ class EmbeddedEngine:
         }
 
     def close(self) -> None:
-        """As `Engine.close`."""
+        """See `Engine.close`."""
         with self._wake:
             self._closing = True
             self._wake.notify()

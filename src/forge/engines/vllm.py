@@ -97,7 +97,7 @@ class VLLMEngine:
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """As `Engine.submit`; the samples of a request may start at different times."""
+        """See `Engine.submit`; the samples of a request may start at different times."""
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
@@ -110,7 +110,7 @@ class VLLMEngine:
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """As `Engine.update_weights`, through shared memory, from which vLLM's processes read while paused."""
+        """See `Engine.update_weights`. The tensors are in shared memory; vLLM's processes read them while paused."""
         future: Future[None] = Future()
         try:
             with self._lock:
@@ -127,13 +127,13 @@ class VLLMEngine:
         return future
 
     def release(self) -> Future[None]:
-        """As `Engine.release`: vLLM's sleep mode, level 2. On a CPU only the cache is freed, not the weights."""
+        """See `Engine.release`; uses vLLM's sleep mode, level 2. On a CPU only the cache is freed, not the weights."""
         future: Future[None] = Future()
         self._call(future, self._order, "release", future)
         return future
 
     def restore(self) -> Future[None]:
-        """As `Engine.restore`. On a GPU the next update allocates weights and cache."""
+        """See `Engine.restore`. On a GPU the next update allocates weights and cache."""
         future: Future[None] = Future()
         self._call(future, self._order, "restore", future)
         return future

@@ -40,7 +40,7 @@ class Action:
 
     @property
     def answer(self) -> str:
-        """What the turn says after its thoughts, without tool calls; the calls as text if it says nothing else."""
+        """The text of the turn after its thoughts, without tool calls; the calls as text if it says nothing else."""
         return without_thoughts(self.content) or without_thoughts(self.text)
 
 

@@ -132,7 +132,7 @@ class SingleTurnEnv(GroupEnv):
         return episodes
 
     def _tokens_to(self, end: int, ids: list[int]) -> int:
-        """How many of the tokens reach the character `end` of their text."""
+        """The number of tokens up to the character `end` of their text."""
 
         def characters(count: int) -> int:
             return len(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
@@ -156,7 +156,7 @@ class MultiTurnEnv(GroupEnv):
     async def play(
         self, policy: Policy, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """Play n episodes concurrently, each in an environment of its own."""
+        """Play n episodes concurrently, each in a separate environment."""
         options = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
         plays = (play_episode(policy, self.environment(), sample, sample=number, **options) for number in range(n))
         episodes = await asyncio.gather(*plays)

@@ -30,7 +30,7 @@ _SPACES = re.compile(r"\s*")
 
 
 class Tags(NamedTuple):
-    """How a family writes calls in XML."""
+    """The tags with which a family writes calls in XML."""
 
     name: re.Pattern[str]
     key: re.Pattern[str]  # before a value; its group is the argument's name
@@ -197,7 +197,7 @@ def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]]
 
 
 def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
-    """Where the tag begins that closes the value from `start` on. ValueError: there is none."""
+    """The position of the tag that closes the value from `start` on. ValueError: there is none."""
     # JSON says itself where it ends.
     past = _SPACES.match(text, _json_end(text, start))
     assert past is not None
@@ -232,13 +232,13 @@ def _quoted(before: str, following: str) -> bool:
 
 
 def _find(text: str, mark: str, start: int) -> int:
-    """Where a mark is; the end of the text if there is none."""
+    """The position of a mark; the end of the text if there is none."""
     position = text.find(mark, start)
     return len(text) if position < 0 else position
 
 
 def _json_end(text: str, start: int) -> int:
-    """Where the JSON ends that begins at `start`, after spaces; without any it is `start`."""
+    """The end of the JSON that begins at `start`, after spaces; `start` if there is none."""
     spaces = _SPACES.match(text, start)
     try:
         return _DECODER.raw_decode(text, start if spaces is None else spaces.end())[1]

@@ -75,7 +75,7 @@ class Parameters:
         return "" if error is None or with_nulls is None else _line(error)
 
     def value(self, name: str, text: str, *, python: bool = False) -> Any:
-        """What a text says as the value of a parameter: JSON where the schema takes that, else the text itself.
+        """The value of a parameter that is written as text: JSON where the schema takes that, else the text itself.
 
         Args:
             python: also literals of Python, such as True, None and {'a': 1}.
@@ -132,7 +132,7 @@ def parameters_of(function: Schema) -> Parameters:
 
 
 def _read(text: str, python: bool) -> Any:
-    """ValueError and others: it is no JSON."""
+    """Parse JSON, or Python's literals. ValueError and others: the text is neither."""
     try:
         return json.loads(text)
     except ValueError:

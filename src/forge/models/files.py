@@ -50,7 +50,7 @@ def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The mapping in a JSON file of a model.
 
     Raises:
-        ValueError: it is no regular file or no mapping, or exceeds a limit; says which.
+        ValueError: not a regular file, not a mapping, or beyond a limit; says which.
     """
     try:
         values = json.loads(_content(path, max_bytes))
@@ -69,8 +69,8 @@ def check_model_files(folder: Path) -> None:
     """Check the files of a model that transformers reads whole.
 
     Raises:
-        ValueError: one of them is no regular file, too large or malformed; or the weights are pickled alone, which may
-            run code when they are loaded.
+        ValueError: one of them is not a regular file, too large or malformed; or there are only pickled weights, which
+            may run code when they are loaded.
     """
     weights = sorted(folder.glob(WEIGHTS))
     # Pickles beside safetensors are never read.

@@ -61,7 +61,7 @@ def causal(length: float, context: float = 0.0) -> float:
 
 def peak_tflops(threads: int | None, gpu: str | None) -> float | None:
     """TFLOP/s of one device: a known GPU's, None for another; without one the best of a few products of float32
-    matrices on this CPU, with so many threads."""
+    matrices on this CPU, with this number of threads."""
     if gpu is not None:
         return next((peak for name, peak in PEAKS.items() if name in gpu), None)
     import torch

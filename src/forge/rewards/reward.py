@@ -26,7 +26,7 @@ REPORT_INTERVAL = 30.0  # seconds of a call, as of reading data, after which a l
 
 
 class BadScore(ValueError):
-    """A reward gave something that is no score."""
+    """A reward returned something other than a score."""
 
 
 class FunctionVerifier:

@@ -24,7 +24,7 @@ NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose clas
 class RewardModel:
     """One number for each response: the logit of a sequence classifier with one class, or for one of several.
 
-    Runs in a thread of its own; calls that arrive while a batch is computed form the next one. A response that is too
+    Runs in a separate thread; calls that arrive while a batch is computed form the next one. A response that is too
     long is unscored, unless `truncate` is set. A `Panel`'s timeout must be longer than one forward pass.
 
     The text of prompt and response:

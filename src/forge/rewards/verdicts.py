@@ -13,9 +13,9 @@ _MARKERS = r"(?:verdict|answer|judge?ment|decision|conclusion|result|grade|ratin
 def read_verdict(answer: str, yes: str, no: str) -> bool | None:
     """Whether a judge says `yes`, in any case; None if it says neither, or one cannot tell.
 
-    After its thoughts, the last verdict counts that has a line of its own, or a marker: "Verdict: yes" at the beginning
+    After its thoughts, the last verdict counts that is alone on a line or has a marker: "Verdict: yes" at the beginning
     of a line, `[[yes]]`, `\\boxed{yes}`, `<verdict>yes</verdict>`, a value in JSON. Without one, a word that begins the
-    first or the last line, followed by a sign of punctuation ("No, it is wrong"). A word anywhere else is no verdict,
+    first or the last line, followed by a sign of punctuation ("No, it is wrong"). A word anywhere else does not count,
     as in "there is no error".
     """
     answer = without_thoughts(answer)

@@ -41,7 +41,7 @@ class Scores:
 
     @classmethod
     def of(cls, outcomes: Sequence[float | Sequence[float] | BaseException | None], names: int) -> Scores:
-        """From the outcome of each response: `names` numbers (or the number, of one name), or None or an exception
+        """Scores from the outcome of each response: `names` numbers (or the number, of one name); None or an exception
         where it is unscored. Numbers that are not finite and strings are unscored too."""
         scores = cls(np.full((len(outcomes), names), np.nan))
         for i, outcome in enumerate(outcomes):

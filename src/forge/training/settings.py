@@ -86,7 +86,7 @@ class OptimizerSettings(Section):
 
 
 class PassSettings(Section):
-    """How a step passes its batch through the model: its parts, memory and precision."""
+    """The passes of a step's batch through the model: its parts, memory and precision."""
 
     seq_len: PositiveInt = 4096
     """Longest sequence, and most tokens of a packed micro-batch: lower it when memory runs out."""

@@ -216,7 +216,7 @@ class Parser:
         return [opening[2:], inner] if opening[0] == "\\" else inner
 
     def _argument(self, read: Callable[[], Tree] | None = None) -> Tree:
-        """What a command such as \\frac takes, one token or a group; or what `read` does. It may have a sign."""
+        """The argument of a command such as \\frac, a token or a group; or the result of `read`. It may have a sign."""
         sign = self._signs()
         return self._signed((read or self._base)(), sign)
 
@@ -237,7 +237,7 @@ class Parser:
         return tree if power is None else ["power", tree, power]
 
     def _operands(self) -> list[Tree]:
-        """Those of a function: in brackets, or the product that follows, up to the next function or operator."""
+        """The operands of a function: in brackets, or the product that follows, up to the next function or operator."""
         if self._peek() in ("(", "{"):
             opening = self._take().text
             bars, self._bars = self._bars, 0

@@ -141,7 +141,7 @@ def same_text(answer: str, target: str) -> bool:
 
 
 def spelling(parts: Sequence[Token]) -> tuple[str, ...]:
-    """What texts that say the same have in common: the tokens, words without their case and a leading article."""
+    """The common form of texts that say the same: the tokens, words without their case and a leading article."""
     spelled = [token.text for token in parts if token.kind == "word"]
     shouted = len(spelled) > 1 and max(map(len, spelled)) > 4 and all(map(str.isupper, spelled))
     texts = tuple(token.text.casefold() if shouted and token.kind == "word" else folded(token) for token in parts)
@@ -169,7 +169,7 @@ def closing(parts: Sequence[Token], start: int) -> int:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets nest, of all kinds."""
+    """The depth of nested brackets, of all kinds."""
     depth = deepest = 0
     for bracket in re.findall(r"[(\[{}\])]", text):
         depth += 1 if bracket in "([{" else -1
@@ -195,7 +195,7 @@ def _plain(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    """Without invisible characters; symbols, digits, fractions, exponents and indices of Unicode as LaTeX."""
+    """Remove invisible characters, and write symbols, digits, fractions, exponents and indices of Unicode as LaTeX."""
     if text.isascii():
         return text
     # Invisible characters go first: they split numbers and commands.
@@ -219,7 +219,7 @@ def _vulgar(character: str) -> str:
 
 
 def _undollared(text: str) -> str:
-    """Without the dollars around mathematics; one that is money is a word, like the signs of other currencies."""
+    """Remove the dollars around mathematics; one that is money becomes a word, like the signs of other currencies."""
     if len(re.findall(r"(?<!\\)\$", text)) % 2:
         text = re.sub(r"(?<!\\)\$(?=\s*[-+]?[\d.])", r"\\$", text, count=1)
     text = re.sub(r"(?<!\\)\$", " ", text)
@@ -278,7 +278,7 @@ def _upright(content: str, before: str) -> str:
 
 
 def _group_end(text: str, start: int) -> int:
-    """Where the group in braces that begins at `start` ends; `start` if none begins there, or it is not closed."""
+    """The end of the group in braces that begins at `start`; `start` if none begins there, or it is not closed."""
     if text[start : start + 1] != "{":
         return start
     depth = 0
@@ -358,7 +358,7 @@ def is_word(run: str) -> bool:
 
 
 def _unbraced(parts: list[Token]) -> list[Token]:
-    """Without braces around a single token: x^{2} is x^2."""
+    """Remove braces around a single token: x^{2} is x^2."""
     unbraced: list[Token] = []
     for token in parts:
         if token.text == "}" and len(unbraced) > 1 and unbraced[-2].text == "{" and unbraced[-1].text not in "{}":
@@ -370,7 +370,7 @@ def _unbraced(parts: list[Token]) -> list[Token]:
 
 
 def _trimmed(parts: list[Token]) -> list[Token]:
-    """Without a leading "=", closing punctuation, and braces around the whole."""
+    """Remove a leading "=", closing punctuation, and braces around all of it."""
     while parts and parts[0].text in ("=", r"\approx"):
         parts = parts[1:]
     while parts:

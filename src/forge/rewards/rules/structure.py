@@ -30,7 +30,7 @@ _MINUS = Token("-", "symbol")
 
 
 class Value(NamedTuple):
-    """What tokens say. By kind:
+    """The meaning of tokens. By kind:
 
     "expression": `tree` with its `unit`; "based": digits in a base, as `ends`; "text": none of the others.
     "list", "set", "union", "tuple" (with brackets as `ends`), "matrix" (rows, `ends` its environment): `items`.

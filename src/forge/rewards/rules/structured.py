@@ -11,7 +11,7 @@ from ...data.thoughts import possible_answers
 
 @dataclass(frozen=True, slots=True)
 class JsonMatch:
-    """How far a response is the JSON object of the target.
+    """The agreement of a response with the JSON object of the target.
 
     0 unless the response is one JSON object and nothing else but thoughts and white space. Otherwise `form` plus
     (1 - form) times the share of keys, of both objects together, whose values are equal; 1 means that the objects are
