@@ -381,6 +381,7 @@ class Batch:
 
     def select(self, sequences: np.ndarray) -> Batch:
         """The batch of these sequences only (indices into `lengths`), in this order."""
+        # Columns of tokens by the positions of the sequences, columns of sequences by their number.
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
         per_token = {name: values[index] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}

@@ -117,6 +117,7 @@ class Recalibration:
         p, labels = _known(p, labels)
         if labels.min() == labels.max():
             raise ValueError("recalibration needs labels of both classes")
+        # Towards slope 1 and intercept 0; the pulls weigh about as much as one response.
         x, free = np.stack([_logits(p), np.ones(len(p))], axis=1), 1 + intercept
         line = logistic_regression(x[:, :free], labels, np.array([1.0, 1e-3])[:free], np.array([1.0, 0.0])[:free])
         return cls(*map(float, line))

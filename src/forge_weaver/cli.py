@@ -88,6 +88,7 @@ def _step(steps: Any, name: str, run: Any, summary: str) -> argparse.ArgumentPar
         except KeyboardInterrupt:
             raise SystemExit(128 + signal.SIGINT) from None
 
+    # Users see one line for their errors, a traceback for faults of the program.
     parser.set_defaults(run=guarded)
     return parser
 

@@ -135,6 +135,7 @@ def distil(
         with quiet_loading():
             reader = RewardModel(aside, **reading)
         rows = reader.rows([(table.prompts[i], table.responses[i][j]) for i, j in indices])
+        # Responses that do not fit are omitted; the division is over those that remain.
         fits = np.array([0 < len(row.ids) <= reader.model.max_tokens for row in rows])
         indices, rows = indices[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
         train, calibrate, test = _divide([table.prompts[i] for i in indices[:, 0]], seed)
@@ -190,6 +191,7 @@ def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
             trust_remote_code=False,
             use_safetensors=True,
         )
+        # A separate padding token, so that the head does not take padding for the end.
         if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
             tokenizer.add_special_tokens({"pad_token": "<pad>"})
             classifier.resize_token_embeddings(max(len(tokenizer), classifier.get_input_embeddings().num_embeddings))

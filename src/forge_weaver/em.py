@@ -128,7 +128,8 @@ class Counts:
 
     @classmethod
     def of(cls, codes: np.ndarray, bins: int, r: np.ndarray) -> Counts:
-        """Counts from codes [verifiers, responses], `bins` for missing, and r [responses], probabilities of being right."""
+        """Counts from codes [verifiers, responses], `bins` for missing, and r [responses], the probabilities of being
+        right."""
         right = np.stack([np.bincount(code, r, bins + 1)[:bins] for code in codes])
         every = np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes])
         return cls(right, every - right, np.array([r.sum(), len(r) - r.sum()]))

@@ -141,6 +141,7 @@ class RankMean(Aggregator):
         self.families = family_numbers(data) if self.by_family else None
         u = rank_means(normal(data.x), self.families)
         slope = fitted_slope(unheaped(data, self.families)) if self.slope is None else self.slope
+        # The slope is per standard deviation; b sets the mean probability.
         a = slope / (u.std() + 1e-9)
         b = brentq(lambda b: sigmoid(a * u + b).mean() - self.class_balance, -500.0, 500.0)
         self.line = np.array([a, b])

@@ -118,6 +118,7 @@ def thresholds(x: np.ndarray, accept: float, threshold: float | None = None) -> 
     lowest = np.empty(x.shape[1])
     for v, column in enumerate(x.T):
         scores = column[~np.isnan(column)]
+        # Two values: already a verdict.
         low, high = scores.min(), scores.max()
         if ((scores == low) | (scores == high)).all():
             lowest[v] = (low + high) / 2

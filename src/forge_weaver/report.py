@@ -71,6 +71,7 @@ def _evaluation(aggregator: Aggregator, table: ScoreTable, p: np.ndarray) -> lis
     labelled = table.labelled_problems()
     p, labels = p[labelled], table.labels[labelled]
     rows = []
+    # Each measure with an interval from drawing whole problems.
     for name, measure in MEASURES.items():
 
         def drawn(problems: np.ndarray, measure: Callable[[np.ndarray, np.ndarray], float] = measure) -> float:

@@ -71,6 +71,7 @@ def generate(
     shared = rng.normal(size=(*shape, 4))[..., groups]
     noise = np.sqrt(1 - correlation) * rng.normal(size=(*shape, verifiers)) + np.sqrt(correlation) * shared
     latent = distance * right[..., None] + noise
+    # A problem may shift all scores of a verifier, in part together with its group.
     shift = rng.normal(size=(problems, 1, verifiers)) + rng.normal(size=(problems, 1, 4))[..., groups]
     latent += query_shift * 0.7 * shift
     deceived = rng.random(verifiers) < 0.5
@@ -87,6 +88,7 @@ def generate(
         else:
             curves = (z * rng.uniform(0.3, 8) + 5 * rng.normal(), 1 / (1 + np.exp(-1.5 * z - 1)), np.exp(0.8 * z))
             scores[..., v] = (*curves, 3 * np.tanh(z / 2))[rng.integers(4)]
+    # Single scores are missing, and whole problems of a verifier.
     if missing:
         is_missing = (rng.random(latent.shape) < missing) | (rng.random((problems, 1, verifiers)) < missing / 3)
         scores[is_missing] = np.nan

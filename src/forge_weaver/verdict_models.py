@@ -129,6 +129,7 @@ class PublishedWeaver(VerdictModel):
         # Missing verdicts are rejections: every moment follows from those of acceptance.
         accept_both = self.moments[:m, :m] / float(self.known[0, 0])
         accept = np.diag(accept_both)
+        # Rows and columns alternate: rejects, accepts.
         o = np.empty((2 * m, 2 * m))
         o[1::2, 1::2] = accept_both
         o[0::2, 1::2] = accept - accept_both
@@ -173,6 +174,7 @@ def minimise(o: np.ndarray, pi: float, *, converged: bool, seed: int, precision:
     mu *= np.random.RandomState(seed).random_sample()
     # The curvature grows with the number of verifiers: shrink the steps with it.
     rate, max_steps = (1 / (100 + 4 * len(o)), 50_000) if converged else (1e-5, 1000)
+    # Gradient descent with momentum, within [0, 1].
     velocity = np.zeros_like(mu)
     for _ in range(max_steps):
         residual, marginal, sums = _parts(mu, o, p)

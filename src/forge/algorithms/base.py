@@ -109,8 +109,8 @@ class Algorithm:
         return -ratio * advantages
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """Mask of the tokens whose gradient a bound removed or reduced: bool, of the shape of both. None: the loss has no
-        bounds."""
+        """Mask of the tokens whose gradient a bound removed or reduced: bool, of the shape of both. None: the loss has
+        no bounds."""
         return None
 
     def __call__(
@@ -141,6 +141,7 @@ class Algorithm:
         if self.correction is not None:
             importance = self.correction.ratio(old, behaviour, weights, sequences)
             per_token = per_token * self.correction.bounded(importance)
+        # Two further terms, each with its weight.
         if self.beta and self.kl_in == "loss":
             if ref_logprobs is None:
                 raise ValueError("beta > 0 needs ref_logprobs: start a reference model, or set grpo.beta to 0")

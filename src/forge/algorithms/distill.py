@@ -66,6 +66,7 @@ class Distill(Algorithm):
         sequences: Tensor | None = None,
     ) -> Tensor:
         """All tensors of one shape; `ref_logprobs` are the teacher's. Returns a scalar."""
+        # Each token's advantage follows from the two models: the batch's is not read.
         advantages = where_trained(log_ratio(ref_logprobs, logprobs.detach()), weights)
         return super().__call__(
             logprobs,

@@ -46,6 +46,7 @@ class GSPO(Clipped, GroupRelative):
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
         """(pi(y) / old(y))^(1 / |y|) of the whole sequence, with the gradient of each token's log-probability (eq. 7
         and 14)."""
+        # The value of the sequence's ratio, with the gradient of the token's log-probability.
         logs = where_trained(log_ratio(logprobs.detach(), old_logprobs), weights)
         of_sequence = over_tokens(sequence_means(logs, weights, sequences), logs, sequences)
         return (of_sequence + logprobs - logprobs.detach()).exp()

@@ -107,6 +107,7 @@ def setting_names(algorithm: Any) -> frozenset[str]:
 
 def _hint(name: str, settable: list[str]) -> str:
     """The end of the error about an unknown setting: the algorithms that have it, or the nearest name."""
+    # A setting of other algorithms is rarely a typing error.
     owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]
     if not owners:
         return nearest(name, settable)

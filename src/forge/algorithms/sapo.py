@@ -41,5 +41,6 @@ class SAPO(GroupRelative):
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """-(4 / tau) * sigmoid(tau * (ratio - 1)) * A; tau depends on the sign of A."""
+        # `where` of two Python numbers is float32, whatever the dtype of the ratio is.
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
         return -(4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages)

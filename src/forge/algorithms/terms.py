@@ -57,6 +57,7 @@ def beyond_clip(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
     """Mask of the tokens without gradient in `clipped_surrogate`; bool, of the shape of `ratio`."""
+    # The minimum takes the clipped term only where it is the smaller one: above for A > 0, below for A < 0.
     high = (ratio > 1.0 + clip_high) & (advantages > 0)
     low = (ratio < 1.0 - clip_low) & (advantages < 0)
     return high | low if dual_clip is None else high | low | ((ratio > dual_clip) & (advantages < 0))
@@ -87,6 +88,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     `exp(d) - 1 - d` with `d = ref - logp` (Schulman 2020, "Approximating KL divergence", k3).
     """
+    # expm1: exp(d) - 1 would lose the digits of a small KL.
     d = log_ratio(ref_logprobs, logprobs)
     return torch.expm1(d) - d
 
@@ -117,6 +119,7 @@ def sequence_sums(values: Tensor, sequences: Tensor | None) -> Tensor:
         ValueError: packed values without `sequences`.
     """
     if sequences is not None:
+        # Packed tokens; a sequence without tokens has the sum 0.
         count = int(sequences.max()) + 1 if sequences.numel() else 0
         return values.new_zeros(count).index_add(0, sequences, values)
     if values.dim() != 2:

@@ -144,6 +144,7 @@ def _local(path: str) -> Path | None:
         if file.suffix not in _BUILDERS:
             raise ValueError(f"{file} has the unknown extension {file.suffix!r}: use {', '.join(_BUILDERS)}")
         return file
+    # A misspelt path must not be taken for a hub id.
     if file.exists():
         raise ValueError(f"{file} is neither a file nor a folder, but a pipe or a device: write its rows to a file")
     if file.suffix in _FILE_SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path:
@@ -215,6 +216,7 @@ def _load(path: str, folder: Path | None, *, split: str, subset: str | None, str
         return saved.to_iterable_dataset() if streaming else saved
     for data_file in sorted(folder.rglob("*.parquet")) if folder else ():
         check_parquet(data_file)
+    # Data files or a hub id; an unreachable hub is the most frequent error.
     source = str(folder) if folder else path
     try:
         if subset is None:

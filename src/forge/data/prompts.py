@@ -119,6 +119,7 @@ class PromptFormat:
     def _options(self, row: Row) -> list[str]:
         """The options of multiple choice in the order of their letters; empty without `choices_field`. ValueError: two
         are equal, or one is empty."""
+        # One letter must be right: equal or empty options would make it two.
         options = self._listed(row)
         if len(set(options)) < len(options) or not all(options):
             raise ValueError(
@@ -206,6 +207,7 @@ def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
     """The tokens that end answers to prompts of these settings: those that end a turn in their chat templates. Empty
     without one, where eos alone ends an answer."""
     ids: dict[int, None] = {}
+    # Each source may have another template, with other tokens at the end of a turn.
     for source in settings.sources or [{}]:
         template = source.get("chat_template", settings.chat_template)
         if template:

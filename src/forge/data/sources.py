@@ -36,6 +36,7 @@ class StoredRows:
         if self._position == len(self._order):
             self.load({"epoch": self.epoch + 1, "position": 0})
             return None
+        # Numbers count from 1, as lines of a file.
         index = self._order[self._position]
         self._position += 1
         return index + 1, self.rows[index]
@@ -77,6 +78,7 @@ class StreamedRows:
     def _open(self, epoch: int, number: int, start: Position | None) -> None:
         self.epoch = epoch
         self._number = number
+        # Read on from the state at the block's start: the rows before it are not read again.
         self._stream = self._open_dataset()
         if start is not None:
             self._stream.load_state_dict(start)
@@ -87,6 +89,7 @@ class StreamedRows:
 
     def _fill(self) -> list[Numbered]:
         rows = map(from_columns, itertools.islice(self._rows, self._size))
+        # The order follows from seed, epoch and block alone.
         block = list(enumerate(rows, self._number * self._size + 1))
         if self._shuffle:
             Random(f"{self._seed}/{self.epoch}/{self._number}").shuffle(block)

@@ -160,6 +160,7 @@ class RowStream(ABC, Generic[T, C]):
     def held_out(self, n: int) -> list[T]:
         """A list for evaluation, the same at every call: the first n rows of the split in stored order, or n distinct
         questions of a task's test split. ValueError: there are fewer that fit."""
+        # Tasks have a test split; of stored rows and streams the first ones are held out.
         source = self._source
         rows = source.held_out(n) if isinstance(source, TaskRows) else source.scan()
         items: list[T] = []
@@ -294,6 +295,7 @@ class RowStream(ABC, Generic[T, C]):
         read = [*content_of(item), *(self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)]
         if not any(unknown in tokens for tokens in read):
             return ""
+        # Character by character, to name those that are missing.
         letters = {letter for text in [*texts, *_texts(row)] for letter in text}
         encoded = {letter: self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters}
         return ", ".join(repr(letter) for letter in sorted(letters) if unknown in encoded[letter])[:80]

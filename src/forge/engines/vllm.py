@@ -115,7 +115,7 @@ class VLLMEngine:
         try:
             with self._lock:
                 self._check_alive()
-            # Copied in the caller's thread; vLLM goes on until its processes read the copy.
+            # Copied in the caller's thread; vLLM continues until its processes read the copy.
             handover = Handover(self.config, named_tensors, self.dtype, version, identity)
             try:
                 self._call(future, self._order, handover, future)

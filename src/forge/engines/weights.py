@@ -303,6 +303,7 @@ class Handover:
         total = 0
         for part in (part for parts in table.values() for part in parts):
             self.locations.append((part.name, part.shape, total))
+            # Each tensor begins at a multiple of ALIGNMENT.
             size = torch.Size(part.shape).numel() * dtype.itemsize
             total += -(-size // ALIGNMENT) * ALIGNMENT
         self._file = os.memfd_create("forge-weights")

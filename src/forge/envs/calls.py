@@ -169,6 +169,7 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
         return {names[0]: re.sub(rf"^\s*{re.escape(names[0])}\s*=\s*", "", text)}
 
     try:
+        # Literals only: nothing is evaluated.
         call = ast.parse(f"f({text})", "<model output>", mode="eval").body
         if not isinstance(call, ast.Call):
             raise ValueError("it is no list of arguments")
@@ -195,6 +196,7 @@ def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) ->
         call = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError('it must be an object with a "name"')
+        # Families differ in the key, and some write the arguments as JSON text.
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # OpenAI's format
             arguments = json.loads(arguments)

@@ -102,6 +102,7 @@ class Dialogue:
         """
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("an episode continues with at least one message, of the user or of tools")
+        # The policy has written the token that ends its turn, unless the turn was truncated.
         between = self._between(list(map(self._plain, messages)), tools)
         return between[1:] if tokens and tokens[-1] in self._closers else between
 

@@ -84,6 +84,7 @@ def qwen_xml(text: str, tools: Mapping[str, Schema]) -> Found:
 
 def mistral(text: str, tools: Mapping[str, Schema]) -> Found:
     """`[TOOL_CALLS]` and a JSON list of calls, or `[TOOL_CALLS]name[ARGS]{...}` for each."""
+    # A list of calls after one mark, or a mark before each call.
     content, _, _ = text.partition(_MISTRAL)
     calls: list[NamedCall] = []
     errors: list[str] = []
@@ -227,6 +228,7 @@ def _quoted(before: str, following: str) -> bool:
     """Whether quotes that are open before a tag close after it: on its line, or anywhere if there are three of them."""
     if any(before.count(quotes) % 2 and quotes in following for quotes in ('"""', "'''", "```")):
         return True
+    # Quotes of one line, other than three of them, do not reach beyond it.
     line, following = before.rpartition("\n")[2], following.partition("\n")[0]
     return any(line.count(quote) % 2 and quote in following for quote in "\"'`")
 

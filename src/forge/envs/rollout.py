@@ -113,6 +113,7 @@ class _Branch:
         """Append a turn of the policy. ValueError: it was not sampled as a continuation of these tokens."""
         if list(completion.prompt_ids) != self.tokens:
             raise ValueError(f"a turn continues {len(completion.prompt_ids)} tokens that are not the episode's")
+        # The turn's tokens, with the version that drew each.
         start, ids = len(self.tokens), completion.token_ids
         self.tokens += ids
         self.mask += [True] * len(ids)

@@ -116,6 +116,7 @@ class Parameters:
             followed.add(reference)
             with suppress(Unresolvable):  # an error of each call
                 yield from self._parts(self._resolver.lookup(reference).contents, followed)
+        # Parameters may be named in any alternative.
         alternatives = [schema.get(word) for word in ("if", "then", "else")]
         for word in ("allOf", "anyOf", "oneOf"):
             alternatives += schema.get(word, [])

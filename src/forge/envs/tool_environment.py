@@ -50,6 +50,7 @@ class ToolEnvironment(Environment):
 
     async def step(self, action: Action) -> Step:
         """Answer tool calls, or score the answer."""
+        # A call is answered, also a malformed one; text alone is the answer to the question.
         if action.calls or action.errors:
             return Step(tuple(await self.tools.answer(action)), self.turn_reward)
         if action.truncated:

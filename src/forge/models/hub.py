@@ -96,6 +96,7 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:  # forge on the path, without being installed
             versions.append(f"{package} (version unknown)")
+    # The card: front matter that the hub reads, then text for people.
     parts = [
         f"---\n{card.to_yaml()}\n---",
         f"# {(config.get('run') or {}).get('name', recipe)}",

@@ -112,6 +112,7 @@ def _experts(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple
     """The experts' matrices one below the other."""
     C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741
+    # Expert by expert, each with gate and up.
     halves = [f"{mlp}experts.{e}.{x}_proj.weight" for e in experts for x in ("gate", "up")]
     return {
         engine + "router.weight": (Part(mlp + "gate.weight", len(experts), (C,)),),
@@ -124,6 +125,7 @@ def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -
     """Plain names for the tensors of transformers' models: experts, which they stack in two tensors a layer, one by
     one; the first one of a tensor has the number `first`."""
     for name, tensor in named_tensors:
+        # Gate and up are halves of one matrix in transformers.
         match = STACKED.fullmatch(name)
         if match is None:
             yield name, tensor

@@ -259,7 +259,7 @@ class VerifiersConfig(Section):
                 from .judge import LMJudge as _  # noqa: F401
         except (ValueError, OSError, ImportError) as error:
             raise ConfigError(f"{location}: {error}") from None
-        # Columns are named: two of one name could not be told apart in a report.
+        # Columns are named: two of one name could not be distinguished in a report.
         if not names:
             raise ConfigError(f"{location} has none: set rules, reward_models, judges, math or another")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -271,6 +271,7 @@ class VerifiersConfig(Section):
     @property
     def names(self) -> list[str]:
         """The columns of the panel, in order. ValueError: a function does not exist."""
+        # In the order in which `panel` constructs them, without loading a model.
         names = [name for verifier in self._functions() for name in verifier.names]
         names += [spec.name or Path(spec.path).name for spec in self.reward_models]
         for spec in self.process_reward_models:

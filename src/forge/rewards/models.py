@@ -160,6 +160,7 @@ class BatchedModel:
         width = max(len(rows[index].ids) for index in indices)
         ids, mask, types = [], [], []
         for row in (rows[index] for index in indices):
+            # On the right, where causality and the mask hide it.
             gap = [0] * (width - len(row.ids))
             ids.append(row.ids + [self._pad] * len(gap))
             mask.append([1] * len(row.ids) + gap)

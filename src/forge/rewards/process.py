@@ -100,6 +100,7 @@ class ProcessRewardModel:
 
     def cut(self, response: str) -> list[tuple[str, int]]:
         """The steps of a response, each with the character at which it ends; none is only white space."""
+        # The text between separators; an end is the character at which the next separator begins.
         ends = [(match.start(), match.end()) for match in self._separator.finditer(response)]
         starts = [0, *(end for _, end in ends)]
         spans = zip(starts, [*(start for start, _ in ends), len(response)], strict=True)
@@ -137,6 +138,7 @@ class ProcessRewardModel:
             good = logits.softmax(-1)[:, self._class]
         else:
             states = model.base_model(**inputs, use_cache=False)[0][at_marker].float()
+            # Two rows of the head are enough; the vocabulary's logits are not needed.
             head = model.get_output_embeddings()
             yes, no = (
                 states @ head.weight[token].float() + (0.0 if head.bias is None else head.bias[token].float())

@@ -147,6 +147,7 @@ def _wrapper(name: str, signature: inspect.Signature) -> str:
     """The remedy in an error about a reward function of TRL's form; empty for another form."""
     if "completions" not in signature.parameters:
         return ""
+    # Columns of TRL's data set are parameters; one of them can be the target.
     needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     columns = [parameter for parameter in needed if parameter not in ("prompts", "completions")]
     if len(columns) > 1:

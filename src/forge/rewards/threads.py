@@ -186,6 +186,7 @@ class Batcher(Generic[A, B]):
                     size += len(call.items)
         if not calls:
             return
+        # One batch of all items; each outcome goes to its call, which completes with the last one.
         items = [item for call in calls for item in call.items]
         positions = [(call, index) for call in calls for index in range(len(call.items))]
         error: BaseException = RuntimeError(f"the verifier {self._name} left responses out")

@@ -138,7 +138,7 @@ class Snapshot:
             sync(self.final.parent)
             shutil.rmtree(replaced, ignore_errors=True)
 
-        # Stage by stage on all ranks: none goes on where another has failed.
+        # Stage by stage on all ranks: none continues where another has failed.
         self._together(prepare, group, lead=True)
         self._together(lambda: dcp.save(self.shards, checkpoint_id=aside, process_group=group), group)
         self._together(write_files, group)

@@ -352,6 +352,7 @@ def build_titan(
                 data_parallel_shard_degree=degrees["shard"],
                 expert_parallel_degree=ranks.experts,
             ).check_experts(config)
+            # TorchTitan sets the sharding of each module in its configuration.
             sizes.update_from_config(config=SimpleNamespace(parallelism=parallelism))
             # The head sees this rank's trained tokens alone: only its weight is sharded, not its input.
             head = sizes.lm_head.sharding_config
@@ -381,6 +382,7 @@ def build_titan(
                 pp_enabled=False,
                 cpu_offload=cpu_offload,
             )
+    # Memory, buffers, and this rank's part of the weights.
     model.to_empty(device="cpu" if cpu_offload else ranks.device)
     model.init_states(buffer_device=ranks.device)
     read_weights({plain_name(name): parameter for name, parameter in model.named_parameters()}, Path(path))

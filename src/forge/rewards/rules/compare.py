@@ -100,6 +100,7 @@ def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
         target = as_interval(target) or target
     if answer.kind == target.kind == "expression":
         return _same_expression(answer, target, tolerance)
+    # Sums, integrals and limits, which only the symbolic parser reads.
     calculus = _calculus(answer), _calculus(target)
     if None not in calculus and "text" in (answer.kind, target.kind):
         return _number(target) is None and equivalent("expression", *calculus, tolerance)  # type: ignore[arg-type]

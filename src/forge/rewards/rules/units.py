@@ -97,6 +97,7 @@ _FILLERS = words("of in the a an per long old total altogether only are")
 
 def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
     """A value without the unit that follows it or the currency before it, and that unit; () without one."""
+    # A currency before the number counts as a unit after it.
     core = list(parts)
     money: Unit = ()
     sign = int(core[0].text in ("-", "+")) if core else 0
@@ -116,6 +117,7 @@ def agree(unit: Unit, target: Unit) -> bool:
     if not unit or not target or unit == target:
         return True
     if {name for name, _ in (*unit, *target)} <= _NAMES.keys() | set(_NAMES.values()):
+        # Known units differ if their names do; a degree may be one of temperature.
         degrees = {(("degree", 1),), (("celsius", 1), ("degree", 1)), (("degree", 1), ("fahrenheit", 1))}
         return {unit, target} <= degrees and (("degree", 1),) in (unit, target)
     return set(unit) <= set(target) or set(target) <= set(unit)
