@@ -207,6 +207,7 @@ class Episode:
             prompt_ids, response_ids = completion.prompt_ids, completion.token_ids
             logprobs, versions = completion.logprobs, completion.versions
             info = {**completion.metadata, **(info or {})}
+        # An empty response has nothing to train, and no turn to score.
         response = list(response_ids or ())
         if not response:
             raise ValueError("an Episode needs at least one response token")
@@ -393,6 +394,7 @@ class Batch:
 
     def trained_counts(self) -> np.ndarray:
         """[episodes]: the trained tokens of each episode, over all of its branches that are in the batch."""
+        # Branches of an episode are neighbours: their counts add up.
         counts = np.add.reduceat(self.mask, np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
         if self.episodes is None:
             return counts

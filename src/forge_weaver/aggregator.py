@@ -259,6 +259,7 @@ class Aggregator(ABC):
         """Add the arrays to `arrays`; return the header."""
         parts: Json = {}
         for name in ("columns", *self.LEARNED):
+            # Arrays go into the file under their path, aggregators into the header with theirs.
             value = getattr(self, name)
             if isinstance(value, Aggregator):
                 parts[name] = value._pack(f"{prefix}{name}/", arrays)

@@ -80,6 +80,7 @@ class AnchoredLogistic(Aggregator):
 
     def _cross_validate(self, groups: np.ndarray) -> tuple[float, np.ndarray]:
         """The penalty with the least log loss on held-out problems, and that loss of each response."""
+        # Whole problems: responses to one are not independent.
         fold = groups % min(self.folds, groups.max() + 1)
         losses = np.full((len(self.penalties), len(fold)), np.nan)
         for number in range(fold.max() + 1):
@@ -92,6 +93,7 @@ class AnchoredLogistic(Aggregator):
                 losses[row, out] = np.logaddexp(0, -score)
         if np.isnan(losses).all():
             return max(self.penalties), losses[0]
+        # The sum over all responses: folds differ in size.
         best = int(np.nansum(losses, axis=1).argmin())
         return self.penalties[best], losses[best]
 

@@ -34,6 +34,7 @@ def add_to(commands: Any) -> None:
     )
     steps = weaver.add_subparsers(dest="step", required=True, metavar="STEP")
 
+    # One step of the procedure each; `apps/weaver` runs all of them.
     score = _step(steps, "score", _score, "score responses by verifiers")
     score.add_argument("responses", help="JSON lines: prompt, responses and, where known, target, labels, answers")
     score.add_argument("--verifiers", required=True, help="YAML file that says which, see docs/configuration.md")

@@ -70,6 +70,7 @@ class DistilReport:
         for name, metrics in self.truth.items():
             numbers = ", ".join(f"{key} {value:.3f}" for key, value in metrics.items())
             lines.append(f"{name} against the truth: {numbers}")
+        # A model that learnt nothing has a low error all the same, if the ensemble's probabilities vary little.
         if self.ranking < self.chance:
             lines.append(
                 f"warning: the model ranks responses no better than chance (area under the curve {self.ranking:.3f} "
@@ -263,6 +264,7 @@ def _truth(
         out[index] = values
         return out
 
+    # Held-out responses only, at their places in the table: selection needs whole problems.
     labels = spread(table.labels[index])
     if np.isnan(labels).all():
         return {}

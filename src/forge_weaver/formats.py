@@ -70,6 +70,7 @@ def save_table(table: ScoreTable, path: Path) -> None:
                 for name in ("verifiers", "families", "answers", "prompts", "responses")
                 if (value := getattr(table, name)) is not None
             }
+            # Texts as JSON, numbers as arrays: nothing is pickled.
             arrays = {"scores": table.scores, "present": table.present}
             if table.labels is not None:
                 arrays["labels"] = table.labels
@@ -245,6 +246,7 @@ def _save_parquet(table: ScoreTable, path: Path) -> None:
         columns["text"] = [text for texts in table.responses for text in texts]
     for name, column in zip(table.verifiers, table.flat.T, strict=True):
         columns[name] = arrow.array(column, from_pandas=True)
+    # Families are not a column of responses: they go into the schema's metadata.
     families = None if table.families is None else dict(zip(table.verifiers, table.families, strict=True))
     metadata = {_FAMILIES: json.dumps(families)}
     parquet.write_table(arrow.table(columns).replace_schema_metadata(metadata), path)

@@ -29,6 +29,7 @@ def correlation(report: FitReport) -> bytes:
     if not report.correlation:
         raise ValueError(f"{report.method} computed no residual correlations")
     rows = [[np.nan if value is None else value for value in row] for row in report.correlation]
+    # A verifier's correlation with itself would only take the eye.
     matrix = np.array(rows, dtype=float)
     np.fill_diagonal(matrix, np.nan)
     size = 2.5 + 0.2 * len(matrix)
@@ -64,6 +65,7 @@ def selection_curve(curves: dict[str, np.ndarray], labels: np.ndarray) -> bytes:
         axis.plot(curve.ks, curve.selected, marker="o", label=_literal(name))
     axis.plot(curve.ks, curve.oracle, color="#333", linestyle="--", label="oracle (pass@k)")
     axis.plot(curve.ks, curve.chance, color="#999", linestyle="--", label="chance")
+    # Powers of two, at which the curve is computed.
     axis.set_xscale("log", base=2)
     axis.set_xticks(curve.ks, [str(k) for k in curve.ks])
     axis.set_xlabel("responses k")

@@ -159,6 +159,7 @@ def read_problems(path: str | Path) -> list[Problem]:
             if not line.strip():
                 continue
             try:
+                # Unknown fields are errors: a misspelt "labels" would otherwise be no labels.
                 row = json.loads(line.decode("utf-8"))
                 if not isinstance(row, dict) or not {"prompt", "responses"} <= row.keys():
                     raise ValueError("it must be an object with prompt and responses")

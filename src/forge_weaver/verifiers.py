@@ -139,6 +139,7 @@ class Ensemble:
     def check(self) -> None:
         """ValueError, FileNotFoundError: the folder has no ensemble, or one that is unsupported as a reward."""
         verifiers, aggregator = load_ensemble(self.path)
+        # Aggregators that a policy's samples do not have the data for.
         if isinstance(aggregator, Majority):
             raise ValueError(f"{self.path}: majority needs answers, which a reward lacks: use answer_frequency")
         if getattr(aggregator, "one_right", False):

@@ -31,6 +31,7 @@ def group_relative(
     Raises:
         ValueError: fewer than two rewards, as a group of one has no baseline; or a reward that is not finite.
     """
+    # Rewards that differ by rounding alone are equal.
     centred = _centred(rewards)
     if not normalize:
         return centred

@@ -47,6 +47,7 @@ class BradleyTerryLoss:
                 sequence.
         """
         scores = where_trained(values, weights)
+        # Sums over a sequence would add up several scores.
         if (sequence_sums((weights != 0).float(), sequences) > 1).any():
             raise ValueError("a sequence has several trained tokens: a score is read at one, its last (as_scores)")
         chosen, rejected = pairs(scores, sequences)

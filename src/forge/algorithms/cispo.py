@@ -32,6 +32,7 @@ class CISPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Unlike a clipped surrogate's, the lower bound may be 0: no bound.
         if not (0 <= self.clip_low <= 1 and 0 <= self.clip_high < math.inf):
             raise ValueError(
                 "clip_low must be in [0, 1], and clip_high at least 0 and finite, got "

@@ -48,6 +48,7 @@ def gae(
 def whiten(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     """`(values - mean) / sqrt(variance + epsilon)`, [tokens], with the variance of a sample (n - 1); 0 where the values
     differ by rounding alone."""
+    # Equal values up to rounding have no spread to divide by.
     wide = values.double()
     if len(values) < 2 or wide.std() <= ROUNDING * wide.abs().max():
         return torch.zeros_like(values)

@@ -71,6 +71,7 @@ class ValueLoss:
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
         """All tensors of one shape, [batch, seq] or packed [tokens]. Returns a scalar."""
         values, old, returns = (where_trained(x, weights) for x in (values, old_values, returns))
+        # A value that moved too far has the larger of the two errors, and no gradient.
         error = (values - returns) ** 2
         if self.clip is not None:
             error = torch.maximum(error, (old + (values - old).clamp(-self.clip, self.clip) - returns) ** 2)

@@ -36,6 +36,7 @@ class ReinforcePlusPlus(Clipped):
     whiten: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        # The paper's choice, before the settings are checked.
         self.kl = self.kl or ("k2" if self.group_baseline else "k1")
         self.kl_in = self.kl_in or ("loss" if self.group_baseline else "reward")
         self.within_group = self.group_baseline

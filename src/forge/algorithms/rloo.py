@@ -55,6 +55,7 @@ class RLOO(Clipped):
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
         """pi(y) / old(y) of the whole sequence, for each of its tokens."""
+        # The sum of logarithms is bounded once more: a long sequence's product overflows.
         logs = where_trained(log_ratio(logprobs, old_logprobs), weights)
         return over_tokens(sequence_sums(logs, sequences).clamp(-BOUND, BOUND), logs, sequences).exp()
 

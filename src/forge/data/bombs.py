@@ -88,6 +88,7 @@ def _size(array: Any) -> int:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    # A dictionary stores each value once; rows have it as often as it is used.
     if isinstance(array, pa.DictionaryArray):
         lengths: Any = pc.binary_length(array.dictionary)
         return int(pc.sum(pc.cast(lengths.take(array.indices), "int64")).as_py() or 0)
@@ -119,6 +120,7 @@ def _read_header(message: pyarrow.Message) -> tuple[int, bool]:
     if not kind or not header or data[kind] not in (RECORDS, DICTIONARY):
         return 0, False
     table = _pointer(data, header)
+    # The records of a dictionary are within its message.
     if data[kind] == DICTIONARY:
         inner = _field(data, table, 1)
         if not inner:

@@ -131,6 +131,7 @@ class ChatFormat:
             raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
         check_values(tools, "tools")
         _ = self._backend  # shared by all
+        # A copy of this format: only what depends on the tools is made again.
         offering = copy.copy(self)
         offering.options = {**self.options, "tools": tools}
         offering._begin()

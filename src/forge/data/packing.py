@@ -204,6 +204,7 @@ def _shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: str, h
     """[episodes]: the share of the loss of each token of an episode, which has `counts` trained tokens."""
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
+    # In float64: shares of thousands of tokens add up to 1.
     weights = np.array([episode.weight for episode in episodes], np.float64)
     if not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
         raise ValueError("episode weights must be finite and at least 0, and one of them above 0")

@@ -131,6 +131,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         answer_only = conversation[0]["role"] == "assistant"
         if field is None or not (answer_only or "prompt_field" in self._set_fields):
             return conversation
+        # The prompt may be text or messages, with a system message or without.
         listed = isinstance(row.get(field), list)
         prompt = messages(row, field) if listed else [{"role": "user", "content": plain(row, field)}]
         if answer_only:

@@ -17,6 +17,7 @@ def spelled(tokenizer: Any, token: int) -> tuple[str, bytes]:
     text = tokenizer.decode([token])
     if UNFINISHED not in text:
         return text, text.encode()
+    # The token is a part of a character: its bytes, as byte fallback or a byte-level tokenizer writes them.
     piece = tokenizer.convert_ids_to_tokens(token)
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
         raw = bytes.fromhex(piece[3:5])

@@ -176,6 +176,7 @@ class Turns:
         answer = {"role": "assistant", "content": MARK}
         try:
             remaining = self._render([question])
+            # The text between two turns, and the special tokens that begin a conversation.
             between = self._render([question, answer, question]).split(MARK)[2]
         except (ValueError, IndexError):  # IndexError: it leaves out what was said
             return False
@@ -237,6 +238,7 @@ class Turns:
         calls = [{"function": {"name": name, "arguments": {}}} for name in names[: None if several else 1]]
         opening: list[Message] = [{"role": "user", "content": "ask"}]
         opening.append({"role": "assistant", "content": "", "tool_calls": calls})
+        # Any turn with these calls stands for all: only its end and what follows matter.
         context = self._render(opening[:1], add_generation_prompt=True)
         conversation = [opening[0], self._writer.marked(opening[1]), *messages]
         text = self._render(conversation, add_generation_prompt=True)

@@ -218,6 +218,7 @@ class RunningBatch:
         compacted = self.decoder.cache.limit is not None and bool(self.free_rows)
         if compacted:
             self._compact()  # the cache may have fewer rows than before
+        # A long prompt has its piece first; then samples get rows, as the plan says.
         self._max_length = max((row.max_length for row in self.rows), default=0)
         self.free_rows.sort()
         free = self.free_rows + list(range(len(self.rows), self.slots))
@@ -292,6 +293,7 @@ class RunningBatch:
         placed: dict[int, RunningSample] = {}
         for item, rows, *_ in admissions:
             self._max_length = max(self._max_length, item.max_length)
+            # A preempted sample continues; a request starts as many samples as it got rows.
             if isinstance(item, RunningSample):
                 item.start = self.steps
                 placed[rows[0]] = item
@@ -335,6 +337,7 @@ class RunningBatch:
         """Compute the next piece of a long prompt; returns its length. The last one sets `item.prefix`."""
         cache = self.decoder.cache
         prefilling, computed = self._prefilling
+        # The first piece begins after the blocks of the prefix cache.
         if prefilling is not item:
             computed = TOKENS * len(blocks)
             cache.reserve(computed, len(self.rows), self._max_length)
@@ -410,6 +413,7 @@ class RunningBatch:
         """Move the last rows into the free ones, so that all rows in use are the first ones."""
         while self.free_rows:
             last = len(self.rows) - 1
+            # The last row moves into the first free one, with its part of the cache and its state.
             if self.free_rows[-1] != last:
                 free = self.free_rows.pop(0)
                 row = self.rows[free] = self.rows[last]
@@ -469,6 +473,7 @@ class RunningBatch:
     def _stream(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Pass this step's tokens to the listeners, with one more synchronisation for all of them."""
         weights = self.current_weights
+        # In double both survive: token ids are exact up to 2^53.
         drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, self._streamed].tolist()
         for i, token, logprob in zip(self._streamed, *drawn, strict=True):
             request = self.rows[i].request
@@ -502,6 +507,7 @@ class RunningBatch:
         drawn = slice(row.context, row.context + self.steps - row.start)
         versions = list(resumed.versions)
         identities = dict(resumed.identities)
+        # The version of each token, by the steps in which this row drew.
         for span, end in self._spans():
             count = end - max(span.start, row.start)
             if count > 0:

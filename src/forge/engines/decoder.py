@@ -275,6 +275,7 @@ def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
     def scores(length: int) -> Tensor:
         return torch.baddbmm(bias[:, :, :length], queries, keys[:, :length].transpose(1, 2), alpha=scale)
 
+    # The longest product is the reference; a granule is right if all its multiples agree with it.
     expected = scores(limit)
     granule = 16
     equal = {length: torch.equal(scores(length), expected[:, :, :length]) for length in range(granule, limit, granule)}

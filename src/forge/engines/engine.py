@@ -141,6 +141,7 @@ class EmbeddedEngine:
         try:
             with self._wake:
                 self._check_alive()
+            # Read without the lock, which takes seconds; the engine may have failed meanwhile.
             weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity)
             with self._wake:
                 self._check_alive()

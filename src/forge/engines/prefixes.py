@@ -48,6 +48,7 @@ class PrefixCache:
             if block is None:
                 break
             keys.append((parent, block_tokens))
+            # The next block is looked up as a child of this one.
             chain.append(block.values)
             parent = block.number
         self._touch(keys)

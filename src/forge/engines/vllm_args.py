@@ -60,6 +60,7 @@ def check_installed() -> None:
 def import_args() -> type[AsyncEngineArgs]:
     """vLLM's AsyncEngineArgs; sets the environment for its import. ImportError: as `check_installed`."""
     check_installed()
+    # Threads unbound, no CUDA in a fork, quiet, no reports to vLLM, and no spinning threads beside a trainer.
     for name, value in (
         ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),

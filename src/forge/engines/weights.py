@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..models.architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
 from ..models.files import read_json
-from ..models.weight_layouts import EMBEDDING, HEAD, Part, follows, head_size, layout, split_experts
+from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, follows, head_size, layout, split_experts
 from ..types import UNKNOWN_EXPERT
 from .experts import Experts
 from .linear import Linear, pack
@@ -73,6 +73,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise FileNotFoundError(f"no model folder at {folder}")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no config.json in {folder}")
+    # Before transformers, whose message on an unknown family is long.
     model_type = read_json(folder / "config.json").get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported, but {', '.join(FAMILIES)}")
@@ -252,7 +253,7 @@ def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
 
 
 def checked_parts(
-    table: dict[str, tuple[Part, ...]], named_tensors: Iterable[tuple[str, Tensor]], tied: bool
+    table: dict[str, tuple[FusedPart, ...]], named_tensors: Iterable[tuple[str, Tensor]], tied: bool
 ) -> Iterator[tuple[str, int, Tensor]]:
     """(entry of `table`, index of its part, tensor) for every tensor that the engine needs, in the given order.
 

@@ -16,7 +16,7 @@ from ..observability import phase, record_metric
 from ..types import Episode, Sample
 from .dialogue import Dialogue
 from .environment import Environment
-from .rollout import Policy
+from .rollout import PolicyService
 from .rollout import rollout as play_episode
 
 MAX_UNSCORED_GROUPS = 64
@@ -34,18 +34,18 @@ class GroupEnv(ABC):
 
     @abstractmethod
     async def play(
-        self, policy: Policy, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+        self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """n episodes; `reward` is None where unscored, `info["correct"]` is None where unknown. With `evaluation`,
         rewards that learn must not learn from them."""
 
     async def rollout(
-        self, policy: Policy, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any
+        self, policy: PolicyService, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any
     ) -> list[Episode]:
         """n scored episodes of the same sample, from the same start.
 
         Args:
-            policy: a service with `generate`, see `forge.envs.rollout.Policy`.
+            policy: a service with `generate`, see `forge.envs.rollout.PolicyService`.
             seed: of the environment and of what the policy draws.
             sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
 
@@ -67,7 +67,7 @@ class GroupEnv(ABC):
 
     async def evaluate(
         self,
-        policy: Policy,
+        policy: PolicyService,
         samples: Sequence[Sample],
         keep: Callable[[Sequence[Sample], Sequence[Episode]], None] | None = None,
         **sampling: Any,
@@ -115,7 +115,7 @@ class SingleTurnEnv(GroupEnv):
         self.reward, self.tokenizer = reward, tokenizer
 
     async def play(
-        self, policy: Policy, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+        self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """Sample n responses and score them together."""
         prompt, target = sample
@@ -154,7 +154,7 @@ class MultiTurnEnv(GroupEnv):
         self.environment, self.dialogue, self.limits = environment, dialogue, limits
 
     async def play(
-        self, policy: Policy, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+        self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """Play n episodes concurrently, each in a separate environment."""
         options = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}

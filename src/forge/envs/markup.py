@@ -164,6 +164,7 @@ def _xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
         outside.append(text[position:start])
         start += len(_BEGIN)
         try:
+            # A malformed call ends where its end or the next call's beginning is.
             name, pairs, position = _call(text, start, tags)
             calls.append((name, _typed(pairs, tools.get(name, {}), tags)))
         except ValueError as error:

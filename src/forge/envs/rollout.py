@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _CLOSING = 10.0  # seconds for an environment to close
 
 
-class Policy(Protocol):
+class PolicyService(Protocol):
     """A service of generators, each episode in a `session()` of it, or any object with such an endpoint."""
 
     @property
@@ -29,7 +29,7 @@ class Policy(Protocol):
 
 
 async def rollout(
-    policy: Policy,
+    policy: PolicyService,
     env: Environment,
     task: Any,
     *,
@@ -147,7 +147,7 @@ class _Played:
 
     async def play(
         self,
-        policy: Policy,
+        policy: PolicyService,
         env: Environment,
         task: Any,
         seed: int,

@@ -60,6 +60,7 @@ class ToolEnvironment(Environment):
 
 
 def _sample(task: Mapping[str, Any] | str) -> Sample:
+    # A client of a server sends plain JSON; the tokens of the prompt are the policy's.
     row = task if isinstance(task, Mapping) else {"question": task}
     question = next((row[name] for name in QUESTION_FIELDS if name in row), None)
     target = row.get("answer", row.get("target", ""))

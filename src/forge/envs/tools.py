@@ -167,6 +167,7 @@ def schema_of(function: Tool) -> Schema:
 
 def _type(hint: Any, *, optional: bool = False) -> Schema:
     """The schema of a type. `optional`: without None, which a call says by leaving the parameter out."""
+    # Plain types, then generic ones by their origin.
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _TYPES:
         return {"type": _TYPES[hint]}

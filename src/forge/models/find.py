@@ -230,6 +230,7 @@ def quiet_loading() -> Iterator[None]:
     """Silence transformers' progress bars, and its warning about a newly initialised head."""
     from transformers.utils import logging
 
+    # Restored afterwards: the user's settings are the process's.
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

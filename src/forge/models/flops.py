@@ -70,6 +70,7 @@ def peak_tflops(threads: int | None, gpu: str | None) -> float | None:
     best = 0.0
     torch.set_num_threads(threads or initial_threads)
     try:
+        # The threads that the trainer will have, not those of this process.
         a = torch.ones(SIZE, SIZE)
         for _ in range(TRIES):
             began = time.perf_counter()

@@ -17,6 +17,7 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def split_revision(name: str) -> tuple[str, str | None]:
     """`owner/model@revision` as (owner/model, revision); the revision, a branch, tag or commit, may be missing."""
+    # "owner/model@" is an empty revision, and not the default one.
     repository, separator, revision = name.partition("@")
     return repository, revision if separator else None
 
@@ -37,6 +38,7 @@ def check_upload(repository: str) -> None:
     """
     from huggingface_hub import constants, get_token
 
+    # Before the run: an upload that fails at its end would lose the model's card.
     if NAME.fullmatch(repository) is None:
         raise ValueError(f"checkpoint.push_to_hub must be owner/name, got {repository!r}")
     if constants.HF_HUB_OFFLINE:

@@ -43,6 +43,7 @@ def _limits() -> Iterator[None]:
     if getattr(_render, "until", None) is not None:
         yield
         return
+    # Python's own limits become the template's error as well.
     _render.until = time.thread_time() + CPU_SECONDS
     _render.remaining = CHARACTERS
     try:

@@ -35,7 +35,7 @@ STACKED = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<matrix>gate_up_proj|do
 UNKNOWN = re.compile(r"(^|\.)(lora_|modules_to_save\.|original_module\.)")
 
 
-class Part(NamedTuple):
+class FusedPart(NamedTuple):
     """A plain tensor and the rows of a fused one that it fills: one each, or all with the same vector (`repeated`)."""
 
     name: str
@@ -59,7 +59,7 @@ def follows(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
 
-def layout(config: PreTrainedConfig) -> dict[str, tuple[Part, ...]]:
+def layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     """Every engine parameter of a config of `forge.models.FAMILIES` with the plain tensors fused into it, in row order.
 
     Matrices and their biases end in `.weight` and `.bias`, norms in `norm`. With tied embeddings there is no head.
@@ -68,7 +68,7 @@ def layout(config: PreTrainedConfig) -> dict[str, tuple[Part, ...]]:
     H, K = config.num_attention_heads, config.num_key_value_heads
     family = config.model_type
     biased = family == "qwen2" or (family in BIASES and getattr(config, "attention_bias", False))
-    table: dict[str, tuple[Part, ...]] = {"embed": (Part(EMBEDDING, config.vocab_size, (C,)),)}
+    table: dict[str, tuple[FusedPart, ...]] = {"embed": (FusedPart(EMBEDDING, config.vocab_size, (C,)),)}
     for i in range(config.num_hidden_layers):
         engine = f"layers.{i}."
         checkpoint = f"model.layers.{i}."
@@ -79,45 +79,45 @@ def layout(config: PreTrainedConfig) -> dict[str, tuple[Part, ...]]:
         if family == "phi3":
             projections = [("qkv_proj", (H + 2 * K) * D)]
         for norm, name in NORMS.get(family, PRE_NORMS).items():
-            table[engine + norm] = (Part(f"{checkpoint}{name}.weight", C),)
-        table[engine + "qkv.weight"] = tuple(Part(f"{attn}{x}.weight", rows, (C,)) for x, rows in projections)
-        table[engine + "output.weight"] = (Part(attn + "o_proj.weight", C, (H * D,)),)
+            table[engine + norm] = (FusedPart(f"{checkpoint}{name}.weight", C),)
+        table[engine + "qkv.weight"] = tuple(FusedPart(f"{attn}{x}.weight", rows, (C,)) for x, rows in projections)
+        table[engine + "output.weight"] = (FusedPart(attn + "o_proj.weight", C, (H * D,)),)
         # Qwen2 has biases of q, k and v only.
         if biased:
-            table[engine + "qkv.bias"] = tuple(Part(f"{attn}{x}.bias", rows) for x, rows in projections)
+            table[engine + "qkv.bias"] = tuple(FusedPart(f"{attn}{x}.bias", rows) for x, rows in projections)
             if family != "qwen2":
-                table[engine + "output.bias"] = (Part(attn + "o_proj.bias", C),)
+                table[engine + "output.bias"] = (FusedPart(attn + "o_proj.bias", C),)
         norms = (("q_norm", H), ("k_norm", K))
         if family in ("qwen3", "qwen3_moe", "gemma3_text"):  # of each head
-            table[engine + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows, (D,), True) for x, rows in norms)
+            table[engine + "qk_norm"] = tuple(FusedPart(f"{attn}{x}.weight", rows, (D,), True) for x, rows in norms)
         elif family in ("olmo2", "olmoe"):  # of all heads together
-            table[engine + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows * D) for x, rows in norms)
+            table[engine + "qk_norm"] = tuple(FusedPart(f"{attn}{x}.weight", rows * D) for x, rows in norms)
         table |= _experts(engine, mlp, config) if i in sparse_layers(config) else _dense(engine, mlp, config)
-    table["norm"] = (Part("model.norm.weight", C),)
+    table["norm"] = (FusedPart("model.norm.weight", C),)
     if not config.tie_word_embeddings:
-        table["head.weight"] = (Part(HEAD, config.vocab_size, (C,)),)
+        table["head.weight"] = (FusedPart(HEAD, config.vocab_size, (C,)),)
     return table
 
 
-def _dense(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[Part, ...]]:
+def _dense(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     C, I = config.hidden_size, config.intermediate_size  # noqa: E741
     halves = [("gate_up", 2 * I)] if config.model_type == "phi3" else [("gate", I), ("up", I)]
     return {
-        engine + "gate_up.weight": tuple(Part(f"{mlp}{x}_proj.weight", rows, (C,)) for x, rows in halves),
-        engine + "down.weight": (Part(mlp + "down_proj.weight", C, (I,)),),
+        engine + "gate_up.weight": tuple(FusedPart(f"{mlp}{x}_proj.weight", rows, (C,)) for x, rows in halves),
+        engine + "down.weight": (FusedPart(mlp + "down_proj.weight", C, (I,)),),
     }
 
 
-def _experts(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[Part, ...]]:
+def _experts(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     """The experts' matrices one below the other."""
     C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741
     # Expert by expert, each with gate and up.
     halves = [f"{mlp}experts.{e}.{x}_proj.weight" for e in experts for x in ("gate", "up")]
     return {
-        engine + "router.weight": (Part(mlp + "gate.weight", len(experts), (C,)),),
-        engine + "experts.gate_up": tuple(Part(name, I, (C,)) for name in halves),
-        engine + "experts.down": tuple(Part(f"{mlp}experts.{e}.down_proj.weight", C, (I,)) for e in experts),
+        engine + "router.weight": (FusedPart(mlp + "gate.weight", len(experts), (C,)),),
+        engine + "experts.gate_up": tuple(FusedPart(name, I, (C,)) for name in halves),
+        engine + "experts.down": tuple(FusedPart(f"{mlp}experts.{e}.down_proj.weight", C, (I,)) for e in experts),
     }
 
 

@@ -56,6 +56,7 @@ class Fingerprint:
     async def _read(self) -> str | None:
         name = self._verifier.names[0]
 
+        # No fingerprint is allowed; an error within one is not taken for its absence.
         def read() -> str | None:
             try:
                 return self._verifier.fingerprint  # type: ignore[attr-defined]
@@ -91,6 +92,7 @@ class Cache:
         self._entries: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         self._lock = Lock()
         if self.path is not None:
+            # A path that is no cache is an error before the first score.
             if not self.path.parent.is_dir():
                 raise ValueError(f"the folder of the cache {self.path} does not exist: make it first")
             try:

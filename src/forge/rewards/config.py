@@ -53,6 +53,7 @@ class ModelSettings(Section):
 
     def _check(self) -> None:
         # Settings of a chat template are checked later, with the tokenizer.
+        # The template is tried with the one field that it has.
         plain = not self.chat_template
         PromptFormat(
             None,

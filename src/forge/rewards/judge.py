@@ -79,12 +79,13 @@ class LMJudge:
         self._yes, self._no = yes.lower(), no.lower()
         # Without a key "none", or the client would send the one of OPENAI_API_KEY to any endpoint.
         self._api_key = api_key or os.environ.get(section.api_key_env or "") or "none"
-        self._at: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
+        self._connection: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
 
     @property
     def fingerprint(self) -> str:
         """Identifies the question and its settings; not the model that the endpoint serves under its name."""
         section = self._settings
+        # The number is raised when the question's form or the reading of verdicts changes.
         parts = (
             self._base + self._path,
             self._fixed,
@@ -110,9 +111,9 @@ class LMJudge:
 
     async def close(self) -> None:
         """Close the connections; requests in flight fail."""
-        if self._at is not None:
-            await self._at[1].close()
-            self._at = None
+        if self._connection is not None:
+            await self._connection[1].close()
+            self._connection = None
 
     def question(self, prompt: str, response: str, target: str | None) -> str:
         """The text that the judge gets. Unscored: the template needs a target, and there is none."""
@@ -218,7 +219,8 @@ class LMJudge:
             self.cost.requests += 1
 
         loop = asyncio.get_running_loop()
-        if self._at is None or self._at[0] is not loop or self._at[1].is_closed():
+        if self._connection is None or self._connection[0] is not loop or self._connection[1].is_closed():
+            # Redirects could lead the prompt and the key to another server.
             client = AsyncOpenAI(
                 api_key=self._api_key,
                 base_url=self._base,
@@ -228,8 +230,8 @@ class LMJudge:
                     event_hooks={"request": [count]}, transport=_TRANSPORT(), follow_redirects=False
                 ),
             )
-            self._at = (loop, client, asyncio.Semaphore(self._settings.concurrency))
-        return self._at[1:]
+            self._connection = (loop, client, asyncio.Semaphore(self._settings.concurrency))
+        return self._connection[1:]
 
 
 def mark_of(prompt: str, response: str) -> str:

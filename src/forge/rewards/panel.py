@@ -163,6 +163,7 @@ async def _checked_scores(verifier: Verifier, prompt: str, responses: list[str],
     scores = await verifier.score(prompt, responses, target)
     if not isinstance(scores, Scores):
         raise TypeError(f"its score must return forge.rewards.Scores, not {type(scores).__name__}")
+    # A verifier of a plugin may return anything; NaN always has a reason.
     values = np.asarray(scores.values, dtype=np.float64)
     if values.shape != (len(responses), len(verifier.names)):
         raise ValueError(f"it gave scores of shape {values.shape} for {len(responses)} responses and {verifier.names}")

@@ -58,6 +58,7 @@ class ProcessRewardModel:
         self._verdicts: tuple[int, int] | None = None
         self._class = 0
         if good is not None and bad is not None:
+            # Only two rows of the head are computed: a model that changes its logits after it is not supported.
             self._verdicts = (self._last_token(good), self._last_token(bad))
             config = self._model.model.config.get_text_config()
             if changed := [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]:
@@ -122,6 +123,7 @@ class ProcessRewardModel:
         marked = self._joint.join(self._model.special.inert(step) + self._marker for step in steps)
         text = self._model.full_text(prompt, marked)
         ids = self._model.tokenizer(text, add_special_tokens=self._model.format.chat is None)["input_ids"]
+        # Every step must be read at its marker, and no other token as one.
         if (count := ids.count(self._marker_id)) != len(steps):
             raise Unscored(
                 f"it has {count} markers {self._marker!r} for {len(steps)} steps: "

@@ -50,6 +50,7 @@ class FunctionVerifier:
         except (TypeError, ValueError):  # of a function in C
             return
         try:
+            # The arguments are tried without a call, so that a wrong function is an error before the run.
             signature.bind("", "", "")
             takes_one = "completions" not in signature.parameters  # TRL's, of a batch: three would bind by position
         except TypeError:
@@ -90,6 +91,7 @@ class FunctionVerifier:
 
     def _checked(self, returned: Any, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
         name = self.names[0]
+        # A wrong number or kind of scores is an error of the function, which must not be hidden as a missing score.
         if len(returned) != len(responses):
             raise BadScore(f"the reward {name} gave {len(returned)} scores for {len(responses)} responses")
         scores = Scores(np.full((len(responses), 1), np.nan))
@@ -126,6 +128,7 @@ class FunctionVerifier:
                     "the reward %s has scored prompt %.100r for %.0f s so far", self.names[0], prompt, now - begun
                 )
 
+        # The timer renews itself until the call ends.
         timers.append(loop.call_later(REPORT_INTERVAL, report))
         try:
             yield
@@ -153,6 +156,7 @@ def _wrapper(name: str, signature: inspect.Signature) -> str:
     if len(columns) > 1:
         return f": it needs the columns {', '.join(columns)}, and a row has one target: read them from it in a wrapper"
     values = {"prompts": "prompt", "completions": "response", **dict.fromkeys(columns, "target")}
+    # TRL's arguments are lists over a batch, here of one.
     arguments = ", ".join(f"{parameter}=[{values[parameter]}]" for parameter in needed)
     return f": wrap it, lambda prompt, response, target: {name}({arguments})[0]"
 
@@ -196,6 +200,7 @@ class Reward:
         if not scorers:
             raise ValueError("a reward needs at least one function, or verifiers")
         self.verifiers = [as_verifier(scorer) for scorer in scorers]
+        # The accuracy function is often among the scorers: it is then called once.
         functions = [verifier for verifier in self.verifiers if isinstance(verifier, FunctionVerifier)]
         matching = [verifier for verifier in functions if verifier.function is accuracy]
         self.accuracy: Verifier | None = (functions or [None])[0]  # type: ignore[list-item]

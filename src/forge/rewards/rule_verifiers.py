@@ -10,7 +10,7 @@ from typing import Any
 
 from .rules import MathReward, final_answer
 from .rules.compare import equal
-from .threads import Turns, within
+from .threads import ThreadLimiter, within
 from .verifier import Scores, Unscored, collect
 
 TOLERANCE = 1e-6
@@ -46,7 +46,7 @@ class Rule:
         self.function, self.time_limit = function, time_limit
         self.names: tuple[str, ...] = (str(name or getattr(function, "__name__", type(function).__name__)),)
         self.fingerprint = None if version is None else f"rule {self.names[0]} {version}"
-        self._turns = Turns()
+        self._turns = ThreadLimiter()
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     @property
@@ -63,6 +63,7 @@ class Rule:
 
         if self._is_async:
             return await collect([awaited(response) for response in responses], 1)
+        # One after the other: a function that hangs takes one thread, not one for each response.
         outcomes: list[float | Exception | None] = []
         for response in responses:
             try:
@@ -86,13 +87,16 @@ class MathVerifier(Rule):
         def matches(prompt: str, response: str, target: str | None) -> float:
             if target is None or not target.strip():
                 raise Unscored("there is no target to compare with")
+            # A slow target is a fault of the data, and not of the response.
             right = reward.is_right(response, target)
             if right is None:
                 raise Unscored("the target takes too long to compare")
             return float(right)
 
         super().__init__(matches, name, time_limit=time_limit, version=f"5 {reward}")
-        self._turns = Turns(1)  # one process compares for all threads: waiting for it must not count for time_limit
+        self._turns = ThreadLimiter(
+            1
+        )  # one process compares for all threads: waiting for it must not count for time_limit
 
 
 class AnswerFrequency:
@@ -126,7 +130,7 @@ class AnswerFrequency:
         self.names: tuple[str, ...] = (name,)
         stated_version = version or ("default 3" if extract is final_answer and same is None else None)
         self.fingerprint = None if stated_version is None else f"answer frequency {stated_version}"
-        self._turns = Turns()
+        self._turns = ThreadLimiter()
 
     @property
     def progress(self) -> int:

@@ -48,7 +48,7 @@ async def within(limit: float, call: Awaitable[A], name: str, progress: Callable
         task.cancel()
 
 
-class Turns:
+class ThreadLimiter:
     """Runs functions in threads, at most `limit` at a time in an event loop, first come first served.
 
     Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
@@ -64,7 +64,7 @@ class Turns:
 
     async def __call__(self, function: Callable[[], A], *, limit: float, name: str) -> A:
         """The function's result. Unscored: it took more than `limit` seconds, not counting the wait for a turn."""
-        turns = _TURNS.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
+        turns = _SEMAPHORES.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
         async with turns.setdefault(self, asyncio.Semaphore(self._limit)):
             with self.counted():
                 return await in_own_thread(function, limit=limit, name=name)
@@ -80,14 +80,16 @@ class Turns:
         self.progress += 1
 
 
-# Semaphores belong to an event loop. They are kept outside of `Turns`, which may be pickled to another process.
-_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Turns, asyncio.Semaphore]] = WeakKeyDictionary()
+# Semaphores belong to an event loop. They are kept outside of `ThreadLimiter`, which may be pickled to another process.
+_SEMAPHORES: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[ThreadLimiter, asyncio.Semaphore]] = (
+    WeakKeyDictionary()
+)
 
-in_thread = Turns()  # shared by callers that have none of their own
+in_thread = ThreadLimiter()  # shared by callers that have none of their own
 
 
 async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:
-    """`Turns` without waiting for a turn: for functions that wait more than they compute."""
+    """`ThreadLimiter` without waiting for a turn: for functions that wait more than they compute."""
     outcome: Future[A] = Future()
 
     def work() -> None:

@@ -33,6 +33,7 @@ def read_verdict(answer: str, yes: str, no: str) -> bool | None:
     # Without a marker only the first and the last line count, and only if they agree.
     if not verdicts:
         lines = answer.strip().splitlines()
+        # A verdict as the first word, and not as in "No of the cases".
         leading = re.compile(rf"[^\w?]*{word}(?:[.,;:!—](?=\s|$)(?!\sof\b)|\s[–—-]\s)", re.IGNORECASE)
         begins = (leading.match(line) for line in lines[:1] + lines[-1:])
         verdicts = [match[1] for match in begins if match]

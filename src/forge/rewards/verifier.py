@@ -50,6 +50,7 @@ class Scores:
                     raise outcome
                 if outcome is None:
                     raise Unscored("it gave no score (None)")
+                # Strings would be converted to numbers by numpy.
                 if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
                     raise Unscored(f"it gave {outcome!r:.80}, which is no number")
                 if np.size(outcome) != names:

@@ -10,7 +10,7 @@ from .expressions import Tree, arithmetic, has_names, is_numeric, literal
 from .notation import LONGEST, Token, same_text, spelling, tokens, words
 from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, ordered, read, same_spelling, value_of
 from .symbolic import equivalent
-from .units import agree
+from .units import same_kind
 
 _MOST_ITEMS = 64  # of an unordered structure: each is compared with each
 _APPROXIMATE = Fraction(1, 100)  # how far the sides of "≈" may lie apart
@@ -49,11 +49,13 @@ def equal(answer: str, target: str, tolerance: float) -> bool | None:
         return True
     if max(len(answer), len(target)) > LONGEST:
         return False
+    # Letters of choices decide, unless both have a text.
     label, text = choice(answer)
     target_label, _ = choice(target)
     if target_label and label:
         both_have_text = text and choice(target)[1]
         return label == target_label and (not both_have_text or spelling(text) == spelling(choice(target)[1]))
+    # As values; of a labelled answer also its text alone.
     verdict = _same(read(answer), read(target), tolerance)
     if verdict is False and label and text:
         return _same(value_of(text), read(target), tolerance)
@@ -251,7 +253,7 @@ def _number(value: Value) -> tuple[Fraction, bool] | None:
 
 
 def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | None:
-    if not agree(answer.unit, target.unit):
+    if not same_kind(answer.unit, target.unit):
         return False
     assert answer.tree is not None
     assert target.tree is not None

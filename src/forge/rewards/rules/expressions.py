@@ -36,26 +36,26 @@ class Parser:
     or 2(2), rather than a value; powers, roots and fractions are values."""
 
     def __init__(self, parts: Sequence[Token]) -> None:
-        self._parts, self._at = parts, 0
+        self._parts, self._position = parts, 0
         self._bars = self._depth = 0
         self.computed = False
 
     def read(self) -> Tree:
         """The tree of all tokens. Unreadable: they are not one expression."""
         tree = self._sum()
-        if self._at < len(self._parts):
-            raise Unreadable(f"{self._parts[self._at].text!r} ends no expression")
+        if self._position < len(self._parts):
+            raise Unreadable(f"{self._parts[self._position].text!r} ends no expression")
         return tree
 
     def _peek(self, ahead: int = 0) -> str:
-        index = self._at + ahead
+        index = self._position + ahead
         return self._parts[index].text if index < len(self._parts) else ""
 
     def _take(self, text: str = "") -> Token:
-        if self._at >= len(self._parts) or (text and self._peek() != text):
+        if self._position >= len(self._parts) or (text and self._peek() != text):
             raise Unreadable(f"{text or 'an expression'} is missing")
-        self._at += 1
-        return self._parts[self._at - 1]
+        self._position += 1
+        return self._parts[self._position - 1]
 
     def _sum(self) -> Tree:
         self._depth += 1
@@ -98,9 +98,9 @@ class Parser:
                 if mixed is not None:
                     factors[-1] = mixed
                     continue
-                before = self._parts[self._at - 1].kind
-                exponent = self._parts[self._at - 2].text == "^"  # 2^n 3^n
-                if self._parts[self._at].kind == "number" and before in ("number", "letter") and not exponent:
+                before = self._parts[self._position - 1].kind
+                exponent = self._parts[self._position - 2].text == "^"  # 2^n 3^n
+                if self._parts[self._position].kind == "number" and before in ("number", "letter") and not exponent:
                     raise Unreadable("two numbers, or a number after a name")
                 factor = self._power()
                 self.computed = self.computed or (is_rational(factors[-1]) and is_rational(factor))
@@ -114,9 +114,9 @@ class Parser:
 
     def _mixed(self, integer: Tree) -> Tree | None:
         """A whole number with the proper fraction that comes next, 1\\frac{1}{2} or 1 1/2; None if they are none."""
-        if integer[0] != "number" or self._parts[self._at - 1].text != integer[1]:
+        if integer[0] != "number" or self._parts[self._position - 1].text != integer[1]:
             return None
-        next_parts = self._parts[self._at : self._at + 3]
+        next_parts = self._parts[self._position : self._position + 3]
         texts = [part.text for part in next_parts]
         # As a command, or as figures after a space.
         if texts[:1] == [r"\frac"]:
@@ -127,14 +127,14 @@ class Parser:
             return None
         if not (top.isdigit() and bottom.isdigit()) or int(top) >= int(bottom) or self._peek(3) in ("^", "!"):
             return None
-        self._at += 3
+        self._position += 3
         return ["number", str(Fraction(integer[1]) + Fraction(int(top), int(bottom)))]
 
     def _starts_factor(self) -> bool:
-        if self._at >= len(self._parts):
+        if self._position >= len(self._parts):
             return False
         # Bars open only outside of bars: inside they close.
-        token = self._parts[self._at]
+        token = self._parts[self._position]
         if token.text == "|":
             return not self._bars
         if token.kind in ("number", "letter"):
@@ -146,6 +146,7 @@ class Parser:
     def _power(self) -> Tree:
         tree = self._base()
         while True:
+            # Marks after a base: a power or degrees, a factorial, per cent.
             mark = self._peek()
             if mark == "^":
                 self._take()
@@ -239,6 +240,7 @@ class Parser:
     def _operands(self) -> list[Tree]:
         """The operands of a function: in brackets, or the product that follows, up to the next function or operator."""
         if self._peek() in ("(", "{"):
+            # Arguments in brackets, whose bars are counted separately.
             opening = self._take().text
             bars, self._bars = self._bars, 0
             operands = [self._sum()]
@@ -283,14 +285,14 @@ class Parser:
     def _spelled(self, several: bool = False) -> str:
         """The text of an index or of what an accent is on: a token, a group, or several letters."""
         if self._peek() == "{":
-            end = closing(self._parts, self._at)
-            inner = "".join(_index(part) for part in self._parts[self._at + 1 : end])
-            self._at = end + 1
+            end = closing(self._parts, self._position)
+            inner = "".join(_index(part) for part in self._parts[self._position + 1 : end])
+            self._position = end + 1
             return inner if several or len(inner) < 2 else f"{{{inner}}}"
         text = _index(self._take())
         if len(text) > 1 and not several:
             return f"{{{text}}}"
-        while several and self._at < len(self._parts) and self._parts[self._at].kind in ("letter", "word"):
+        while several and self._position < len(self._parts) and self._parts[self._position].kind in ("letter", "word"):
             text += self._take().text
         return text
 

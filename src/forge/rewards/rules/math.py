@@ -120,6 +120,7 @@ def _stated(text: str, *, whole_line: bool = False) -> str | None:
     phrase = text[last.end() :].partition("\n")[0]
     if whole_line:
         return phrase.strip()
+    # Up to the end of the phrase, unless another answer follows it.
     end = _PHRASE_END.search(phrase)
     if end is None or _ANOTHER.match(phrase[end.start() : end.start() + 100]):
         return phrase.strip()
@@ -134,6 +135,7 @@ def _last_number(text: str) -> str | None:
     if last is None:
         return None
     context, following = text[max(0, last.start() - 60) : last.start()], text[last.end() : last.end() + 10]
+    # A number within a larger answer is not that answer.
     is_pair = _PAIR_BEFORE.search(context) and following[:1] in (")", "]")
     if _PART_BEFORE.search(context) or _PART_AFTER.match(following) or is_pair or following[:1] in RAISED:
         return None

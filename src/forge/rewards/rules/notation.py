@@ -180,11 +180,13 @@ def _depth(text: str) -> int:
 def _plain(text: str) -> str:
     """LaTeX for Unicode symbols, no delimiters, and the words of text commands between NUL characters."""
     text = _latex(text.replace("\x00", " "))
+    # Marks of Markdown and of mathematics around the answer.
     text = _undollared(text.strip().strip("*_`").strip())
     text = _THOUSANDS.sub(lambda digits: re.sub(r"\D", "", digits[0]), text)
     text = _ENVIRONMENT.sub(lambda name: f"\\{name[1]}\x00{name[2] or 'matrix'}\x00", text)
     text = _SPACES.sub(lambda space: space["row"] or (" " if space[0] != r"\!" else ""), text)
     text = re.sub(r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}", text)
+    # Older forms of LaTeX as the ones that the parser reads.
     for infix, command in (("over", "frac"), ("choose", "binom")):
         text = re.sub(rf"\{{([^{{}}]*)\\{infix}(?![A-Za-z])([^{{}}]*)\}}", rf"\\{command}{{\1}}{{\2}}", text)
     text = re.sub(r"\\tag\s*\{[^{}]*\}|\\>", " ", text)

@@ -150,6 +150,7 @@ def _bracketed(parts: tuple[Token, ...]) -> Value | None:
         return None
     if first == r"\{":
         return _set(parts, inner)
+    # Brackets around one value are none.
     pieces, separators = split(inner, (",", ";"))
     if not separators:
         return value_of(inner) if inner and (first, last) in (("(", ")"), ("[", "]")) else Value("text", parts)

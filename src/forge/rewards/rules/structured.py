@@ -53,6 +53,7 @@ def _object(text: str) -> dict[str, object] | None:
         raise ValueError(f"{name} is no JSON")
 
     try:
+        # Stricter than Python's reader, which keeps the last of two equal keys and reads NaN.
         value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except (ValueError, RecursionError):  # also for numbers of thousands of digits
         return None

@@ -63,6 +63,7 @@ def _read_latex(text: str) -> Expression:
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
+    # Its guesses are off: 1 1/2 and x in {1} have been read before.
     config = ConversionConfig(
         interpret_as_mixed_fractions=False, interpret_contains_as_eq=False, lowercase_symbols=False
     )

@@ -111,7 +111,7 @@ def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
     return core, money
 
 
-def agree(unit: Unit, target: Unit) -> bool:
+def same_kind(unit: Unit, target: Unit) -> bool:
     """Whether a unit is of the kind that the target has; a missing one is of any. Of free words those of one must be
     among those of the other: 4 apples are 4 red apples, and 5 steps left are not 5 steps right."""
     if not unit or not target or unit == target:
