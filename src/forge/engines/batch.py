@@ -11,106 +11,24 @@ alone, not on the rest of the batch.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import TOP_LOGPROBS, UNKNOWN_EXPERT, Completion, Sampling
+from ..types import UNKNOWN_EXPERT, Completion
 from .cache import WIDTH, rounded
 from .decoder import Decoder
-from .interface import Listener
 from .prefixes import TOKENS, Prefix, PrefixCache
+from .requests import Admission, EngineRequest, RunningSample, WeightSpan
+from .sampling import draw, keep_top, top_logprobs, uniforms
 from .weights import Weights
 
 # A prompt waits a step for another that is being computed if they share so many tokens more than the cache has: fewer
 # are computed faster than a step takes.
 MIN_SHARED_TOKENS = 64
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
-
-
-@dataclass(slots=True, eq=False)
-class EngineRequest:
-    """A prompt with n samples to draw, each at most `limit` tokens long."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    limit: int
-    seed: int
-    stops: frozenset[int]
-    priority: int = 0
-    listener: Listener | None = None
-    future: Future[list[Completion]] = field(default_factory=Future)
-    admitted: int = 0  # samples that got a row
-    completions: dict[int, Completion] = field(default_factory=dict)  # by sample
-    prefix: Prefix | None = None  # of the prompt, while samples wait for a row
-
-    @property
-    def tokens(self) -> list[int]:
-        """The prompt, which its samples continue."""
-        return list(self.prompt)
-
-    @property
-    def max_length(self) -> int:
-        """The maximum number of positions of a sample."""
-        return len(self.prompt) + self.limit
-
-
-@dataclass(slots=True, eq=False)
-class RunningSample:
-    """A running or preempted sample.
-
-    `resumed` is its completion when it last got a row: the i-th token since then is drawn in step `start + i` and
-    recorded at position `context + i`.
-    """
-
-    request: EngineRequest
-    sample: int
-    start: int
-    resumed: Completion
-    prefix: Prefix | None = None  # of all its tokens, between being computed and being placed
-    top: list[dict[int, float]] = field(default_factory=list)  # top log-probabilities of every token, if requested
-
-    @property
-    def tokens(self) -> list[int]:
-        """The prompt and the tokens drawn so far, which it continues."""
-        return [*self.request.prompt, *self.resumed.token_ids]
-
-    @property
-    def max_length(self) -> int:
-        """The maximum number of positions of the sample."""
-        return self.request.max_length
-
-    @property
-    def context(self) -> int:
-        """Number of these tokens in the cache: all but the last."""
-        return len(self.request.prompt) + len(self.resumed.token_ids) - 1
-
-
-class Admission(NamedTuple):
-    """The next samples to run: a preempted one, or as many of a request as there are free rows."""
-
-    item: EngineRequest | RunningSample
-    rows: list[int]
-    context: list[int]  # its tokens but the last, which the first decode step takes
-    blocks: list[Prefix]  # of the prefix cache, with which the context begins
-
-    @property
-    def start(self) -> int:
-        """Position of the first token that is not in the prefix cache."""
-        return TOKENS * len(self.blocks)
-
-
-class WeightSpan(NamedTuple):
-    """The weights that drew tokens from a step on, until the next span."""
-
-    start: int
-    version: int
-    identity: str
 
 
 class RunningBatch:
@@ -523,51 +441,3 @@ class RunningBatch:
             identities=identities,
             top_logprobs=list(row.top),
         )
-
-
-def uniforms(seed: int, sample: int, count: int) -> Tensor:
-    """The random numbers in [0, 1) of one sample, (count,); a smaller count gives a prefix."""
-    key = np.array([seed % 2**64, sample], dtype=np.uint64)
-    return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32))
-
-
-def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Logits (B, V) with -inf for all but the top k tokens, then all but the top-p nucleus. top_k, top_p: (B,)."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(logits.shape[-1], device=logits.device)
-    limit = torch.where(top_k > 0, top_k, logits.shape[-1])
-    ordered = ordered.masked_fill(ranks >= limit[:, None], -torch.inf)
-    probs = ordered.softmax(-1)
-    # A token stays if those before it do not reach top_p; the first always stays, also where top_p is 0 in 32 bits.
-    # top_p = 1 keeps all, however the sum is rounded.
-    outside = (probs.cumsum(-1) - probs >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0)
-    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))
-
-
-def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,) each.
-
-    `logits` are after temperature, top-k and top-p. Rows marked in `greedy` (B,) take the most likely token.
-    """
-    probs = logits.softmax(-1)
-    total = probs.cumsum(-1)
-    # A rounding step below the total, so that the target always falls on a token with positive probability.
-    target = uniform.clamp(max=1 - 2**-22)[:, None] * total[:, -1:]
-    tokens = torch.searchsorted(total, target, right=True)
-    if greedy is not None:
-        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], probs.gather(-1, tokens).log_()[:, 0]
-
-
-def top_logprobs(logits: Tensor) -> list[dict[int, float]]:
-    """The most likely tokens of each row of logits (B, V) in descending order, with their log-probabilities, without
-    those at -inf.
-
-    Always up to 20 tokens, so that ties do not break differently with the requests of other rows. Synchronises.
-    """
-    probs, tokens = logits.softmax(-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))
-    ids, logprobs = torch.stack([tokens.double(), probs.log_().double()]).tolist()
-    return [
-        {int(token): logprob for token, logprob in zip(*row, strict=True) if logprob > -torch.inf}
-        for row in zip(ids, logprobs, strict=True)
-    ]

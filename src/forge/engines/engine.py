@@ -19,11 +19,12 @@ from torch import Tensor
 from ..models.weight_layouts import layout
 from ..system.devices import accelerator
 from ..types import Completion, Sampling
-from .batch import EngineRequest, RunningBatch
+from .batch import RunningBatch
 from .cache import BLOCK, WIDTH, rounded, token_bytes
 from .decoder import Decoder
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .linear import has_bfloat16
+from .requests import EngineRequest
 from .settings import EngineSettings
 from .weights import Weights, load_config, load_eos, read_checkpoint
 
