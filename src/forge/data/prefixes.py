@@ -30,14 +30,16 @@ class PrefixTree:
     saved: as in `find_prefixes`.
     """
 
-    # Three sequences of 15 tokens in all, which begin alike, are four runs of 9 tokens:
+    # Four sequences, 17 tokens, are four runs, 9 tokens:
     #
-    #     P P P P a        run 0: P P P P    parent -1
-    #     P P P P b c      run 1: a          parent  0
-    #     P P P P          run 2: b c        parent  0
-    #                      run 3: (none: the third sequence ends with run 0)
+    #     sequence 0: P P P P a        run 0: P P P P    parent -1
+    #     sequence 1: P P P P b c      run 1: a          parent  0
+    #     sequence 2: P P P P          run 2: b c        parent  0
+    #     sequence 3: Q Q              run 3: Q Q        parent -1
     #
-    # Were it P P P P d e, run 3 would be `d e`; were it P P P P b d, run 2 would be `b`, with the children c and d.
+    #     source     11 12 13 14 4 9 10 15 16    one `P P P P`, that of sequence 2: 0 to 3 and 5 to 8 are not computed
+    #     positions   0  1  2  3 4 4  5  0  1
+    #     last        1  2  0  3                 the run that each sequence ends with
 
     source: np.ndarray
     index: np.ndarray
